@@ -1,4 +1,4 @@
-"""Rules about linear layers that `runtime` and `tensor3d` share: which modules are linear, and autocast's dtype."""
+"""Rules about linear layers that stages and 3-D layers share: which modules are linear, and the dtype of autocast."""
 
 import torch
 from torch import Tensor, nn

@@ -32,7 +32,7 @@ TENSOR3D_NAMES = {
     "shared input, gathered forward": "entry inside",
     "block specs; registered, generic; eligibility": "kinds known unknown ordinary",
 }
-"""Refused in `lightning_hanayo/tensor3d` alone: elsewhere these are plain English, as the kinds of actions."""
+"""Refused in `lightning_hanayo/tensor_parallel` alone: elsewhere these are plain English, as the kinds of actions."""
 
 PROSE = {
     "rejected, with an error that names it": r"(refused|rejected) by (its |that )?name",
@@ -60,7 +60,7 @@ PROSE = {
 }
 
 ALLOWED = {
-    ("lightning_hanayo/tensor3d/layers/feed_forward.py", "gate"),  # SwiGLU's third matrix, as Llama names it
+    ("lightning_hanayo/tensor_parallel/layers/feed_forward.py", "gate"),  # SwiGLU's third matrix, as Llama names it
     ("recipes/benchmarks/cluster.py", "bridge"),  # Linux's virtual switch
     ("recipes/benchmarks/cluster.py", "packet"),  # on a network link
     ("recipes/bert/module.py", "dense"),  # BERT's own name of the head's linear layer, and a checkpoint key
@@ -97,7 +97,7 @@ def words_of(name: str) -> list[str]:
 
 def refused_in_name(path: str, line: int, name: str) -> Iterator[Violation]:
     """The refused words of one identifier."""
-    refused = _NAMES | _TENSOR3D_NAMES if path.startswith("lightning_hanayo/tensor3d/") else _NAMES
+    refused = _NAMES | _TENSOR3D_NAMES if path.startswith("lightning_hanayo/tensor_parallel/") else _NAMES
     for word in words_of(name):
         if word in refused and (path, word) not in ALLOWED:
             yield Violation(path, line, word, name, refused[word])

@@ -1,16 +1,26 @@
-"""What is checked: the user's module, batches and options, as all runs get them; and what a rank of a run returns."""
+"""What is checked: the user's module, batches and options, as all runs get them; and what a rank of a run returns.
 
-from collections.abc import Callable
+Takes what a check needs from the user: batches, the strategy's options, and the callbacks that change a training.
+"""
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
 
 from lightning_hanayo.checking.comparison import Values
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
+from lightning_hanayo.strategy.lightning.loaders import are_collated, shape_of_loaders
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.topology import Topology
+from lightning_hanayo.topology import Topology, resolve
 
 
 @dataclass(frozen=True)
@@ -108,3 +118,114 @@ class RankFailure:
 Results = list[RankResult | RankFailure]
 Run = Callable[..., Results]
 """Runs `function(*arguments)` on that many ranks: `run(world_size, function, *arguments)`. `processes.run` is one."""
+
+
+_OWN_PACKAGES = ("lightning.", "lightning_hanayo.")
+
+
+class Taken(NamedTuple):
+    """Training batches."""
+
+    batches: tuple[Any, ...]
+    loaders: Any = None
+    """the containers of the loaders that each batch has a part of, with None for each loader; None if there is one"""
+    are_collated: bool = False
+    """whether torch's `default_collate` has made them: it decides how lists are read"""
+
+
+def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch.dtype) -> Taken:
+    """The first `count` training batches, with floating-point tensors in `dtype`.
+
+    Args:
+        module: gives the loader if there are no `data`.
+        data: a LightningDataModule, a loader or any iterable of batches, or None.
+        count: how many are needed.
+        dtype: of the batches' floating-point tensors.
+
+    Raises:
+        HanayoError: there are fewer.
+    """
+    found, loaders, are_made_by_torch = _batches(module, data)
+    batches = tuple(cast(batch, dtype) for batch in islice(found, count))
+    if not batches:
+        raise HanayoError("the training loader has no batch")
+    if len(batches) < count:
+        raise HanayoError(
+            f"the check needs {count} batches (steps x data ranks x accumulated batches), and the training loader has "
+            f"{len(batches)}; take fewer steps or smaller batches"
+        )
+    return Taken(batches, loaders, are_made_by_torch)
+
+
+def topology_of(options: Options, devices: int | None) -> Topology:
+    """The ranks of the layout: `devices`, or what the options multiply to.
+
+    Raises:
+        HanayoError: they don't fit, or nothing says how many ranks there are.
+    """
+    cube = (options.cube,) * 3 if isinstance(options.cube, int) else tuple(options.cube)
+    if devices is None:
+        sizes = (options.pipeline_parallel_size, options.data_parallel_size, *cube)
+        devices = 1
+        for size in sizes:
+            if not isinstance(size, int):
+                raise HanayoError(
+                    "nothing says how many processes the layout has: give devices=, or HanayoStrategy's "
+                    "pipeline_parallel_size and data_parallel_size"
+                )
+            devices *= size
+    return resolve(
+        devices,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        data_parallel_size=options.data_parallel_size,
+        cube=options.cube,
+    )
+
+
+def select_callbacks(callbacks: Iterable[Callback]) -> tuple[tuple[Callback, ...], tuple[str, ...]]:
+    """The callbacks that a check keeps, and the names of the others.
+
+    The user's own are kept if they can be pickled. Lightning's are left out: they write, monitor and stop.
+    """
+    kept, left_out = [], []
+    for one in callbacks:
+        name = type(one).__name__
+        if type(one).__module__.startswith(_OWN_PACKAGES):
+            continue
+        try:
+            pickle.dumps(one)
+        except Exception:  # whatever its attributes raise
+            left_out.append(name)
+        else:
+            kept.append(one)
+    return tuple(kept), tuple(left_out)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The batch with all floating-point tensors in `dtype`. Containers keep their types."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    inside = children(value)
+    return value if inside is None else with_children(value, {key: cast(item, dtype) for key, item in inside.items()})
+
+
+def _batches(module: pl.LightningModule, data: Any) -> tuple[Iterator[Any], Any, bool]:
+    if data is None:
+        return _of_loaders(module.train_dataloader())
+    if not isinstance(data, pl.LightningDataModule):
+        return iter(data), None, are_collated([data])
+    data.prepare_data()
+    data.setup("fit")
+    batches, *source = _of_loaders(data.train_dataloader())
+    moved = (data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in batches)
+    return moved, *source
+
+
+def _of_loaders(loaders: Any) -> tuple[Iterator[Any], Any, bool]:
+    """The batches of a loader, or of several as Lightning combines them; and what `Taken` says of them."""
+    if isinstance(loaders, (dict, list, tuple)):
+        loaders = CombinedLoader(loaders, "max_size_cycle")
+    if isinstance(loaders, CombinedLoader):
+        shape = shape_of_loaders(loaders.iterables)
+        return (batch for batch, *_ in loaders), shape, are_collated(loaders.flattened)
+    return iter(loaders), None, are_collated([loaders])

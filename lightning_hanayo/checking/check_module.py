@@ -11,11 +11,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
 
-from lightning_hanayo.checking.case import Case, TrainerOptions
+from lightning_hanayo.checking.case import Case, TrainerOptions, select_callbacks, take_batches, topology_of
 from lightning_hanayo.checking.examine import Tell, examine
-from lightning_hanayo.checking.inputs import select_callbacks, take_batches, topology_of
-from lightning_hanayo.checking.trainings import processes
-from lightning_hanayo.checking.trainings.prepare import prepare
+from lightning_hanayo.checking.trainings import layout
+from lightning_hanayo.checking.trainings.layout import prepare
 from lightning_hanayo.checking.verdict import Verdict
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.strategy import HanayoStrategy
@@ -100,7 +99,7 @@ def check(
         except UnsupportedError as error:
             return Verdict("refused", f"refused: {error}")
     notes = tuple(f"the callback {name} was left out: it can't be pickled" for name in left_out)
-    return examine(case, partial(processes.run, timeout=timeout), tell, notes)
+    return examine(case, partial(layout.run, timeout=timeout), tell, notes)
 
 
 def _copied(module: pl.LightningModule) -> pl.LightningModule:

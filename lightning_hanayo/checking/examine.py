@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Run
-from lightning_hanayo.checking.causes import Place, stored_by_blocks
 from lightning_hanayo.checking.comparison import EXACT, ROUNDED, Comparison, compare
 from lightning_hanayo.checking.trainings.layout import merge, run_rank
 from lightning_hanayo.checking.trainings.reference import run_reference
 from lightning_hanayo.checking.verdict import (
+    Place,
     Verdict,
+    stored_by_blocks,
     verdict_of_failure,
     verdict_of_layout,
     verdict_of_microbatches,

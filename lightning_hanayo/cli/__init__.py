@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from lightning_hanayo import __version__
-from lightning_hanayo.cli.error_messages import fail, is_debugging
+from lightning_hanayo.cli.common import fail, is_debugging
 from lightning_hanayo.errors import HanayoError, nearest, with_notes
 
 _TRAINER = "lightning_hanayo.cli.trainer_start"

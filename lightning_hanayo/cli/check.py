@@ -9,7 +9,7 @@ Exit codes: 0 exact, 1 not exact (or refused by the strategy), 2 bad arguments.
 import argparse
 from collections.abc import Sequence
 
-from lightning_hanayo.cli.error_messages import OneLineErrors
+from lightning_hanayo.cli.common import OneLineErrors
 from lightning_hanayo.cli.trainer_start import check_configuration
 
 _DTYPES = ("float64", "float32")

@@ -1,37 +1,299 @@
-"""Show what is in a checkpoint folder: step, layout, versions, files, the largest tensors, and what else was saved.
-Of a plain file, its size, step and epoch.
+"""Runs `hanayo ckpt`: lists, shows, verifies, compares, converts and removes checkpoints.
 
-Names, shapes and sizes come from its manifest; no tensor is read.
-
-Exit codes: 0, 1 if the folder isn't a whole checkpoint, 2 if there is no such folder.
+`ls`, `show`, `verify` and `rm` import no torch.
 """
 
 import json
-from argparse import ArgumentParser, Namespace
+import re
+import shutil
+import sys
+import warnings
+import zipfile
+import zlib
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lightning_hanayo.checkpoint.found import Found, layout_text, look_at_one
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.problems import size_text
-from lightning_hanayo.cli.error_messages import fail
-from lightning_hanayo.cli.tables import print_table
-from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.cli.common import CommandGroup, fail, print_table
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.found import Found, existing, layout_text, look_at, look_at_one, look_into
+from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.target import UNITS, is_of_a_save, remove_checkpoint, size_text
+from lightning_hanayo.errors import CheckpointError, HanayoError
+from lightning_hanayo.plotting.terminal_status import showing
+
+SUBCOMMANDS = {
+    "ls": "list the checkpoints in a folder, and what interrupted saves have left",
+    "show": "show what is in a checkpoint: sizes, layout, versions, the largest tensors",
+    "verify": "read every byte of a checkpoint, and compare the hashes",
+    "diff": "compare two checkpoints: names, shapes, dtypes and values",
+    "export": "write a Lightning file, safetensors, or a folder for from_pretrained",
+    "import": "make a checkpoint folder of a Lightning file or of Hugging Face's weights",
+    "rm": "remove checkpoints",
+}
+_GROUP = CommandGroup("ckpt", "List, check, compare, convert and remove checkpoints.", SUBCOMMANDS, "verify last.ckpt")
+
+
+def run(argv: list[str]) -> int:
+    """Run the subcommand that `argv` names, and return the exit code."""
+    return _GROUP.run(argv, Namespace())
+
+
+def diff_options(parser: ArgumentParser) -> None:
+    """Add the checkpoints, and how much to show."""
+    parser.add_argument("first", metavar="A", help="a checkpoint folder or a plain file")
+    parser.add_argument("second", metavar="B", help="another one")
+    parser.add_argument("-n", "--rows", type=int, default=20, metavar="N", help="differences to show (default: 20)")
+    parser.add_argument("--model", action="store_true", help="compare the model's tensors alone")
+
+
+def run_diff(options: Namespace) -> int:
+    """Compare two checkpoints: names, shapes, dtypes and values of tensors, and all other values.
+
+    Each is a checkpoint folder or a plain file, of any layout. The largest difference of each tensor is shown, and
+    which one differs first. A plain file numbers the parameters of optimizers: the names of the other checkpoint are
+    used.
+
+    Exit codes: 0 equal, 1 different or not whole, 2 if there is no such path.
+    """
+    from lightning_hanayo.dist_checkpointing.compare import compare  # torch: seconds, which --help needn't wait for
+
+    try:
+        first, second = existing(options.first), existing(options.second)
+        with showing(f"comparing {first} with {second}"):
+            found = compare(first, second, model_only=options.model)
+    except CheckpointError as error:
+        fail(str(error))
+        return 1
+    differences = [one for one in found if one.what]
+    if options.json:
+        print(
+            json.dumps(
+                {"equal": not differences, "compared": len(found), "differences": list(map(asdict, differences))}
+            )
+        )
+        return int(bool(differences))
+    if not differences:
+        print(f"equal: {len(found)} tensors and values")
+        return 0
+    print(f"{len(differences)} of {len(found)} tensors and values differ, first {differences[0].name}")
+    rows = [[one.name, one.what, "" if one.largest is None else f"{one.largest:.3g}"] for one in differences]
+    print_table(["name", "difference", "largest"], rows[: max(0, options.rows)])
+    if len(rows) > options.rows:
+        print(f"and {len(rows) - options.rows} more (--rows)")
+    return 1
+
+
+def export_options(parser: ArgumentParser) -> None:
+    """Add the checkpoint, the format and the target."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint folder or a plain file")
+    parser.add_argument("target", metavar="TARGET", help="a path where nothing is yet")
+    formats = ("file", "safetensors", "huggingface")
+    parser.add_argument("--to", choices=formats, required=True, help="the format")
+    meaning = "name of the model of transformers in the LightningModule (default: the one that fits)"
+    parser.add_argument("--module", metavar="NAME", help=meaning)
+    meaning = "a folder with config.json (default: the configuration in the checkpoint)"
+    parser.add_argument("--config", metavar="DIR", help=meaning)
+    meaning = "bytes of weights in one file (default: 5GB)"
+    parser.add_argument("--max-shard-size", type=size, default=size("5GB"), metavar="SIZE", help=meaning)
+
+
+def run_export(options: Namespace) -> int:
+    """Write a checkpoint in a format that other tools read, one tensor at a time. It is verified first.
+
+    file           one file of Lightning, for a plain Trainer (ckpt_path) and load_from_checkpoint
+    safetensors    a folder with the weights, under the names that they have in the LightningModule
+    huggingface    a folder for from_pretrained of transformers: its names, config.json, and an index above
+    --max-shard-size
+
+    The checkpoint is a folder of HanayoStrategy or a plain file. A plain file doesn't say which model of transformers
+    it has: give the folder of its config.json with --config.
+
+    Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it doesn't fit the format, or the target exists.
+    """
+    from lightning_hanayo.dist_checkpointing.convert import (
+        export_checkpoint,  # torch: seconds, which --help needn't wait for
+    )
+
+    try:
+        source = existing(options.checkpoint)
+        with showing(f"exporting {source}"):
+            written = export_checkpoint(
+                source,
+                options.target,
+                to=options.to,
+                module=options.module,
+                config=options.config,
+                max_shard_size=options.max_shard_size,
+            )
+    except CheckpointError as error:
+        fail(str(error))
+        return 1
+    if options.json:
+        print(json.dumps(asdict(written)))
+        return 0
+    print(f"wrote {written.path}: {written.num_tensors} tensors of the model")
+    if written.files:
+        print(f"files: {', '.join(written.files)}")
+    if written.left_out:
+        print(f"left out: {', '.join(written.left_out)}")
+    for note in written.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def size(text: str) -> int:
+    """The bytes of a size such as "5GB" or "500 MB"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B)", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ArgumentTypeError(f"expected a size such as 5GB, got {text!r}")
+    return int(float(found[1]) * UNITS[found[2].upper().replace("KB", "kB")])
+
+
+def import__options(parser: ArgumentParser) -> None:
+    """Add the source and the target."""
+    parser.add_argument("source", metavar="SOURCE", help="a plain file, or a folder of Hugging Face")
+    parser.add_argument("target", metavar="TARGET", help="a path where nothing is yet, or an fsspec URL")
+    meaning = "of a folder: the name that its model has in your LightningModule, such as net"
+    parser.add_argument("--module", default="", metavar="NAME", help=meaning)
+    meaning = "of a file: leave out states of optimizers, loops, callbacks and all else"
+    parser.add_argument("--weights-only", action="store_true", help=meaning)
+
+
+def run_import_(options: Namespace) -> int:
+    """Make a checkpoint folder, of which any layout reads its part, one tensor at a time.
+
+    It is made of a plain file of Lightning, or of a folder of Hugging Face (config.json and safetensors). To start a
+    new training from a folder of Hugging Face, HanayoStrategy(init_from=...) reads it as it is.
+
+    A plain file has no names for optimizer states: they are taken to be in the order of the module's parameters, as
+    after Adam(self.parameters()). Was the order another one, resume from the file itself, which any layout reads.
+
+    Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it can't be imported, or the target exists.
+    """
+    from lightning_hanayo.dist_checkpointing.convert import (
+        import_checkpoint,  # torch: seconds, which --help needn't wait for
+    )
+
+    try:
+        source = existing(options.source)
+        with showing(f"importing {source}"):
+            import_checkpoint(source, options.target, module=options.module, weights_only=options.weights_only)
+    except CheckpointError as error:
+        fail(str(error))
+        return 1
+    print(json.dumps({"path": options.target}) if options.json else f"wrote {options.target}")
+    return 0
+
+
+def ls_options(parser: ArgumentParser) -> None:
+    """Add the folder."""
+    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="a path or an fsspec URL (default: .)")
+
+
+def run_ls(options: Namespace) -> int:
+    """List the checkpoints in a folder and below it: step, epoch, size, layout, and whether they are whole.
+
+    Only names, sizes and manifests are read; `hanayo ckpt verify` reads every byte. What interrupted saves have left is
+    listed, too.
+
+    Exit codes: 0, 1 if a checkpoint isn't whole, 2 if there is no such folder.
+    """
+    found = look_into(options.folder)
+    if options.json:
+        print(json.dumps([asdict(one) for one in found]))
+    elif found:
+        columns = ["checkpoint", "step", "epoch", "size", "kind", "layout"]
+        print_table(columns, [_row(one) for one in found], [bool(one.problem) for one in found])
+        for one in found:
+            if one.problem:
+                print(f"{one.path}: {one.problem}")
+    else:
+        print(f"no checkpoints in {options.folder}")
+    return int(any(one.kind == "incomplete" for one in found))
+
+
+def _row(one: Found) -> list[str]:
+    numbers = ["" if number is None else str(number) for number in (one.step, one.epoch)]
+    return [one.path, *numbers, size_text(one.num_bytes), one.kind, one.layout]
+
+
+def rm_options(parser: ArgumentParser) -> None:
+    """Add the checkpoints, and whether to ask."""
+    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="checkpoint folders or plain files")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def run_rm(options: Namespace) -> int:
+    """Remove checkpoints: folders, plain files, and what interrupted saves have left.
+
+    Asks before it removes anything, unless --yes is given. What isn't a checkpoint is refused, and other files in a
+    checkpoint's folder are kept.
+
+    Exit codes: 0, 1 if the answer was no or something was kept, 2 if a path isn't a checkpoint; then nothing is
+    removed.
+    """
+    found = [_removable(path) for path in dict.fromkeys(options.checkpoints)]
+    if not options.yes and not _agreed(found):
+        return 1
+    kept = [problem for one in found for problem in _remove(one)]
+    for problem in kept:
+        fail(problem)
+    if options.json:
+        print(json.dumps({"removed": [one.path for one in found], "kept": kept}))
+    elif not kept:
+        print(f"removed {size_text(sum(one.num_bytes for one in found))}")
+    return int(bool(kept))
+
+
+def _removable(path: str) -> Found:
+    found = look_at(existing(path))
+    if found is None:
+        raise HanayoError(f"{path} is no checkpoint, so it isn't removed")
+    return found
+
+
+def _agreed(found: list[Found]) -> bool:
+    if not sys.stdin.isatty():
+        raise HanayoError("there is no terminal to ask in: give --yes to remove without a question")
+    for one in found:
+        print(f"{one.path}  {one.kind}, {size_text(one.num_bytes)}, step {one.step}", file=sys.stderr)
+    print(f"remove {'it' if len(found) == 1 else 'them'}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove(one: Found) -> list[str]:
+    """Remove it, and return why something of it was kept."""
+    storage = Storage.of(one.path)
+    if one.kind == "leftover" and storage.is_folder() and all(map(is_of_a_save, storage.names())):
+        shutil.rmtree(one.path)
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        remove_checkpoint(one.path)
+    return [str(warning.message) for warning in caught]
+
 
 _KINDS = {"model": "parameters and buffers", "optimizer": "optimizer states", "gradient": "accumulated gradients"}
 _KINDS |= {"random": "random generators", "state": "tensors of other values"}
 
 
-def add_options(parser: ArgumentParser) -> None:
+def show_options(parser: ArgumentParser) -> None:
     """Add the checkpoint, and how much to show of it."""
     parser.add_argument("checkpoint", metavar="FOLDER", help="a checkpoint folder, local or an fsspec URL")
     parser.add_argument("-n", "--tensors", type=int, default=10, metavar="N", help="largest tensors (default: 10)")
 
 
-def run(options: Namespace) -> int:
-    """Show the checkpoint."""
+def run_show(options: Namespace) -> int:
+    """Show what is in a checkpoint folder: step, layout, versions, files, the largest tensors, and what else was saved.
+    Of a plain file, its size, step and epoch.
+
+    Names, shapes and sizes come from its manifest; no tensor is read.
+
+    Exit codes: 0, 1 if the folder isn't a whole checkpoint, 2 if there is no such folder.
+    """
     found = look_at_one(options.checkpoint)
     if found is not None and found.kind == "file":
         _print_file(found, as_json=options.json)
@@ -139,3 +401,84 @@ def _print(facts: Mapping[str, Any]) -> None:
 
 def _thousands(number: object) -> str:
     return f"{number:,}" if isinstance(number, int) else "unknown"
+
+
+_CHUNK = 2**20
+_LARGE = 2**30
+"""bytes from which on a terminal shows progress"""
+
+
+def verify_options(parser: ArgumentParser) -> None:
+    """Add the checkpoints."""
+    meaning = "checkpoint folders or plain files"
+    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=meaning)
+
+
+def run_verify(options: Namespace) -> int:
+    """Read every byte of checkpoints, and compare them with the hashes that were saved.
+
+    Of a checkpoint folder the file and the tensor of a changed byte are named. A plain file of Lightning has a checksum
+    for each of its parts. Nothing is unpickled.
+
+    Exit codes: 0 all whole, 1 one isn't, 2 if there is no such path.
+    """
+    found = {path: look_at_one(path) for path in options.checkpoints}
+    problems = {path: _problem(path, one, quiet=options.json) for path, one in found.items()}
+    if options.json:
+        results = [{"path": path, "whole": not problem, "problem": problem} for path, problem in problems.items()]
+        print(json.dumps(results))
+    return int(any(problems.values()))
+
+
+def _problem(path: str, found: Found | None, *, quiet: bool) -> str:
+    """What is wrong with a checkpoint; "" if nothing. Prints it, too."""
+    try:
+        if found is not None and found.kind == "file":
+            _verify_file(path)
+        elif found is not None and Storage.of(path).is_file():
+            raise CheckpointError(f"{path} isn't whole: {found.problem}")
+        else:
+            folder = CheckpointFolder(path)
+            folder.verify(advance=_progress(folder.manifest.num_bytes))
+    except CheckpointError as error:
+        if not quiet:
+            fail(str(error))
+        return str(error)
+    if not quiet:
+        print(f"{path}: whole, {size_text(found.num_bytes if found else 0)}")
+    return ""
+
+
+def _verify_file(path: str) -> None:
+    name = ""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                name = f": {record.filename}"
+                with archive.open(record) as data:
+                    while data.read(_CHUNK):
+                        pass
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
+        raise CheckpointError(f"{path} is damaged{name} ({error}). Copy it again.") from None
+
+
+def _progress(num_bytes: int) -> Callable[[int], None]:
+    """Returns what is to be called after each piece; in a terminal it draws a bar if there is much to read."""
+    if num_bytes < _LARGE or not sys.stderr.isatty():
+        return lambda _: None
+    from rich.console import Console
+    from rich.progress import Progress
+
+    progress = Progress(console=Console(stderr=True), transient=True)
+    task = progress.add_task("verifying", total=num_bytes)
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress.start()
+        progress.update(task, completed=done)
+        if done >= num_bytes:
+            progress.stop()
+
+    return advance

@@ -1,13 +1,27 @@
-"""Shows a user's mistake as one line, on one rank: shortens what argparse and jsonargparse report, and exits with 2."""
+"""Shows a user's mistake as one line, on one rank: shortens what argparse and jsonargparse report, and exits with 2.
+
+Runs a command that has subcommands, such as `hanayo schedule show`. Each is a module, imported only if it is given.
+
+A subcommand's module has `add_options(parser)` and `run(options) -> exit code`. Its docstring is the text of --help.
+
+Prints tables: in colours in a terminal, as plain text in a pipe.
+"""
 
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
+from inspect import getdoc
 from itertools import chain
+from keyword import iskeyword
 from typing import Any, NoReturn
+
+from lightning_hanayo.errors import nearest
 
 EXIT_CODE = 2
 
@@ -131,3 +145,96 @@ def _short_type(name: str) -> str:
     """`<class 'int'>` becomes `int`, `typing.Literal['auto']` becomes `'auto'`."""
     name = re.sub(r"^<class '(.+)'>$", r"\1", name)
     return re.sub(r"^typing\.Literal\[(.+)\]$", r"\1", name)
+
+
+class SubcommandParser(OneLineErrors, ArgumentParser):
+    """Parses a subcommand's options, without abbreviations. It is argparse's own parser, which imports quickly."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        layout = RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=layout)
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """A command and its subcommands, which are modules of `lightning_hanayo.cli.<name>`.
+
+    Args:
+        name: such as "schedule".
+        summary: what the subcommands do, in one sentence.
+        subcommands: the meaning of each, by name.
+        example: arguments of one call.
+    """
+
+    name: str
+    summary: str
+    subcommands: Mapping[str, str]
+    example: str
+
+    def run(self, argv: Sequence[str], options: Namespace) -> int:
+        """Run the subcommand that `argv` names, and return the exit code. Its options are added to `options`."""
+        subcommand = argv[1] if len(argv) > 1 else ""
+        if subcommand in ("-h", "--help"):
+            print(self.usage())
+            return 0
+        if subcommand not in self.subcommands:
+            hint = nearest(subcommand, self.subcommands)
+            problem = (
+                f"unknown subcommand {subcommand!r}; {hint}"
+                if subcommand
+                else f"a subcommand is missing: {', '.join(self.subcommands)}"
+            )
+            return fail(f"{problem}. See: hanayo {self.name} --help")
+        module = import_module(f"lightning_hanayo.cli.{self.name}")
+        function = f"{subcommand}{'_' * iskeyword(subcommand)}"
+        run = getattr(module, f"run_{function}")
+        parser = SubcommandParser(f"hanayo {self.name} {subcommand}", getdoc(run))
+        getattr(module, f"{function}_options")(parser)
+        parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        try:
+            code = int(run(parser.parse_args(argv[2:], options)))
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # the reader of the output has closed the pipe, such as `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+    def usage(self) -> str:
+        """The text of `hanayo <name> --help`."""
+        subcommands = "\n".join(f"  {name:<10}{meaning}" for name, meaning in self.subcommands.items())
+        return (
+            f"usage: hanayo {self.name} <subcommand> [options]\n\n"
+            f"{self.summary}\n\nsubcommands:\n{subcommands}\n\n"
+            f"For the options of a subcommand: hanayo {self.name} <subcommand> --help\n"
+            f"Example: hanayo {self.name} {self.example}"
+        )
+
+
+PIPE_COLUMNS = 120
+"""characters per line of a table in a pipe, unless it has more"""
+_BETWEEN = 3
+"""characters between two columns"""
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: Sequence[bool] | None = None) -> None:
+    """Print a table. The first column is left-aligned, the others right-aligned; `is_dim` says which rows are grey.
+
+    In a narrow terminal a cell takes several lines, and in a pipe lines are as long as needed: nothing is cut.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row, dim in zip(rows, is_dim or [False] * len(rows), strict=True):
+        table.add_row(*row, style="dim" if dim else None)
+    width = None if sys.stdout.isatty() else max(PIPE_COLUMNS, _width([columns, *rows]))
+    Console(highlight=False, markup=False, emoji=False, width=width).print(table)
+
+
+def _width(rows: Sequence[Sequence[str]]) -> int:
+    from rich.cells import cell_len
+
+    return sum(max(map(cell_len, column)) + _BETWEEN for column in zip(*rows, strict=True))

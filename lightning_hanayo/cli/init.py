@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import lightning_hanayo
-from lightning_hanayo.cli.error_messages import OneLineErrors
+from lightning_hanayo.cli.common import OneLineErrors
 from lightning_hanayo.errors import HanayoError, nearest, writing
 
 _USAGE = "hanayo init DIR [--recipe NAME] | hanayo init --list"

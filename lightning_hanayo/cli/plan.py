@@ -11,7 +11,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from lightning_hanayo.cli.error_messages import OneLineErrors
+from lightning_hanayo.cli.common import OneLineErrors
 from lightning_hanayo.cli.trainer_start import check_configuration
 
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     """Plan what the configuration in `argv` describes, and return the exit code."""
     options, rest = _parser().parse_known_args(argv[1:])
     check_configuration("plan", rest)
-    from lightning_hanayo.cli.plan.command import run_plan  # Lightning: seconds, which --help needn't wait for
+    from lightning_hanayo.cli.plan_cli import run_plan  # Lightning: seconds, which --help needn't wait for
 
     return run_plan(options, rest)
 

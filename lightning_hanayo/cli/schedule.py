@@ -1,17 +1,105 @@
-"""Defines the options that the subcommands share, and builds the schedule, costs and timeline that they ask for."""
+"""Runs `hanayo schedule`: show, compare, check and export schedules. No subcommand imports torch.
 
-from argparse import ArgumentParser, Namespace
+Converts the values of command-line options to numbers. An ArgumentTypeError is shown to the user.
+
+Defines the options that the subcommands share, and builds the schedule, costs and timeline that they ask for.
+
+Summarizes a schedule and its timeline, in words and as JSON.
+
+Prints timelines: in colours in a terminal, as plain text in a pipe.
+"""
+
+import json
+import shutil
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from functools import cached_property
+from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.cli.schedule.argument_types import cost, integer, integer_or_auto, non_negative, positive
+from lightning_hanayo.cli.common import CommandGroup, fail, print_table
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.planner.profile import Profile
-from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.planner.files import Profile
+from lightning_hanayo.plotting import save_page, save_ranking, save_timeline, save_trace
+from lightning_hanayo.plotting.palette import action_colour, legend_entries, text_colour, wave_legs
+from lightning_hanayo.plotting.terminal_status import showing
+from lightning_hanayo.plotting.timeline import FORMATS
+from lightning_hanayo.schedule import (
+    CostModel,
+    Kind,
+    Schedule,
+    Timeline,
+    build,
+    schedule_names,
+    simulate,
+    with_loss_stage,
+)
+from lightning_hanayo.schedule.communication import messages_per_microbatch
+from lightning_hanayo.schedule.comparison import Candidate, Comparison, compare
 from lightning_hanayo.schedule.cost import gather_compute_scatter
+from lightning_hanayo.schedule.schedule import check_csv
+from lightning_hanayo.schedule.text.timeline_text import Line, timeline_lines
+
+SUBCOMMANDS = {
+    "show": "draw one schedule: in the terminal, or as an image, HTML page or trace",
+    "compare": "compare all schedules for the same sizes and costs, the fastest first",
+    "check": "check whether a CSV table is a valid schedule",
+    "export": "write a schedule as the CSV table that torch.distributed.pipelining reads",
+}
+_GROUP = CommandGroup(
+    "schedule",
+    "Draw, compare, check and write pipeline schedules.",
+    SUBCOMMANDS,
+    "show hanayo --ranks 4 --microbatches 8 --waves 2 --output wave.html",
+)
+
+
+def run(argv: list[str]) -> int:
+    """Run the subcommand that `argv` names, and return the exit code."""
+    return _GROUP.run(argv, Options())
+
+
+def non_negative(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not isfinite(value) or value < 0:
+        raise ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = non_negative(text)
+    if value == 0:
+        raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def integer(text: str) -> int:
+    """A whole number. Its range is checked where it is used."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+
+
+def integer_or_auto(text: str) -> int | str:
+    """A whole number, or "auto"."""
+    return text if text == "auto" else integer(text)
+
+
+def cost(text: str) -> float | tuple[float, ...]:
+    """A number, or one per stage, separated by commas: "0.5", "1,1,2,1"."""
+    values = tuple(map(non_negative, text.split(",")))
+    return values if len(values) > 1 else values[0]
+
 
 DEFAULT_RANKS = 4
 
@@ -135,3 +223,333 @@ class Options(Namespace):
     def simulate(self, schedule: Schedule) -> Timeline:
         """The schedule's timeline with these costs."""
         return simulate(schedule, self.costs, self.steps)
+
+
+def check_options(parser: ArgumentParser) -> None:
+    """Add the file and the costs to simulate it with."""
+    parser.add_argument("file", metavar="FILE.csv", help="the table")
+    add_costs(parser)
+
+
+def run_check(options: Options) -> int:
+    """Check whether a CSV table is a valid schedule: each action once, on the rank of its stage, and no deadlock.
+
+    The table has one row per rank, with cells like 0F0, 3I2, 3W2. This reads the tables of `hanayo schedule export` and
+    both formats of torch.distributed.pipelining: compute_only and compute_comms, whose sends and receives are checked,
+    too. The exit code is 0 if the table is valid, and 2 with an error that names the cell if not.
+    """
+    try:
+        schedule = check_csv(options.file)
+    except HanayoError as error:
+        if options.json:
+            print(json.dumps({"valid": False, "error": str(error)}))
+        return fail(str(error))
+    timeline = options.simulate(schedule)
+    peak, budget = max(timeline.peak_activations), options.activation_budget
+    exceeds_budget = budget is not None and peak > budget + 1e-9
+    if options.json:
+        within = {} if budget is None else {"inside_budget": not exceeds_budget}
+        print(json.dumps({"valid": True, **within, **summary_dict(schedule, timeline)}))
+    else:
+        print(f"{options.file} is a schedule: {sizes_text(schedule)}, backward {backward_mode(schedule)}")
+        print(summary_line(schedule, timeline, options.unit))
+    if exceeds_budget:
+        return fail(f"{options.file} holds {peak:g} M_a of activations, more than --activation-budget {budget:g}")
+    return 0
+
+
+def compare_options(parser: ArgumentParser) -> None:
+    """Add sizes, costs and output files."""
+    meaning = "schedules to compare (default: all), and tables of the same sizes"
+    parser.add_argument("schedules", nargs="*", default=[], metavar="NAME|FILE.csv", help=meaning)
+    add_sizes(parser)
+    add_costs(parser)
+    meaning = "an image, HTML page or trace to write; can be repeated"
+    parser.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=meaning)
+
+
+def run_compare(options: Options) -> int:
+    """Compare all schedules for the same ranks, micro-batches, stages per rank and costs, the fastest first.
+
+    Wave schedules have W waves, interleaved ones 2W stages per rank. Schedules with two stages per rank are compared if
+    W = 1, those with one stage always. A schedule that doesn't exist in these sizes is listed with the reason. Costs
+    per stage are those of the schedule with the most stages; the stages of the others have sums of them.
+    """
+    tables = {name: Schedule.from_csv(name) for name in options.schedules if name.endswith(".csv")}
+    names = [name for name in options.schedules if name not in tables] or None
+    for path in options.output:
+        check_output(path)
+    for name in names or ():
+        if name not in schedule_names():
+            raise no_such_schedule(name, schedule_names())
+    sizes, budget = options.sizes, options.activation_budget
+    for table in tables.values():
+        if options.ranks is None:
+            sizes["num_ranks"] = table.num_ranks
+        if options.microbatches is None:
+            sizes["num_microbatches"] = table.num_microbatches
+    with showing("comparing schedules") as say:
+        comparison = compare(
+            **sizes,
+            costs=options.costs,
+            activation_budget=budget,
+            steps=options.steps,
+            pairs=options.pairs is not None,
+            names=names,
+            tables=tables,
+            tell=lambda name: say(f"building and simulating {name}"),
+        )
+    if not comparison.candidates:
+        raise HanayoError("; ".join(dict.fromkeys(comparison.refused.values())))
+    title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
+    for path in options.output:
+        with showing(f"drawing {path}"):
+            _save_comparison(path, title, comparison, options)
+    if options.json:
+        schedules = [_result(one, budget) for one in comparison.candidates]
+        print(json.dumps({"schedules": schedules, "refused": comparison.refused, "files": options.output}))
+        return 0
+    print(title + (f", activation budget {budget:g} M_a" if budget is not None else ""))
+    _print_comparison(comparison, budget)
+    for path in options.output:
+        print(f"wrote {path}")
+    return 0
+
+
+def _result(one: Candidate, budget: float | None) -> dict[str, Any]:
+    result = summary_dict(one.schedule, one.timeline)
+    return result if budget is None else {**result, "inside_budget": one.within_budget}
+
+
+def _print_comparison(comparison: Comparison, budget: float | None) -> None:
+    columns = ["schedule", "makespan", "bubble", "activations [M_a]", "messages / micro-batch"]
+    has_steps = comparison.candidates[0].timeline.num_steps > 1
+    columns += ["last step's bubble"] * has_steps + ["in budget"] * (budget is not None)
+    rows = []
+    for one in comparison.candidates:
+        row = [one.name, f"{one.timeline.makespan:.5g}", f"{one.timeline.bubble_ratio:.1%}", f"{one.peak:.4g}"]
+        row.append(str(messages_per_microbatch(one.schedule)))
+        row += [f"{one.timeline.step_bubbles[-1]:.1%}"] * has_steps
+        rows.append(row + ["yes" if one.within_budget else "no"] * (budget is not None))
+    print_table(columns, rows, [not one.within_budget for one in comparison.candidates])
+    for name, reason in comparison.refused.items():
+        print(f"{name} is left out: {reason}")
+
+
+def _save_comparison(path: str, title: str, comparison: Comparison, options: Options) -> None:
+    timelines = {one.name: one.timeline for one in comparison.candidates}
+    match Path(path).suffix.lower():
+        case ".html":
+            save_page(path, title, timelines, unit=options.unit)
+        case ".json":
+            save_trace(path, timelines, seconds=unit_seconds(options.unit))
+        case _:
+            save_ranking(path, comparison, title=title, budget=options.activation_budget, unit=options.unit)
+
+
+def export_options(parser: ArgumentParser) -> None:
+    """Add the schedule, the costs to build it for, and the file."""
+    add_schedule(parser)
+    parser.add_argument("file", metavar="OUT.csv", help="the file to write")
+    parser.add_argument("--communication", action="store_true", help="include sends, receives and gradient reductions")
+    add_costs(parser)
+
+
+def run_export(options: Options) -> int:
+    """Write a schedule as the CSV table that torch.distributed.pipelining reads: a row per rank, cells like 0F0, 3I2,
+    3W2.
+
+    With --communication the table includes sends, receives and gradient reductions (torch's format compute_comms);
+    without, only compute actions (compute_only).
+    """
+    path = Path(options.file)
+    if path.suffix.lower() != ".csv":
+        raise HanayoError(f"{path}: the name of a table must end in .csv")
+    with showing("building the schedule"):
+        schedule = options.make_schedule()
+    schedule.to_csv(path, communication=options.communication)
+    if options.json:
+        print(json.dumps({"schedule": schedule.name, "file": str(path), "communication": options.communication}))
+    else:
+        print(f"wrote {path}: {schedule.name}, {sizes_text(schedule)}")
+    return 0
+
+
+def show_options(parser: ArgumentParser) -> None:
+    """Add the schedule, its costs, and how to draw it."""
+    add_schedule(parser)
+    add_costs(parser)
+    meaning = "add a stage for head and loss on rank 0, as training does for schedules that end on another rank"
+    parser.add_argument("--loss-stage", action="store_true", help=meaning)
+    meaning = "a file to write; can be repeated"
+    parser.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=meaning)
+    meaning = "draw the path of micro-batch M as a line; can be repeated"
+    parser.add_argument("--follow", type=integer, action="append", default=[], metavar="M", help=meaning)
+    parser.add_argument("--activations", action="store_true", help="also draw each rank's activations in an image")
+    parser.add_argument("--columns", type=integer, metavar="N", help="characters per line in the terminal")
+
+
+def run_show(options: Options) -> int:
+    """Draw the timeline of one schedule, simulated with the given costs.
+
+    Without --output it is drawn in the terminal. The suffix of an output file chooses its format: .png, .svg or .pdf
+    (an image), .html (an interactive page in one file), .json (a trace for ui.perfetto.dev).
+    """
+    for path in options.output:
+        check_output(path)
+    with showing("building the schedule"):
+        schedule = options.make_schedule()
+    for microbatch in options.follow:
+        if microbatch not in range(schedule.num_microbatches):
+            last = schedule.num_microbatches - 1
+            raise HanayoError(f"--follow: there is no micro-batch {microbatch}, micro-batches are 0 to {last}")
+    if options.columns is not None and options.columns < 20:
+        raise HanayoError(f"--columns: expected at least 20, got {options.columns}")
+    with showing("simulating"):
+        timeline = options.simulate(schedule)
+    for path in options.output:
+        with showing(f"drawing {path}"):
+            _save_timeline(path, schedule, timeline, options)
+    if options.json:
+        spans = json.loads(timeline.to_json())["spans"]
+        print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))
+        return 0
+    print(title(schedule))
+    print(summary_line(schedule, timeline, options.unit))
+    if not options.output:
+        print()
+        print_timeline(timeline, options.columns)
+    for path in options.output:
+        print(f"wrote {path}")
+    return 0
+
+
+def check_output(path: str) -> None:
+    """Raise a HanayoError if an output file has an unknown suffix or its folder doesn't exist."""
+    suffix, known = Path(path).suffix, [f".{suffix}" for suffix in (*FORMATS, "html", "json")]
+    if suffix.lower() not in known:
+        raise HanayoError(f"--output {path}: the suffix {suffix!r} is unknown; {nearest(suffix, known)}")
+    if not Path(path).parent.is_dir():
+        raise HanayoError(f"--output {path}: there is no folder {Path(path).parent}")
+
+
+def _save_timeline(path: str, schedule: Schedule, timeline: Timeline, options: Options) -> None:
+    match Path(path).suffix.lower():
+        case ".html":
+            save_page(path, title(schedule), {schedule.name: timeline}, unit=options.unit)
+        case ".json":
+            save_trace(path, {title(schedule): timeline}, seconds=unit_seconds(options.unit))
+        case _:
+            look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
+            save_timeline(path, timeline, title=title(schedule), **look)
+
+
+def unit_seconds(unit: str) -> float:
+    """The length of a unit of time in seconds. Traces show an unknown unit as a millisecond."""
+    return {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(unit, 1e-3)
+
+
+def title(schedule: Schedule) -> str:
+    """The name and the sizes of a schedule: "hanayo: 4 ranks, 2 stages per rank, 8 micro-batches"."""
+    return f"{schedule.name}: {sizes_text(schedule)}"
+
+
+def sizes_text(schedule: Schedule) -> str:
+    """The sizes of a schedule in words."""
+    num_stages = sorted({len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)})
+    stages = f"{schedule.num_stages} stages"
+    if len(num_stages) == 1:
+        stages = f"{num_stages[0]} stage{'s' * (num_stages[0] != 1)} per rank"
+    return f"{schedule.num_ranks} ranks, {stages}, {schedule.num_microbatches} micro-batches"
+
+
+def summary_line(schedule: Schedule, timeline: Timeline, unit: str) -> str:
+    """Makespan, bubble, peak activations and messages, in one line."""
+    peaks = timeline.peak_activations
+    peak = max(peaks)
+    where = "every rank" if min(peaks) == peak else f"rank {peaks.index(peak)}"
+    parts = [
+        f"makespan {timeline.makespan:.6g} {unit}".rstrip(),
+        f"bubble {timeline.bubble_ratio:.1%}",
+        f"peak activations {peak:.4g} M_a ({where})",
+        f"{messages_per_microbatch(schedule)} messages per micro-batch",
+    ]
+    if timeline.num_steps > 1:
+        parts.append(f"last step {timeline.step_times[-1]:.6g}, bubble {timeline.step_bubbles[-1]:.1%}")
+    return "; ".join(parts)
+
+
+def summary_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    """The sizes of a schedule and the results of its simulation, for JSON."""
+    result = {
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "stage_ranks": list(schedule.stage_ranks),
+        "backward": backward_mode(schedule),
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "peak_activations": list(timeline.peak_activations),
+        "messages_per_microbatch": messages_per_microbatch(schedule),
+    }
+    if timeline.num_steps > 1:
+        result |= {"step_times": list(timeline.step_times), "step_bubbles": list(timeline.step_bubbles)}
+    return result
+
+
+def backward_mode(schedule: Schedule) -> str:
+    """Whether the backward runs in one piece ("whole"), in two ("split"), both, or not at all ("none")."""
+    kinds = {action.kind for row in schedule.actions for action in row}
+    return " and ".join(name for kind, name in ((Kind.B, "whole"), (Kind.I, "split")) if kind in kinds) or "none"
+
+
+MAX_LINES = 2000
+"""of a drawing in a terminal or a pipe; what comes after them is for a picture"""
+
+
+def print_timeline(timeline: Timeline, columns: int | None) -> None:
+    """Print the timeline, broken into lines of `columns` characters; None: the width of the terminal, if it is one."""
+    is_terminal = sys.stdout.isatty()
+    if columns is None and is_terminal:
+        columns = shutil.get_terminal_size().columns
+    lines = timeline_lines(timeline, columns, wrap=True)
+    show = _printer(timeline) if is_terminal else _print_plain
+    for line in islice(lines, MAX_LINES):
+        show(line)
+    if next(lines, None) is not None:
+        print(f"... cut after {MAX_LINES:,} lines; to see all: --output schedule.png, or fewer ranks or micro-batches")
+    elif is_terminal:
+        _print_legend(timeline)
+
+
+def _print_plain(line: Line) -> None:
+    print((line.head + "".join(piece.text for piece in line.pieces)).rstrip())
+
+
+def _printer(timeline: Timeline) -> Callable[[Line], None]:
+    """Prints lines in colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console, legs = Console(highlight=False), wave_legs(timeline)
+
+    def show(line: Line) -> None:
+        row = Text(line.head)
+        for piece in line.pieces:
+            colour = action_colour(piece.span.action, legs) if piece.span else None
+            row.append(piece.text, style=f"{text_colour(colour)} on {colour}" if colour else "dim")
+        console.print(row, soft_wrap=True)
+
+    return show
+
+
+def _print_legend(timeline: Timeline) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    legend = Text()
+    for label, colour in legend_entries([timeline]).items():
+        legend.append("  ", style=f"on {colour}")
+        legend.append(f" {label}   ")
+    Console(highlight=False).print(legend)

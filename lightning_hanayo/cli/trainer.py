@@ -1,26 +1,30 @@
-"""Runs the commands `fit`, `validate`, `test` and `predict`: a Trainer that is configured by YAML and options."""
+"""Runs the commands `fit`, `validate`, `test` and `predict`: a Trainer that is configured by YAML and options.
+
+Sets Weights & Biases to offline mode if the user has no account, so that a run doesn't ask for a key.
+"""
 
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.load.plain_file import load_mapped
-from lightning_hanayo.cli.config_files import check_config_files
-from lightning_hanayo.cli.error_messages import OneLineErrors, condense
-from lightning_hanayo.cli.wandb_mode import default_to_offline
+from lightning_hanayo.cli.common import OneLineErrors, condense
+from lightning_hanayo.cli.trainer_start import check_config_files
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.plain_file import load_mapped
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
-from lightning_hanayo.strategy.checkpoints.start import check_local
-from lightning_hanayo.strategy.report.wave_report import WaveReport
+from lightning_hanayo.strategy.checkpoints.load import check_local
+from lightning_hanayo.strategy.report import WaveReport
 
 Command = TypeVar("Command", bound="WaveCLI")
 
@@ -125,3 +129,27 @@ class WaveCLI(LightningCLI):
                 f"file of it: hanayo ckpt export --to file {path} FILE"
             )
         return trainer
+
+
+SERVER = "https://api.wandb.ai"
+
+
+def default_to_offline(environment: MutableMapping[str, str]) -> None:
+    """Set `WANDB_MODE=offline` if the user has chosen no mode and has no API key."""
+    if "WANDB_MODE" in environment or environment.get("WANDB_API_KEY") or _has_login(environment):
+        return
+    environment["WANDB_MODE"] = "offline"
+    environment.setdefault("WANDB_SILENT", "true")
+
+
+def _has_login(environment: MutableMapping[str, str]) -> bool:
+    """Whether the user's netrc file has a key for the server; `wandb login` stores it there."""
+    server = urlsplit(environment.get("WANDB_BASE_URL", SERVER)).hostname or ""
+    home = Path(environment.get("HOME", "~")).expanduser()
+    for path in (environment.get("NETRC"), home / ".netrc", home / "_netrc"):
+        if path is not None and Path(path).is_file():
+            try:
+                return netrc(str(path)).authenticators(server) is not None
+            except (NetrcParseError, OSError):
+                return False
+    return False

@@ -1,14 +1,26 @@
 """Starts `fit`, `validate`, `test` and `predict`: help and mistakes that show in the arguments alone come at once.
 
 Only then torch and Lightning are imported, which takes seconds.
+
+The text of `hanayo fit --help`, without importing torch: what to write, and the strategy's options in groups.
+
+The options, their defaults and meanings are read from the source of `HanayoStrategy`, which is not imported.
+
+Checks the configuration files of a command before they are parsed: one line says which file is wrong, and where.
 """
 
-from collections.abc import Sequence
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 
-from lightning_hanayo.cli.config_files import check_complete, check_config_files, config_files
-from lightning_hanayo.cli.trainer_help import usage
+import yaml  # type: ignore[import-untyped]
+
+import lightning_hanayo
 from lightning_hanayo.errors import HanayoError
 
 _HELP = ("-h", "--help")
@@ -54,3 +66,231 @@ def _others(path: Path) -> str:
     if not found:
         return "; to start from an example: hanayo init DIR"
     return f"; in {path.parent} are {', '.join(found)}"
+
+
+COMMANDS = {
+    "fit": "Trains a model, and validates it meanwhile.",
+    "validate": "Evaluates a model on its validation data.",
+    "test": "Evaluates a model on its test data.",
+    "predict": "Computes a model's predictions.",
+}
+
+GROUPS = {
+    "How the ranks are used": (
+        "pipeline_parallel_size",
+        "num_waves",
+        "data_parallel_size",
+        "cube",
+        "num_microbatches",
+        "layout",
+    ),
+    "The model": ("blocks", "balance", "init_from", "master_weights", "tied_gradients"),
+    "Memory": ("recompute", "shard_optimizer", "offload_optimizer", "measure_memory"),
+    "Batches and losses": ("loss_weight", "batch_dim", "split_batch", "whole"),
+    "The schedule": ("schedule", "costs", "activation_budget"),
+    "In a cube": ("cube_outside", "cube_memory", "cube_weights", "cube_pieces", "pairs", "cube_tokens", "cube_exclude"),
+    "Checkpoints": ("save_full", "save_async", "verify_checkpoints", "load_anyway"),
+    "When something fails": ("timeout", "nonfinite", "check_replicas"),
+}
+
+_WIDTH = 100
+_SOURCE = Path(lightning_hanayo.__file__).parent / "strategy" / "strategy.py"
+_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One of the strategy's options."""
+
+    default: str
+    meaning: str
+
+
+def usage(command: str) -> str:
+    """The text of `hanayo <command> --help`."""
+    options = strategy_options()
+    groups = "\n\n".join(
+        f"{title}:\n" + "\n".join(_described(name, options[name]) for name in names) for title, names in GROUPS.items()
+    )
+    return f"""\
+usage: hanayo {command} --config FILE [--config FILE ...] [options]
+
+{COMMANDS[command]} A later file or option changes what an earlier one says.
+
+a configuration:
+  trainer:
+    devices: 4
+    strategy:
+      class_path: lightning_hanayo.HanayoStrategy
+      init_args:
+        pipeline_parallel_size: 4     # and others of the options below
+  model:
+    class_path: my_module.MyModel     # a LightningModule
+    init_args:
+      width: 512
+  data:
+    class_path: my_module.MyData      # a LightningDataModule
+
+options:
+  --config FILE, -c FILE     a configuration; several are laid over each other
+  --trainer.NAME VALUE       an option of Trainer, such as --trainer.max_steps 100
+  --model.NAME VALUE         an argument of the model; --data.NAME of the data
+  --ckpt_path PATH           a checkpoint to go on from
+  --seed_everything SEED     the seed of all random generators
+  --report.NAME VALUE        an option of the report on the pipeline, such as --report.every_n_steps 10
+  --print_config             print the whole configuration, and end
+  --help all                 all options, with their types
+
+The strategy's options, in init_args or as --trainer.strategy.NAME VALUE:
+
+{groups}"""
+
+
+def strategy_options() -> Mapping[str, Option]:
+    """The options of `HanayoStrategy` in the order of its constructor."""
+    module = ast.parse(_SOURCE.read_text(encoding="utf-8"))
+    strategy = next(one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "HanayoStrategy")
+    constructor = next(one for one in strategy.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
+    arguments, defaults = constructor.args, [*constructor.args.defaults, *constructor.args.kw_defaults]
+    names = [one.arg for one in [*arguments.args[1:], *arguments.kwonlyargs]]
+    described = (ast.get_docstring(strategy) or "").partition("Args:\n")[2].partition("\nRaises:")[0]
+    meanings = {name: " ".join(text.split()) for name, text in _ENTRY.findall(described)}
+    pairs = zip(names, filter(None, defaults), strict=True)
+    return {name: Option(_written(default), meanings[name]) for name, default in pairs}
+
+
+def _written(default: ast.expr) -> str:
+    """As a configuration file has it: `null` for None; a time in Python's words."""
+    text = ast.unparse(default)
+    return {"None": "null", "True": "true", "False": "false", "()": "[]"}.get(text, text.strip("'"))
+
+
+def _described(name: str, option: Option) -> str:
+    lines = fill(option.meaning, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+    return f"  {name} (default: {option.default})\n{lines}"
+
+
+MAX_BYTES = 16 << 20
+_SECTIONS = ("trainer", "report")
+_WITH_CLASS = ("model", "data")
+_EXPECTED = "expected sections such as trainer, model and data"
+
+
+def config_files(args: Sequence[str]) -> list[Path]:
+    """What is given as `--config FILE`, whether there is such a file or not."""
+    paths = []
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        name, _, joined = option.partition("=")
+        if name in ("--config", "-c") and (joined or value):
+            paths.append(Path(joined or value))
+    return paths
+
+
+def check_config_files(args: Sequence[str]) -> None:
+    """Check each file that is given as `--config FILE`. A parser reads them next, and says if one is missing.
+
+    Raises:
+        HanayoError: a file is no text, no YAML, no mapping, or has a key twice.
+    """
+    for path in config_files(args):
+        if path.is_file():
+            check_config_file(path)
+
+
+def check_complete(args: Sequence[str]) -> None:
+    """Check that a file which sets options of the model or the data comes with one that says which class they are.
+
+    Raises:
+        HanayoError: none does.
+    """
+    sections = {path: _sections(path) for path in config_files(args) if path.is_file()}
+    for name in _WITH_CLASS:
+        if any(_names_class(one.get(name)) for one in sections.values()) or f"--{name}" in _options(args):
+            continue
+        for path, found in sections.items():
+            if isinstance(found.get(name), Mapping):
+                raise HanayoError(
+                    f"{path} sets options of the {name}, but nothing says which class that is. It changes another "
+                    f"configuration, which comes first: --config {_base(path, name)} --config {path}"
+                )
+
+
+def _base(path: Path, name: str) -> str:
+    """The first configuration in the same folder that names a class, or what it would be."""
+    others = sorted(path.parent.glob("*.yaml"), key=lambda one: (one.stem != "wave", one))
+    return next((str(one) for one in others if _names_class(_sections(one).get(name))), "FILE")
+
+
+def _sections(path: Path) -> Mapping[str, object]:
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _names_class(section: object) -> bool:
+    return isinstance(section, str) or (isinstance(section, Mapping) and "class_path" in section)
+
+
+def _options(args: Sequence[str]) -> set[str]:
+    return {option.partition("=")[0] for option in args}
+
+
+def check_config_file(path: Path) -> None:
+    """Check one file."""
+    if path.stat().st_size > MAX_BYTES:
+        raise HanayoError(f"{path} has more than {MAX_BYTES >> 20} MiB, and is no configuration")
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        keys = list(_keys(root))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8, see byte {error.start}"
+        raise HanayoError(f"{path} can't be read: {reason}") from None
+    except yaml.YAMLError as error:
+        raise HanayoError(f"{path} is no YAML: {_reason(error)}") from None
+    except RecursionError:
+        raise HanayoError(f"{path} is nested too deeply") from None
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "empty" if root is None else "a single value"
+        raise HanayoError(f"{path} is {kind}; {_EXPECTED}")
+    _check_unique(path, keys)
+    for key, value in root.value:
+        if key.value in _SECTIONS and not isinstance(value, yaml.MappingNode):
+            raise HanayoError(f"{path}, line {_line(key)}: {key.value} must be a mapping of its options")
+
+
+def _keys(node: yaml.Node | None) -> Iterator[tuple[int, yaml.Node]]:
+    """All keys, each with the number of the mapping that it is in. An anchor's node comes once."""
+    nodes, seen = [node], set()
+    for one in nodes:
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, yaml.MappingNode):
+            for key, value in one.value:
+                yield id(one), key
+                nodes.append(value)
+        elif isinstance(one, yaml.SequenceNode):
+            nodes.extend(one.value)
+
+
+def _check_unique(path: Path, keys: Sequence[tuple[int, yaml.Node]]) -> None:
+    first: dict[tuple[int, str], yaml.Node] = {}
+    for mapping, key in keys:
+        before = first.setdefault((mapping, str(key.value)), key)
+        if before is not key and key.value != "<<":
+            raise HanayoError(f"{path}, line {_line(key)}: {key.value} is given twice, first in line {_line(before)}")
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    """The problem and its place, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not problem:
+        return " ".join(str(error).split())
+    if "'\\t'" in problem:
+        problem += "; indent with spaces"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

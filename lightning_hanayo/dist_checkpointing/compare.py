@@ -1,16 +1,104 @@
-"""Compares two checkpoints of any kind, entry by entry, one tensor at a time."""
+"""Opens a checkpoint of any kind as the dictionary that Lightning knows. Its tensors are read when they are used.
+
+Compares two checkpoints of any kind, entry by entry, one tensor at a time.
+
+What a resumed run needs besides the model and its optimizer: in several files of a folder, in one entry of a file.
+
+            a folder                                    a file
+the run     state.json: ["lightning_hanayo"]["run"]     ["lightning_hanayo"]["run"]
+tensors     random/..., gradient/...                    ["lightning_hanayo"]["tensors"]
+loaders     state-data-00001.json, data/1/<n>           ["lightning_hanayo"]["data"][1]
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.convert.opened import OpenedCheckpoint, open_checkpoint
-from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
+from lightning_hanayo.dist_checkpointing.part import TensorPart
+from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.state import RUN, WITHOUT_STATE, data_stem, decode, encode
+from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.tensor_file import dtype_named
+from lightning_hanayo.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint that was verified."""
+
+    path: str
+    content: dict[str, Any]
+    """as Lightning knows it; of a folder, states of optimizers have names of parameters in place of numbers"""
+    folder: CheckpointFolder | None = None
+    """None for a plain file"""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the manifest of a folder says."""
+        return {} if self.folder is None else self.folder.manifest.about
+
+    @property
+    def state_dict(self) -> dict[str, Any]:
+        """The module's."""
+        state: dict[str, Any] = self.content["state_dict"]
+        return state
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Entries of the state dict that are the same tensor as an earlier one: that one's name."""
+        if self.folder is None:
+            return tied_in_memory(self.state_dict)
+        tied = self.about.get("tied")
+        names = set(self.state_dict)
+        items = tied.items() if isinstance(tied, dict) else ()
+        return {name: other for name, other in items if isinstance(other, str) and {name, other} <= names}
+
+
+def tied_in_memory(state: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that share the memory of an earlier one of the same shape: that one's name."""
+    first: dict[tuple[Any, ...], str] = {}
+    tied = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            other = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), name)
+            if other != name:
+                tied[name] = other
+    return tied
+
+
+def open_checkpoint(path: str) -> OpenedCheckpoint:
+    """Verify a checkpoint, and open it.
+
+    Args:
+        path: of a checkpoint folder (local or an fsspec URL) or of a plain, local file.
+
+    Raises:
+        CheckpointError: it isn't a checkpoint, isn't whole, or can't be read without running code.
+    """
+    storage = Storage.of(path)
+    if not (storage.is_local and storage.is_file()):
+        folder = CheckpointFolder(path)
+        folder.verify()
+        content = folder_content(folder)
+        if RUN in content:
+            content[RUN] = as_in_a_file(folder, content[RUN])
+        return OpenedCheckpoint(path, content, folder)
+    if not is_zip(Path(storage.path)):
+        raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
+    verify(storage.path)
+    content = load_mapped(storage.path, weights_only=True)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
+    return OpenedCheckpoint(path, content)
+
 
 _MAX_TEXT = 40
 
@@ -133,3 +221,61 @@ def _equal(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+_PREFIXES = ("random/", "gradient/")
+_STEM = data_stem(0)[:-5]
+
+
+def as_in_a_file(folder: CheckpointFolder, entry: Any) -> Any:
+    """Returns the entry of a file, whose tensors aren't read before they are used.
+
+    Args:
+        entry: the folder's.
+
+    Raises:
+        CheckpointError: the document of a data rank isn't whole.
+    """
+    if not isinstance(entry, dict):
+        return entry
+    tensors = {name: _stored(folder, name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
+    ranks = [int(stem.removeprefix(_STEM)) for stem in folder.manifest.texts if _is_of_data(stem)]
+    return {**entry, "data": {rank: _document(folder, rank) for rank in sorted(ranks)}, "tensors": tensors}
+
+
+def as_in_a_folder(content: dict[str, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
+    """Returns the tensors, and the documents of data ranks by stem. They are taken out of the content of a file.
+
+    Raises:
+        UnsupportedError: a loader's state can't be stored without pickle.
+    """
+    entry = content.get(RUN)
+    if not isinstance(entry, dict):
+        return [], {}
+    content[RUN] = {key: value for key, value in entry.items() if key not in ("data", "tensors")}
+    found = {name: tensor for name, tensor in _items(entry, "tensors") if str(name).startswith(_PREFIXES)}
+    parts = [TensorPart.whole(name, tensor, "state") for name, tensor in found.items() if isinstance(tensor, Tensor)]
+    texts = {}
+    for rank, value in _items(entry, "data"):
+        texts[data_stem(rank)], tensors = encode(value, "state of the training loaders")
+        parts += [TensorPart.whole(f"data/{rank}/{number}", tensor, "state") for number, tensor in enumerate(tensors)]
+    return parts, texts
+
+
+def _is_of_data(stem: str) -> bool:
+    number = stem.removeprefix(_STEM)
+    return number.isdecimal() and data_stem(int(number)) == stem
+
+
+def _document(folder: CheckpointFolder, rank: int) -> Any:
+    return decode(folder.text(data_stem(rank)), lambda number: folder.read(f"data/{rank}/{number}"))
+
+
+def _stored(folder: CheckpointFolder, name: str) -> StoredTensor:
+    tensor = folder.manifest.tensors[name]
+    return StoredTensor.of(tensor.shape, dtype_named(tensor.dtype), lambda region: folder.read(name, region))
+
+
+def _items(entry: Mapping[str, Any], key: str) -> Any:
+    value = entry.get(key)
+    return value.items() if isinstance(value, dict) else ()

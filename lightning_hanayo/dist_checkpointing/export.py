@@ -3,25 +3,209 @@
 file           one file of Lightning: a plain Trainer and `load_from_checkpoint` read it
 safetensors    a folder with the module's weights under the module's names
 huggingface    a folder that `from_pretrained` of transformers reads: its names, and config.json
+
+Writes the file that `torch.save` would write, one tensor at a time, so that no two of them are in memory at once.
+
+archive/data.pkl     the objects; in place of a tensor's values it has the number of a record
+archive/data/0       the bytes of the first tensor, at a multiple of 64 bytes, so that the file can be mapped
+archive/data/1       ...
+archive/version
+
+Writes tensors to safetensors files in Hugging Face's layout: one file, or several of a limited size with an index.
+
+folder/model.safetensors       or       folder/model.safetensors.index.json      {"weight_map": {name: file}}
+                                        folder/model-00001-of-00002.safetensors
+                                        folder/model-00002-of-00002.safetensors
+
+Reads the weights of a checkpoint folder as those of a folder of safetensors: for `init_from`.
 """
 
+import io
+import json
 import os
-from collections.abc import Mapping, Sequence
+import pickle
+import secrets
+import shutil
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+from zipfile import ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_config, save_config, weights_for
-from lightning_hanayo.checkpoint.convert.opened import OpenedCheckpoint, open_checkpoint
-from lightning_hanayo.checkpoint.convert.torch_file import write_torch_file
-from lightning_hanayo.checkpoint.convert.weights_folder import MAX_SHARD_SIZE, check_free, new_folder, write_weights
-from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
-from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME
-from lightning_hanayo.checkpoint.save.plain_file import write_file
-from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.dist_checkpointing.compare import OpenedCheckpoint, open_checkpoint
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.huggingface import (
+    SafetensorsFolder,
+    TensorHeader,
+    make_model,
+    read_config,
+    save_config,
+    weights_for,
+)
+from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
+from lightning_hanayo.dist_checkpointing.plain_file import write_file
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage, Storage
+from lightning_hanayo.dist_checkpointing.tensor_file import bytes_of, write_tensors
+from lightning_hanayo.errors import HanayoError, nearest, writing
+
+_ALIGNMENT = 64
+_HEADER_BYTES = 30
+_SIZES_BYTES = 20
+"""of a record that may be larger than 4 GB: its sizes in 64 bits"""
+_PADDING = 0x4246
+"""marks a part of a record's header that says nothing; the same that torch uses"""
+_CHUNK = 8 * 2**20
+
+
+def write_torch_file(file: BinaryIO, value: Any) -> None:
+    """Write a value for `torch.load`.
+
+    Args:
+        file: open for writing, at its beginning.
+        value: tensors in it may be `StoredTensor`s, which are read when they are written. A tensor that is there twice
+            is stored once.
+
+    Example:
+        >>> with open("whole.ckpt", "wb") as file:
+        ...     write_torch_file(file, folder_content(folder))
+    """
+    text = io.BytesIO()
+    pickler = _Pickler(text)
+    pickler.dump(value)
+    with ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", text.getvalue())
+        archive.writestr("archive/byteorder", b"little")
+        for number, tensor in enumerate(pickler.tensors):
+            _write_record(archive, file, f"archive/data/{number}", bytes_of(tensor))
+        archive.writestr("archive/version", b"3\n")
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Stands for the values of a tensor."""
+
+    number: int
+    num_bytes: int
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles everything but the values of tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a tensor is rebuilt; anything else as always."""
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        self.tensors.append(value)
+        values = _Values(len(self.tensors) - 1, value.numel() * value.element_size())
+        stride = torch.empty(value.shape, device="meta").stride()
+        hooks: OrderedDict[int, object] = OrderedDict()
+        return torch._utils._rebuild_tensor_v3, (values, 0, tuple(value.shape), stride, False, hooks, value.dtype)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Where `torch.load` finds the values of a tensor."""
+        if not isinstance(value, _Values):
+            return None
+        return ("storage", torch.UntypedStorage, str(value.number), "cpu", value.num_bytes)
+
+
+def _write_record(archive: ZipFile, file: BinaryIO, name: str, data: memoryview) -> None:
+    """Write a record whose data begin at a multiple of the alignment."""
+    record = ZipInfo(name)
+    record.file_size = len(data)
+    start = file.tell() + _HEADER_BYTES + len(name) + _SIZES_BYTES + 4
+    record.extra = struct.pack("<HH", _PADDING, -start % _ALIGNMENT) + b"\0" * (-start % _ALIGNMENT)
+    with archive.open(record, "w", force_zip64=True) as opened:
+        for position in range(0, len(data), _CHUNK):
+            opened.write(data[position : position + _CHUNK])
+
+
+MAX_SHARD_SIZE = 5 * 10**9
+"""bytes per file"""
+_STEM, _ENDING = "model", ".safetensors"
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int = MAX_SHARD_SIZE) -> list[str]:
+    """Write the files, and return their names.
+
+    Args:
+        folder: exists.
+        tensors: by name. `StoredTensor`s are read one after another.
+        max_shard_size: bytes of tensors in a file, unless a single one has more.
+    """
+    shards = list(_shards(tensors, max_shard_size))
+    storage = LocalStorage(str(folder))
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        many = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        with storage.create(f"{_STEM}{many}{_ENDING}") as file:
+            write_tensors(file, {name: tensors[name] for name in names})
+        files |= dict.fromkeys(names, f"{_STEM}{many}{_ENDING}")
+    written = sorted(set(files.values()))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(map(_num_bytes, tensors.values()))}, "weight_map": files}
+        written.append(f"{_STEM}{_ENDING}.index.json")
+        with storage.create(written[-1]) as file:
+            file.write((json.dumps(index, indent=2) + "\n").encode())
+    return written
+
+
+def check_free(path: str) -> None:
+    """Raises a HanayoError if there is something at a path, local or remote; an empty folder is nothing."""
+    storage = Storage.of(path)
+    if storage.is_file() or (storage.is_folder() and storage.names()):
+        raise HanayoError(f"{path} exists. Give another path, or remove it first.")
+
+
+@contextmanager
+def new_folder(path: str) -> Iterator[Path]:
+    """Inside it, the folder has another name; it gets its own at the end, or is removed if there is an error.
+
+    Raises:
+        HanayoError: there is something at the path, or it can't be written.
+    """
+    check_free(path)
+    target = Path(os.path.abspath(path))
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    with writing(path):
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            LocalStorage(str(temporary)).rename(str(target))
+        finally:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+
+
+def _shards(tensors: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
+    """Names for one file after another."""
+    shard: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + _num_bytes(tensor) > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += _num_bytes(tensor)
+    yield shard
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
 
 Format = Literal["file", "safetensors", "huggingface"]
 FORMATS: tuple[Format, ...] = ("file", "safetensors", "huggingface")
@@ -185,3 +369,57 @@ def _models(opened: OpenedCheckpoint) -> list[dict[str, Any]]:
         for one in (listed if isinstance(listed, list) else ())
         if isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in kinds.items())
     ]
+
+
+class CheckpointWeights:
+    """The model's tensors in a checkpoint folder, by their names in the LightningModule.
+
+    It has the attributes and methods of a `SafetensorsFolder`.
+
+    Raises:
+        CheckpointError: it isn't a whole checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = CheckpointFolder(path)
+        state = folder_content(self._folder)["state_dict"]
+        self._values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+        self.tensors = {
+            name: TensorHeader(path, tuple(value.shape), value.dtype, str(value.dtype))
+            for name, value in self._values.items()
+        }
+
+    @property
+    def signature(self) -> str:
+        """The same on all ranks that see the same save."""
+        return self._folder.manifest.save_id
+
+    def mapped(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors, each in memory of its own.
+
+        Raises:
+            CheckpointError: a file can't be read any more.
+        """
+        for name in names:
+            yield name, self._values[name].read()
+
+    def verify(self, rank: int, num_ranks: int) -> None:
+        """Read this rank's share of the model's bytes, and compare the hashes.
+
+        Raises:
+            CheckpointError: a byte isn't what was saved. The message names the file and the tensor.
+        """
+        tensors = self._folder.manifest.tensors
+        parts = [part for name in tensors if name.startswith("model/") for part in tensors[name].parts]
+        for part in parts[rank::num_ranks]:
+            self._folder.verify_file(part.file, {part.key})
+
+
+def open_weights(path: Path) -> SafetensorsFolder | CheckpointWeights:
+    """Open a checkpoint folder, or a folder of safetensors.
+
+    Raises:
+        HanayoError: it is neither, or can't be read.
+    """
+    return CheckpointWeights(path) if (path / MANIFEST).is_file() else SafetensorsFolder(path)

@@ -1,6 +1,8 @@
 """Opens a checkpoint folder: checks which files are there, reads tensors or regions of them, and documents.
 
 Opening, verifying and reading documents needs no torch.
+
+Verifies a checkpoint on all ranks together: each hashes its share, and all hear what one has found.
 """
 
 import json
@@ -13,22 +15,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xxhash import xxh3_128
 
-from lightning_hanayo.checkpoint.format.header import (
+from lightning_hanayo.dist_checkpointing.format import (
+    ITEM_BYTES,
     LENGTH_BYTES,
+    MANIFEST,
+    MAX_BYTES,
     Entry,
     InvalidHeader,
+    Manifest,
+    StoredPart,
+    WholeTensor,
+    damaged,
     header_length,
     read_header,
     stored_as,
 )
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST, MAX_BYTES, Manifest, damaged
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.format.stored import StoredPart, WholeTensor
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.storage import Storage
 from lightning_hanayo.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _OF_TORCH = ".metadata"
 """in folders of `torch.distributed.checkpoint`"""
@@ -97,7 +105,7 @@ class CheckpointFolder:
             KeyError: there is no such tensor.
             CheckpointError: a file can't be read, or its header isn't what was written. Other bytes are not checked.
         """
-        from lightning_hanayo.checkpoint.load.read_tensor import read_region
+        from lightning_hanayo.dist_checkpointing.read_tensor import read_region
 
         tensor = self.manifest.tensors[name]
         return read_region(tensor, Region.whole(tensor.shape) if region is None else region, self._part_bytes)
@@ -252,3 +260,51 @@ def _adjacent(ranges: Iterable[_Range]) -> list[list[_Range]]:
         else:
             groups.append([one])
     return groups
+
+
+def verify_on_all_ranks(
+    folder: CheckpointFolder, rank: int, num_ranks: int, gather: Callable[[str | None], list[Any]]
+) -> None:
+    """Read every byte of a checkpoint once, divided among the ranks, and compare the hashes. Called by all ranks.
+
+    Args:
+        gather: returns the argument of each rank, in their order.
+
+    Raises:
+        CheckpointError: the first that a rank has found, in the order of the files; the same on all ranks.
+    """
+    problem = None
+    try:
+        for file, keys in share(folder, rank, num_ranks).items():
+            folder.verify_file(file, keys)
+    except CheckpointError as error:
+        problem = str(error)
+    found = [one for one in gather(problem) if one is not None]
+    if found:
+        raise CheckpointError(found[0])
+
+
+def share(folder: CheckpointFolder, rank: int, num_ranks: int) -> dict[str, set[str]]:
+    """Returns what one rank verifies: files, and the keys of tensors in each of them.
+
+    All of them stand in a row, file after file, and a rank takes what begins in its part of the row. Whoever takes
+    tensors of a file verifies its header, too.
+    """
+    total = sum(num_bytes for _, _, num_bytes in _row(folder)) or 1
+    taken: dict[str, set[str]] = defaultdict(set)
+    position = 0
+    for file, key, num_bytes in _row(folder):
+        if position * num_ranks // total == rank:
+            taken[file] |= set() if key is None else {key}
+        position += num_bytes
+    return taken
+
+
+def _row(folder: CheckpointFolder) -> Iterator[tuple[str, str | None, int]]:
+    """Each file, and then each tensor in it by key, with its bytes."""
+    for file, stored in folder.manifest.files.items():
+        parts = folder.parts.get(file, {})
+        sizes = {key: of.part.region.num_entries * ITEM_BYTES[of.tensor.dtype] for key, of in parts.items()}
+        yield file, None, max(1, stored.num_bytes - sum(sizes.values()))
+        for key, num_bytes in sizes.items():
+            yield file, key, num_bytes

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.format.manifest import damaged
-from lightning_hanayo.checkpoint.format.state_document import STATE, WITHOUT_STATE, OptimizerDocument, StateDocument
-from lightning_hanayo.checkpoint.format.tensor_file import dtype_named
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import damaged
+from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.state import STATE, WITHOUT_STATE, OptimizerDocument, StateDocument
+from lightning_hanayo.dist_checkpointing.tensor_file import dtype_named
 
 
 def folder_content(folder: CheckpointFolder) -> dict[str, Any]:

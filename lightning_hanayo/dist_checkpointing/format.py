@@ -2,29 +2,137 @@
 
 manifest.json begins with a line that has a hash of all that follows, so that no other byte is looked at before it was
 checked. Whatever the rest says is checked too: a hash shows damage, but anybody can compute it.
+
+Says in which files a tensor is stored, and what a manifest says of a file.
+
+Makes and checks the header of a safetensors file: which bytes of it are which tensor.
+
+8 bytes    length of the header, little-endian
+header     {"__metadata__": {...}, "<key>": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+           as JSON, filled up with spaces to a multiple of 8 bytes
+data       one tensor after another, without gaps
+
+Checks values of JSON documents that nobody has to believe.
 """
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from xxhash import xxh3_128
 
-from lightning_hanayo.checkpoint.format.header import ITEM_BYTES
-from lightning_hanayo.checkpoint.format.json_checks import ImpossibleError, count, matching, require, typed
-from lightning_hanayo.checkpoint.format.stored import (
-    StoredFile,
-    WholeTensor,
-    known_file,
-    parse_file,
-    parse_tensor,
-    tensor_document,
-)
+from lightning_hanayo.dist_checkpointing.region import Region, Runs, partition_problem
 from lightning_hanayo.errors import CheckpointError
+
+_MAX_DIMS = 32
+"""that NumPy has in all its versions"""
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A part of a tensor: where it is, and which entries of the whole it holds."""
+
+    file: str
+    key: str
+    region: Region
+    xxh3_128: str
+    """of its bytes"""
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor of the single-process model. `dtype` is named as safetensors does: "F32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[StoredPart, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all its entries."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file's size, and the hash of its header if it has tensors, else of the whole file."""
+
+    num_bytes: int
+    xxh3_128: str
+
+
+def tensor_document(name: str, tensor: WholeTensor) -> dict[str, Any]:
+    """Returns what a manifest says of a tensor, without keys that are the tensor's name, and runs of whole parts."""
+    whole = Region.whole(tensor.shape)
+    parts = []
+    for part in tensor.parts:
+        document: dict[str, Any] = {"file": part.file, "xxh3_128": part.xxh3_128}
+        if part.key != name:
+            document["key"] = part.key
+        if part.region != whole:
+            document["runs"] = part.region.runs
+        parts.append(document)
+    return {"dtype": tensor.dtype, "shape": tensor.shape, "parts": parts}
+
+
+def parse_file(name: str, document: Any) -> StoredFile:
+    """Returns the file that a manifest's document describes, or raises an ImpossibleError."""
+    document = typed(document, dict, f"the file {name!r}")
+    return StoredFile(
+        count(document.get("bytes"), f"the size of {name}"),
+        matching(document.get("xxh3_128"), _HASH, f"the hash of {name}"),
+    )
+
+
+def parse_tensor(name: str, document: Any, files: Mapping[str, StoredFile]) -> WholeTensor:
+    """Returns the tensor that a manifest's document describes, in these files, or raises an ImpossibleError."""
+    require(name.isprintable(), f"the name {name!r} can't be shown")
+    document = typed(document, dict, f"the tensor {name!r}")
+    shape = tuple(count(size, f"the shape of {name}") for size in typed(document.get("shape"), list, f"{name}.shape"))
+    dtype = typed(document.get("dtype"), str, f"the dtype of {name}")
+    require(dtype in ITEM_BYTES, f"{name} has the dtype {dtype!r}, which nobody knows")
+    require(len(shape) <= _MAX_DIMS, f"{name} has {len(shape)} dimensions")
+    require(math.prod(size or 1 for size in shape) * ITEM_BYTES[dtype] < 2**63, f"the shape of {name} is absurd")
+    parts = tuple(_part(name, shape, one, files) for one in typed(document.get("parts"), list, f"the parts of {name}"))
+    problem = partition_problem(shape, [part.region for part in parts])
+    require(problem is None, f"the parts of {name} don't make it up: {problem}")
+    return WholeTensor(shape, dtype, parts)
+
+
+def _part(name: str, shape: tuple[int, ...], document: Any, files: Mapping[str, StoredFile]) -> StoredPart:
+    document = typed(document, dict, f"a part of {name}")
+    runs = document.get("runs")
+    return StoredPart(
+        known_file(document.get("file"), files, ".safetensors"),
+        typed(document.get("key", name), str, f"the key of {name}"),
+        Region.whole(shape) if runs is None else Region(tuple(_runs(name, one) for one in typed(runs, list, "runs"))),
+        matching(document.get("xxh3_128"), _HASH, f"the hash of {name}"),
+    )
+
+
+def _runs(name: str, document: Any) -> Runs:
+    runs = []
+    for one in typed(document, list, f"the runs of {name}"):
+        match one:
+            case [int(start), int(stop)] if 0 <= start < stop < 2**63:
+                runs.append((start, stop))
+            case _:
+                raise ImpossibleError(f"{name} has a run that is no pair of indices")
+    return tuple(runs)
+
+
+def known_file(name: Any, files: Mapping[str, StoredFile], ending: str) -> str:
+    """Returns the name of a file with this ending, which must be one of these."""
+    require(isinstance(name, str) and name in files and name.endswith(ending), f"{name!r} isn't one of its files")
+    return str(name)
+
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_hanayo checkpoint"
@@ -221,3 +329,131 @@ def _file_name(name: str, save_id: str) -> str:
 
 def _dict(document: dict[str, Any], name: str) -> dict[str, Any]:
     return typed(document.get(name), dict, f"{name!r}")  # type: ignore[no-any-return]
+
+
+ITEM_BYTES = {
+    "C128": 16,  # not in safetensors: stored as F64, with one dimension more
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""bytes per entry, by the names that safetensors gives dtypes"""
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""the limit of the safetensors library"""
+
+
+class InvalidHeader(ValueError):
+    """A header that says something impossible; the message says what."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file. `start` and `stop` count from the file's beginning, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and shape under which a file has a tensor: for C128 those of its real and imaginary parts."""
+    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, tuple(shape))
+
+
+def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """Returns the first bytes of a file with these tensors (dtype and shape by key), which follow in this order."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for key, (dtype, shape) in tensors.items():
+        dtype, shape = stored_as(dtype, shape)
+        end = offset + ITEM_BYTES[dtype] * math.prod(shape)
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
+
+
+def header_length(first: bytes | memoryview, num_bytes: int) -> int:
+    """Returns how many bytes of a file of `num_bytes` come before its data, by its first 8 bytes.
+
+    Raises:
+        InvalidHeader: the file or the library's limit is shorter.
+    """
+    length = LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little")
+    if len(first) < LENGTH_BYTES or length > min(num_bytes, MAX_HEADER_BYTES):
+        raise InvalidHeader(f"a header of {length} bytes is announced, and the file has {num_bytes}")
+    return length
+
+
+def read_header(data: bytes | memoryview, num_bytes: int) -> dict[str, Entry]:
+    """Returns the tensors of a file by key, from its bytes up to where the data begins.
+
+    Args:
+        data: as long as `header_length` says.
+        num_bytes: of the whole file.
+
+    Raises:
+        InvalidHeader: it isn't a header, or the tensors don't fill the file from its header to its end.
+    """
+    try:
+        header = json.loads(bytes(data[LENGTH_BYTES:]))
+    except (ValueError, RecursionError) as error:
+        raise InvalidHeader(f"it is no JSON: {type(error).__name__}") from None
+    if not isinstance(header, dict):
+        raise InvalidHeader("it is no JSON object")
+    header.pop("__metadata__", None)
+    entries = {key: _entry(key, value, len(data)) for key, value in header.items()}
+    in_order = sorted((entry.start, entry.stop) for entry in entries.values())
+    borders = [(len(data), len(data)), *in_order, (num_bytes, num_bytes)]
+    if any(before[1] != after[0] for before, after in pairwise(borders)):
+        raise InvalidHeader("its tensors overlap, or leave gaps")
+    return entries
+
+
+def _entry(key: str, value: Any, data_start: int) -> Entry:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+            valid = dtype in ITEM_BYTES and all(type(size) is int and size >= 0 for size in shape)
+            if valid and start >= 0 and stop - start == ITEM_BYTES[dtype] * math.prod(shape):
+                return Entry(dtype, tuple(shape), data_start + start, data_start + stop)
+    raise InvalidHeader(f"the tensor {key!r} is impossible")
+
+
+class ImpossibleError(ValueError):
+    """A document says what can't be true; the message says what."""
+
+
+def require(condition: bool, problem: str) -> None:
+    """Raise an ImpossibleError unless the condition holds."""
+    if not condition:
+        raise ImpossibleError(problem)
+
+
+def typed(value: Any, kind: type, what: str) -> Any:
+    """Returns the value, which must be of just this type."""
+    if type(value) is not kind:
+        raise ImpossibleError(f"{what} is {_short(value)} instead of a {kind.__name__}")
+    return value
+
+
+def count(value: Any, what: str) -> int:
+    """Returns the value, which must be a number from 0 on that fits into 64 bits."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ImpossibleError(f"{what} is {_short(value)}")
+    return value
+
+
+def matching(value: Any, pattern: re.Pattern[str], what: str) -> str:
+    """Returns the value, which must be a text that matches the whole pattern."""
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        raise ImpossibleError(f"{what} is {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:60]}..."

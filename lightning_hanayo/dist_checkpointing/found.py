@@ -15,10 +15,10 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, Literal
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.leftovers import is_of_a_save, unnamed_files
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.target import is_of_a_save, unnamed_files
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 Kind = Literal["folder", "file", "incomplete", "leftover"]

@@ -1,4 +1,12 @@
-"""Loads optimizer states by the names of parameters, each rank those of its own, after checking that they belong.
+"""Compares what a checkpoint has with what a model needs, by names, shapes and dtypes alone: no value is read.
+
+Puts the values of a checkpoint into a module of which this rank holds a part; each tensor is read when it is copied.
+
+checkpoint     embedding   block 0   block 1   head        names, shapes: the single process's
+rank 0         read        read      .         read        a dot is a placeholder: stays as it is
+rank 1         .           .         read      .           in a cube: the rank's entries of each tensor
+
+Loads optimizer states by the names of parameters, each rank those of its own, after checking that they belong.
 
     checkpoint     group 0: a.weight, b.weight      group 1: a.bias           "step", "exp_avg", "exp_avg_sq" of each
     optimizer      group 0: a.bias                  group 1: b.weight, a.weight
@@ -7,18 +15,300 @@
 A plain file has numbers instead of names: they count the parameters of all groups, in order.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
-from lightning_hanayo.checkpoint.load.model_check import Source
-from lightning_hanayo.checkpoint.load.module_state import Sharding, own_part
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.errors import CheckpointError, listed
+from lightning_hanayo.packed_values import is_tensor_subclass
+
+_MAX_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where values come from."""
+
+    path: str
+    model: str | None = None
+    """the class of the module that was saved, if it is known"""
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a model holds under a name: all of a tensor, also where this rank has a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_packed: bool = False
+    """whether its values aren't those of one plain tensor: a quantized weight"""
+    also: torch.dtype | None = None
+    """another dtype that it takes: that of its master weights"""
+
+    @staticmethod
+    def of(tensor: Tensor, shape: tuple[int, ...] | None = None, also: torch.dtype | None = None) -> "Entry":
+        """What the tensor, whose whole has this shape, needs."""
+        return Entry(tuple(tensor.shape) if shape is None else shape, tensor.dtype, is_tensor_subclass(tensor), also)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' quantized' * self.is_packed}"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The names that differ, each with what the checkpoint has and what the model has."""
+
+    missing: Mapping[str, tuple[str, str]]
+    extra: Mapping[str, tuple[str, str]]
+    shapes: Mapping[str, tuple[str, str]]
+    dtypes: Mapping[str, tuple[str, str]]
+    quantized: Mapping[str, tuple[str, str]]
+    num_common: int
+
+
+def compare(expected: Mapping[str, Entry | None], found: Mapping[str, Any], renamed: Collection[str]) -> Differences:
+    """Compare all names of a state dict.
+
+    Args:
+        expected: what the model has; None for what is no tensor.
+        found: what the checkpoint has.
+        renamed: beginnings of names below which modules translate names themselves.
+    """
+    missing = {name: ("missing", str(entry or "no tensor")) for name, entry in expected.items() if name not in found}
+    extra = {name: (_text(value), "not in the model") for name, value in found.items() if name not in expected}
+    pairs = {
+        name: (Entry.of(value), entry)
+        for name, value in found.items()
+        if isinstance(value, Tensor) and (entry := expected.get(name)) is not None
+    }
+    return Differences(
+        _without(missing, renamed),
+        _without(extra, renamed),
+        _rows((name, one, other) for name, (one, other) in pairs.items() if not _same_shape(one, other)),
+        _rows((name, one, other) for name, (one, other) in pairs.items() if one.dtype not in (other.dtype, other.also)),
+        _rows((name, one, other) for name, (one, other) in pairs.items() if one.is_packed != other.is_packed),
+        len(expected.keys() & found.keys()),
+    )
+
+
+def check_fit(found: Differences, source: Source, model: str, *, strict: bool, accept: Collection[str]) -> list[str]:
+    """Check that a model can take what the checkpoint has.
+
+    Args:
+        found: what differs.
+        source: of the values.
+        model: the class of the module.
+        strict: whether all names must be the same.
+        accept: "dtype": convert.
+
+    Returns:
+        Lines to warn with: what was accepted.
+
+    Raises:
+        CheckpointError: a table of what differs, and the ways out.
+    """
+    rows = {**found.quantized, **found.shapes}
+    ways, accepted = [], []
+    if found.quantized:
+        ways.append("Quantize the model as it was quantized when it was saved, or not at all.")
+    if found.shapes:
+        ways.append("Build the model with the sizes that it was saved with.")
+    if found.dtypes and "dtype" not in accept:
+        rows |= found.dtypes
+        ways.append("Give the Trainer the precision that it had, or convert: HanayoStrategy(load_anyway=('dtype',)).")
+    elif found.dtypes:
+        accepted.append(f"converted to the model's dtype: {listed(found.dtypes)}")
+    if strict and (found.missing or found.extra):
+        rows |= {**found.missing, **found.extra}
+        ways.append(
+            "Set self.strict_loading = False in the LightningModule to keep the model's own values of what is missing, "
+            "and leave out what is not in the model."
+        )
+    elif found.missing or found.extra:
+        accepted += [f"not in the checkpoint, keeps the model's values: {listed(found.missing)}"] * bool(found.missing)
+        accepted += [f"not in the model, left out: {listed(found.extra)}"] * bool(found.extra)
+    if rows:
+        raise CheckpointError(
+            f"{source} {_lead(found, source, model)}\n{_table(rows)}\n{' '.join(ways)} No value was changed."
+        )
+    return [f"{source}: {line}" for line in accepted]
+
+
+def names_translated_in(module: nn.Module) -> list[str]:
+    """Beginnings of names below which a module loads its state in its own way, such as under older names."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return [""]
+    own = [
+        name
+        for name, one in module.named_modules()
+        if one._load_state_dict_pre_hooks or type(one)._load_from_state_dict is not nn.Module._load_from_state_dict
+    ]
+    return [f"{name}." if name else "" for name in own]
+
+
+def _lead(found: Differences, source: Source, model: str) -> str:
+    num_other = len(found.missing) + len(found.extra)
+    if num_other <= found.num_common:
+        return f"doesn't fit this {model}:"
+    saved = "another model" if source.model in (None, model) else f"a {source.model}"
+    return f"was saved of {saved}, not of this {model}: they have {found.num_common} names in common."
+
+
+def _same_shape(stored: Entry, own: Entry) -> bool:
+    return stored.shape == own.shape or (stored.shape == (1,) and own.shape == ())  # as torch's load_state_dict
+
+
+def _rows(pairs: Iterator[tuple[str, Entry, Entry]]) -> dict[str, tuple[str, str]]:
+    return {name: (str(one), str(other)) for name, one, other in pairs}
+
+
+def _without(rows: Mapping[str, tuple[str, str]], prefixes: Collection[str]) -> dict[str, tuple[str, str]]:
+    return {name: row for name, row in rows.items() if not name.startswith(tuple(prefixes))}
+
+
+def _text(value: Any) -> str:
+    return str(Entry.of(value)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _table(rows: Mapping[str, tuple[str, str]]) -> str:
+    shown = [("name", "checkpoint", "model"), *((name, *row) for name, row in list(rows.items())[:_MAX_ROWS])]
+    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
+    lines = [f"  {name:{widths[0]}}  {one:{widths[1]}}  {other}" for name, one, other in shown]
+    return "\n".join(lines + [f"  ... and {len(rows) - _MAX_ROWS} more"] * (len(rows) > _MAX_ROWS))
+
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Sharding(Protocol):
+    """How parameters are sharded over the ranks of a cube."""
+
+    @property
+    def whole_shapes(self) -> Mapping[Tensor, tuple[int, ...]]:
+        """The shapes of the parameters of which this rank holds a part."""
+
+    def region(self, parameter: Tensor) -> Region:
+        """Which entries of a parameter this rank holds."""
+
+
+def entries(module: nn.Module, sharding: Sharding | None, *, has_masters: bool) -> dict[str, Entry | None]:
+    """What the module's state dict has in a single process, by name; None for what is no tensor.
+
+    Args:
+        module: with placeholders for other ranks' parameters.
+        sharding: of a cube.
+        has_masters: whether parameters in bf16 or fp16 may be saved in fp32.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    shapes = {} if sharding is None else sharding.whole_shapes
+    found: dict[str, Entry | None] = {}
+    for name, value in module.state_dict().items():
+        parameter = parameters.get(name)
+        also = torch.float32 if has_masters and parameter is not None and parameter.dtype in _LOW else None
+        shape = None if parameter is None else shapes.get(parameter)
+        tensor = value if parameter is None else parameter
+        found[name] = Entry.of(tensor, shape, also) if isinstance(tensor, Tensor) else None
+    return found
+
+
+def own_values(module: nn.Module, state: Mapping[str, Any], sharding: Sharding | None) -> dict[str, Any]:
+    """The state dict for this rank: its part of each value, which isn't read yet; other ranks' as they are here."""
+    current = module.state_dict()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    own = {}
+    for name, value in state.items():
+        here = current.get(name)
+        if isinstance(here, Tensor) and here.is_meta:
+            own[name] = here
+        elif isinstance(value, Tensor) and name in parameters:
+            own[name] = own_part(value, parameters[name], sharding)
+        else:
+            own[name] = value
+    return own
+
+
+def own_part(value: Tensor, parameter: Tensor, sharding: Sharding | None) -> Tensor:
+    """This rank's part, not read yet, of something that has the whole parameter's shape; anything else unchanged."""
+    if sharding is None or tuple(value.shape) != sharding.whole_shapes.get(parameter):
+        return value
+    return StoredTensor.around(value).part(sharding.region(parameter))
+
+
+def not_finite(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
+    """The names of the parameters that would get NaN or infinite values. Reads one tensor after another."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [
+        name
+        for name, value in values.items()
+        if name in parameters and isinstance(value, Tensor) and not value.is_meta and not _is_finite(value)
+    ]
+
+
+def load(
+    module: nn.Module, state: Mapping[str, Any], sharding: Sharding | None, source: Source, *, strict: bool
+) -> None:
+    """Copy this rank's part of a whole state dict into the module.
+
+    Hooks that translate older names or values find whole values: the part is taken after them.
+
+    Raises:
+        CheckpointError: the module refuses them.
+    """
+    hooks = [
+        one.register_load_state_dict_pre_hook(partial(_take_parts, sharding))  # type: ignore[no-untyped-call]
+        for one in module.modules()
+        if any(_is_elsewhere(tensor, sharding) for tensor in _tensors(one).values())
+    ]
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())  # torch writes a line per problem
+        raise CheckpointError(f"{source} can't be loaded into this {type(module).__name__}: {reason}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _take_parts(sharding: Sharding | None, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The last hook before a module copies its values: leave what this rank has of them."""
+    for name, here in _tensors(module).items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and here.is_meta:
+            state[prefix + name] = here.detach()
+        elif isinstance(value, Tensor) and isinstance(here, nn.Parameter):
+            state[prefix + name] = own_part(value, here, sharding)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own, by name."""
+    own: Any = {"recurse": False, "remove_duplicate": False}
+    return {**dict(module.named_parameters(**own)), **dict(module.named_buffers(**own))}
+
+
+def _is_elsewhere(tensor: Tensor, sharding: Sharding | None) -> bool:
+    """Whether other ranks have it, or a part of it."""
+    return tensor.is_meta or (sharding is not None and tensor in sharding.whole_shapes)
+
+
+def _is_finite(value: Tensor) -> bool:
+    if is_tensor_subclass(value) or not (value.is_floating_point() or value.is_complex()):
+        return True
+    here = value.read() if isinstance(value, StoredTensor) else value
+    here = here.float() if here.itemsize == 1 else here
+    total = here.sum(dtype=torch.promote_types(here.dtype, torch.float32))  # finite only if all values are
+    return bool(total.isfinite()) or bool(here.isfinite().all())
+
 
 _ADDED_LATER = frozenset(
     ("foreach", "maximize", "capturable", "differentiable", "fused", "amsgrad", "nesterov", "decoupled_weight_decay")

@@ -1,18 +1,248 @@
-"""Gathers the state dicts of a module and its optimizers from all ranks of a pipeline."""
+"""Reads one plain checkpoint file, as a Trainer writes it: all bytes are checked, and only the pages used are read.
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+rank 0    data.pkl  data/0  data/1            each rank checks the CRCs of its share of the records ...
+rank 1                              data/2    ... then all map the file, and read the tensors that they need
 
+Writes a checkpoint that is one file: under another name, until it is complete.
+
+Gathers the state dicts of a module and its optimizers from all ranks of a pipeline.
+
+Gathers trees of tensors from all pipeline ranks onto rank 0, in CPU memory.
+"""
+
+import os
+import pickle
+import secrets
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
-from lightning_hanayo.checkpoint.full.gather_tensors import gather
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
+from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.target import (
+    is_checkpoint,
+    is_of_a_save,
+    problem_of,
+    remove_next_to,
+    temporary_path,
+)
+from lightning_hanayo.errors import CheckpointError, UnsupportedError
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.partition.ownership import state_of_own_tensors
-from lightning_hanayo.runtime.comm.transport import Transport
+from lightning_hanayo.pipeline_parallel.message import Message, Spec, spec_of
+from lightning_hanayo.pipeline_parallel.pytree import Flattener, Skeleton, unflatten
+from lightning_hanayo.pipeline_parallel.transport import Transport
+
+_CHUNK = 2**20
+_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
+"""of a damaged file: a name that is no text, a position before the beginning, a password, another compression"""
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""of a record in a zip file: the lengths of the name and of what else lies between the header and the data"""
+
+
+def is_zip(path: str | Path) -> bool:
+    """Whether it is a file in torch's format, whole or damaged; before torch 1.6 it was another."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def verify(path: str | Path, rank: int = 0, num_ranks: int = 1) -> None:
+    """Check this rank's share of a file in torch's format, by the CRCs that the file has of its records.
+
+    Raises:
+        CheckpointError: a record is damaged, or the file is truncated.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for record in _share(archive.infolist(), rank, num_ranks):
+                _check(path, archive, record)
+    except CheckpointError:
+        raise
+    except _ZIP_ERRORS as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged, {Path(path).stat().st_size} bytes: {error}. Load another checkpoint."
+        ) from None
+
+
+def load_mapped(path: str | Path, *, weights_only: bool | None) -> Any:
+    """Return what the file holds; its tensors are views of the mapped file, which change no byte of it.
+
+    Raises:
+        CheckpointError: it holds objects that only code could rebuild, or can't be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise refusal(path, error) from None
+
+
+def refusal(path: str | Path, error: Exception) -> CheckpointError:
+    """What to say of a file that torch could not read."""
+    classes = _unsafe_classes(path)
+    if not classes:
+        reason = str(error).strip().partition("\n")[0]
+        return CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.")
+    several = len(classes) > 1
+    return CheckpointError(
+        f"{path} holds objects of {', '.join(classes)}, which only code can rebuild: reading a file never runs code. "
+        f"If you trust the file, allow {'the classes' if several else 'the class'} before the Trainer runs, "
+        f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
+        f"Trainer weights_only=False."
+    )
+
+
+def _unsafe_classes(path: str | Path) -> list[str]:
+    """The classes in a file that torch doesn't allow. They are read as names alone."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # a file that isn't in torch's format, or is damaged
+        return []
+
+
+def _share(records: list[zipfile.ZipInfo], rank: int, num_ranks: int) -> Iterator[zipfile.ZipInfo]:
+    """The records in whose middle bytes the rank's share of all bytes lies."""
+    total, start = sum(record.file_size for record in records), 0
+    for record in records:
+        middle = start + record.file_size // 2
+        start += record.file_size
+        if middle * num_ranks // max(total, 1) == rank or (total == 0 and rank == 0):
+            yield record
+
+
+def _check(path: str | Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    try:
+        with archive.open(record) as data:
+            while data.read(_CHUNK):
+                pass
+    except zipfile.BadZipFile:
+        raise CheckpointError(
+            f"{path} is damaged: {_meaning(path, record)} has other bytes than were written (CRC-32). Load another "
+            f"checkpoint."
+        ) from None
+
+
+def _meaning(path: str | Path, record: zipfile.ZipInfo) -> str:
+    """The name of the tensor that a record holds, else that of the record."""
+    name = record.filename.partition("/")[2]
+    if not name.startswith("data/"):
+        return f"its record {name}"
+    try:
+        offset = _data_offset(path, record)
+        with FakeTensorMode():
+            content = torch.load(path, weights_only=True)
+        leaves, _ = tree_flatten_with_path(content)
+    except Exception:  # the message names the record, if the rest is damaged, too
+        return f"its record {name}"
+    found = (keystr(keys) for keys, leaf in leaves if isinstance(leaf, Tensor) and _offset_of(leaf) == offset)
+    return next(found, f"its record {name}")
+
+
+def _data_offset(path: str | Path, record: zipfile.ZipInfo) -> int:
+    with open(path, "rb") as file:
+        file.seek(record.header_offset)
+        name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    return int(record.header_offset + _LOCAL_HEADER.size + name_length + extra_length)
+
+
+def _offset_of(tensor: Tensor) -> int | None:
+    """Where the tensor's memory begins in the file; torch notes it when it loads tensors without data."""
+    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    return offset
+
+
+def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file that is the one of before until it is complete. One process calls it.
+
+    A folder of that name, such as the checkpoint of several ranks, is replaced, too.
+
+    Args:
+        path: local, or an URL that fsspec knows. Folders above it are made.
+        write: writes the content into an open file.
+
+    Example:
+        >>> write_file("last.ckpt", lambda file: torch.save(checkpoint, file))
+
+    Raises:
+        CheckpointError: it can't be written. What was there before is untouched, and nothing is left of the new file.
+    """
+    try:
+        _write(path, write)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} was not saved: {problem_of(error, path)}. What was there before is untouched."
+        ) from error
+
+
+class _Watched:
+    """A file that keeps the error of its last write: torch's archive writer raises one of its own instead."""
+
+    error: OSError | None = None
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _call(write: Callable[[BinaryIO], object], file: BinaryIO) -> None:
+    """Write, and raise what the file raised, if anything."""
+    watched = _Watched(file)
+    try:
+        write(watched)  # type: ignore[arg-type]
+    except Exception as error:
+        if watched.error is not None:
+            raise watched.error from error
+        raise
+
+
+def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
+    target = Storage.of(path)
+    path = os.path.abspath(target.path) if target.is_local else path.rstrip("/")
+    parent, _, name = path.rpartition("/")
+    folder = Storage.of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
+    folder.make_folder()
+    save_id = secrets.token_hex(4)
+    is_folder = target.is_local and target.is_folder() and not os.path.islink(path)
+    if is_folder and not all(map(is_of_a_save, names := target.names())) and not is_checkpoint(target, names):
+        raise CheckpointError(
+            f"{path} was not saved: it is a folder with other files than a checkpoint's. Save under another name."
+        )
+    new, old = temporary_path(name, "tmp", save_id), temporary_path(path, "old", save_id)
+    try:
+        if folder.is_local:
+            remove_next_to(path, "tmp")
+        with folder.create(new) as file:
+            _call(write, file)
+        if is_folder:
+            os.rename(path, old)
+        folder.replace(new, name)
+    except BaseException:
+        with suppress(OSError):
+            folder.remove(new)
+            if os.path.isdir(old):
+                os.rename(old, path)
+        raise
+    if folder.is_local:
+        remove_next_to(path, "tmp", "old")
+
 
 Change = Callable[[Tensor, Tensor], Tensor]
 """makes a full tensor from a shard; the second tensor is the parameter that it belongs to"""
@@ -160,3 +390,49 @@ def _own_entries(optimizer: Optimizer, state: Mapping[str, Any], change: Change 
         index: {name: change(v, parameters[index]) if isinstance(v, Tensor) else v for name, v in values.items()}
         for index, values in own.items()
     }
+
+
+_TAG = 1
+
+
+def gather(transport: Transport, tree: Any) -> list[Any] | None:
+    """Rank 0 gets every rank's `tree`, in rank order; the others get None. Called by all ranks of the pipeline.
+
+    A tree consists of tensors and plain values in dicts, lists and tuples. Tensors are sent one at a time.
+    """
+    if transport.rank > 0:
+        _send(transport, tree)
+        return None
+    return [unflatten(*_flatten(tree)), *(_receive(transport, rank) for rank in range(1, transport.num_ranks))]
+
+
+def _send(transport: Transport, tree: Any) -> None:
+    """Send the length of the encoded spec, the spec, and each tensor's bytes, to rank 0."""
+    skeleton, tensors = _flatten(tree)
+    spec = torch.frombuffer(bytearray(spec_of(Message(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
+    for buffer in (torch.tensor([spec.numel()]), spec, *tensors):
+        if buffer.numel():
+            transport.send(0, _TAG, _as_bytes(buffer)).wait()
+
+
+def _receive(transport: Transport, rank: int) -> Any:
+    length = torch.empty(1, dtype=torch.int64)
+    transport.receive(rank, _TAG, _as_bytes(length)).wait()
+    encoded = torch.empty(int(length), dtype=torch.uint8)
+    transport.receive(rank, _TAG, encoded).wait()
+    spec = Spec.from_bytes(encoded.numpy().tobytes())
+    tensors = spec.empty()
+    for tensor in tensors:
+        if tensor.numel():
+            transport.receive(rank, _TAG, _as_bytes(tensor)).wait()
+    return unflatten(spec.skeleton, tensors)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _flatten(tree: Any) -> tuple[Skeleton, list[Tensor]]:
+    """The tree's skeleton, and its tensors in CPU memory."""
+    flattener = Flattener()
+    return flattener.flatten(tree, "state"), [tensor.detach().cpu() for tensor in flattener.tensors]

@@ -1,16 +1,136 @@
-"""Saves and removes checkpoints during a run, at once or in the background, alike on all ranks."""
+"""Saves and removes checkpoints during a run, at once or in the background, alike on all ranks.
 
+A thread that does one task after another, until one fails.
+
+Copies what a rank saves to host memory, so that training can go on while a thread writes it.
+
+training's stream   ... backward, step | copies | forward, backward, step ...     the next step waits for no copy's end
+writing thread                                  | waits for the copies | writes, hashes, commits
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from threading import Event
+from queue import Queue
+from threading import Event, Thread
 
-from lightning_hanayo.checkpoint.save.background import Background
-from lightning_hanayo.checkpoint.save.folder.commit import FolderSave
-from lightning_hanayo.checkpoint.save.folder.points import AtPoint, go_on
-from lightning_hanayo.checkpoint.save.part import RankPart
-from lightning_hanayo.checkpoint.save.peers import ANOTHER_ENDED, Peers, PeersLost
-from lightning_hanayo.checkpoint.save.removal import remove_checkpoint
-from lightning_hanayo.checkpoint.save.snapshot import HostBuffers, Snapshot
+import torch
+from torch import Tensor
+
+from lightning_hanayo.dist_checkpointing.commit import FolderSave
+from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, Peers, PeersLost, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.target import AtPoint, go_on, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
+
+
+class Background:
+    """Starts a daemon thread with the first task: it never keeps the process alive. `end` waits for it.
+
+    Example:
+        >>> tasks = Background()
+        >>> tasks.add(write)
+        >>> tasks.add(remove_old)  # once `write` has returned, and never if it raises
+        >>> tasks.end()
+    """
+
+    error: BaseException | None = None
+    """of the task that failed; those after it are left out"""
+
+    def __init__(self) -> None:
+        self._tasks: Queue[Callable[[], None] | None] = Queue()
+        self._thread: Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all tasks are done, or left out."""
+        return not self._tasks.unfinished_tasks
+
+    def add(self, task: Callable[[], None]) -> None:
+        """Do the task after those before it."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, daemon=True, name="hanayo-checkpoint")
+            self._thread.start()
+        self._tasks.put(task)
+
+    def wait(self) -> None:
+        """Wait until all tasks are done, or left out."""
+        self._tasks.join()
+
+    def end(self, within: float | None = None) -> bool:
+        """End the thread after the last task; whether that happened `within` so many seconds (None: wait for it)."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(within)
+            if self._thread.is_alive():
+                return False
+        self._thread = None
+        return True
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if self.error is None:
+                    task()
+            except BaseException as error:
+                self.error = error
+            finally:
+                del task  # it holds a snapshot
+                self._tasks.task_done()
+        self._tasks.task_done()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's part in host memory, which may still be on its way there."""
+
+    part: RankPart
+    copied: tuple[torch.Event, ...]
+    """on each device, after its copies"""
+
+    def wait(self) -> RankPart:
+        """Wait until all copies have ended, and return the part."""
+        for event in self.copied:
+            event.synchronize()
+        return self.part
+
+
+class HostBuffers:
+    """Takes one snapshot after another into the same memory; on CUDA it is pinned, so that no host waits for a copy.
+
+    A snapshot is overwritten by the next one.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, Region], Tensor] = {}
+
+    def snapshot(self, part: RankPart) -> Snapshot:
+        """Copy the part's tensors, on the streams that compute with them."""
+        self._buffers = {_key(one): self._buffer(one) for one in part.tensors}  # others are freed
+        for one in part.tensors:
+            self._buffers[_key(one)].copy_(one.tensor.detach(), non_blocking=True)
+        tensors = tuple(replace(one, tensor=self._buffers[_key(one)]) for one in part.tensors)
+        devices = dict.fromkeys(one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu")
+        return Snapshot(replace(part, tensors=tensors), tuple(map(_recorded, devices)))
+
+    def _buffer(self, part: TensorPart) -> Tensor:
+        tensor, is_pinned = part.tensor, part.tensor.is_cuda
+        buffer = self._buffers.get(_key(part))
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
+        return buffer
+
+
+def _key(part: TensorPart) -> tuple[str, Region]:
+    return part.name, part.region
+
+
+def _recorded(device: torch.device) -> torch.Event:
+    """An event in the device's current stream."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
 
 _DONE, _WRITES, _FAILED = range(3)
 """states of a save in flight: on all ranks together it is in the largest of theirs"""

@@ -7,21 +7,219 @@ a file, a link      last.ckpt.tmp-5f2c9a1b/          the same, once the file has
 a checkpoint        last.ckpt/                       manifest-5f2c9a1b.json replaces      files that manifest.json
                                                      manifest.json                        doesn't name
 remote              last.ckpt/                       manifest.json is put, last           the same
+
+Tells what saves have made from other files, and finds what saves that were killed have left.
+
+checkpoints/last.ckpt/manifest.json                       names the files that count
+checkpoints/last.ckpt/model-00000-5f2c9a1b.safetensors    named, or of a save that didn't come to its end
+checkpoints/last.ckpt.tmp-5f2c9a1b/                       a new checkpoint, until it is complete
+checkpoints/last.ckpt.old-5f2c9a1b                        what was there, until it is replaced
+
+Removes a checkpoint: first what makes it one, so that what a kill in between leaves never claims to be whole.
+
+Says why a rank can't write a checkpoint, in one line that all ranks show; and sizes, as people write them.
+
+The points of a save, by which its order of writes is told, tested and stopped.
+
+rank 0        BEGUN  FOLDER_MADE  HALF_WRITTEN  WRITTEN  SYNCED  GATHERED  MANIFEST_READY  COMMITTED  CLEANED
+other ranks   BEGUN  FOLDER_MADE  HALF_WRITTEN  WRITTEN  SYNCED  GATHERED  - once rank 0 is at the end: -  CLEANED
 """
 
+import errno
 import os
+import re
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from enum import IntEnum
 from functools import cached_property
+from typing import Literal
+from warnings import warn
 
 from typing_extensions import override
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.format.storage import LocalStorage, Storage
-from lightning_hanayo.checkpoint.save.folder.points import AtPoint, Point
-from lightning_hanayo.checkpoint.save.leftovers import is_checkpoint, is_of_a_save, temporary_path, unnamed_files
-from lightning_hanayo.checkpoint.save.removal import remove_next_to
-from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.dist_checkpointing.format import FORMAT, MANIFEST, files_named_in
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage, Storage
+from lightning_hanayo.errors import CheckpointError, HanayoError
+
+_FILE = re.compile(r"(model|optimizer|state|manifest|marker)(-[a-z0-9-]+)?-[0-9a-f]{8}\.(safetensors|json)")
+_BESIDE = re.compile(r"\.(tmp|old)-[0-9a-f]{8}")
+
+
+def is_of_a_save(name: str) -> bool:
+    """Whether a file in a checkpoint's folder has the name of one that saves write."""
+    return name == MANIFEST or _FILE.fullmatch(name) is not None
+
+
+def is_checkpoint(storage: Storage, names: Collection[str]) -> bool:
+    """Whether a folder with files of these names is a checkpoint, which may be damaged."""
+    if MANIFEST not in names:
+        return False
+    return FORMAT.encode() in bytes(storage.read(MANIFEST)[:100]) or any(map(_FILE.fullmatch, names))
+
+
+def file_names(storage: Storage) -> set[str]:
+    """Returns the names in a folder, and those that its manifest names: a remote list may not show all files yet."""
+    return {*storage.names(), *storage.sizes([MANIFEST]), *(_named_files(storage) or ())}
+
+
+def unnamed_files(storage: Storage) -> list[str]:
+    """Returns the files of saves that the folder's manifest doesn't name.
+
+    There are none if the manifest can't be read, because they may be its own.
+    """
+    written = [name for name in storage.names() if _FILE.fullmatch(name)] if storage.is_folder() else []
+    named = _named_files(storage) if written else ()
+    return [] if named is None else [name for name in written if name not in named]
+
+
+def _named_files(storage: Storage) -> Collection[str] | None:
+    """The files that the manifest names: none without a manifest; None if it can't be read."""
+    if not storage.sizes([MANIFEST]):
+        return ()
+    try:
+        return files_named_in(bytes(storage.read(MANIFEST)), storage.path)
+    except CheckpointError:
+        return None
+
+
+def temporary_path(path: str, kind: Literal["tmp", "old"], save_id: str) -> str:
+    """Returns the path next to a checkpoint under which a save writes what is new, or keeps what was there before."""
+    parent, slash, name = path.rpartition("/")
+    return f"{parent}{slash}{_without_number(name)}.{kind}-{save_id}"
+
+
+def _without_number(name: str) -> str:
+    """The name without what Lightning (2.6) looks for: the digits after `ckpt_` are a SLURM checkpoint's number for it.
+
+    It would take `hpc_ckpt_3.ckpt.tmp-5f2c9a1b` for the latest, number 35291.
+    """
+    return name.replace("ckpt_", "ckpt-")
+
+
+def next_to(path: str, *kinds: Literal["tmp", "old"]) -> list[str]:
+    """Returns the paths of what saves have made next to a local checkpoint. Its folder must exist."""
+    parent, name = os.path.split(os.path.abspath(path))
+    name = _without_number(name)
+    matches = {one: _BESIDE.fullmatch(one[len(name) :]) for one in os.listdir(parent) if one.startswith(name)}
+    return [os.path.join(parent, one) for one, match in sorted(matches.items()) if match and match[1] in kinds]
+
+
+def remove_checkpoint(path: str) -> None:
+    """Remove the folder or the file that a save has written, with what killed saves have left. One process calls it.
+
+    Of a link only the link is removed. Files of others in the folder stay, and a warning names them; so does what
+    can't be removed. What isn't there is removed already.
+    """
+    storage = Storage.of(path.rstrip("/"))
+    try:
+        if storage.is_local and os.path.isdir(os.path.dirname(os.path.abspath(storage.path))):
+            remove_next_to(storage.path, "tmp", "old")
+        if storage.is_file() or (storage.is_local and os.path.islink(storage.path)):
+            storage.remove("")
+        elif storage.is_folder():
+            _remove_folder(storage)
+    except OSError as error:
+        warn(f"{path} can't be removed: {error}", stacklevel=2)
+
+
+def _remove_folder(storage: Storage) -> None:
+    names = file_names(storage)
+    is_ours = is_checkpoint(storage, names) or MANIFEST not in names
+    ours = [name for name in names if is_ours and is_of_a_save(name)]
+    for name in sorted(ours, key=MANIFEST.__ne__):
+        storage.remove(name)
+    foreign = sorted(name for name in names if name not in ours)
+    if foreign:
+        warn(f"{storage.path} is kept: files that no save has written are in it, such as {foreign[0]}", stacklevel=3)
+        return
+    if storage.is_local:
+        os.rmdir(storage.path)
+    else:
+        with suppress(FileNotFoundError):  # an object store has no folder without files
+            storage.remove_folder()
+
+
+def remove_next_to(path: str, *kinds: Literal["tmp", "old"]) -> None:
+    """Remove what saves have left next to a local checkpoint."""
+    for one in next_to(path, *kinds):
+        if os.path.islink(one) or not os.path.isdir(one):
+            os.remove(one)
+        elif ".tmp-" in os.path.basename(one):
+            shutil.rmtree(one)
+        else:
+            _remove_folder(Storage.of(one))
+
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def no_space(path: str) -> OSError:
+    """Returns the error of a full disk."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+def problem_of(error: Exception, path: str, needed: int | None = None, free: int | None = None) -> str:
+    """Returns what is wrong, without a full stop.
+
+    Args:
+        error: what a step has raised.
+        path: where it wrote, for errors that don't say it.
+        needed: bytes to write.
+        free: bytes that were free before.
+    """
+    if isinstance(error, HanayoError):
+        return str(error).rstrip(".")
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    if error.errno in _FULL:
+        sizes = "" if not needed else f": {size_text(needed)} are needed"
+        sizes += "" if free is None or not sizes else f", {size_text(free)} were free"
+        return f"no space left in {path}{sizes}"
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return f"{str(error.filename or path).rstrip('/')} is a file, and no folder"
+    return f"{error.filename or path} can't be written: {error.strerror or f'{type(error).__name__}: {error}'}"
+
+
+def size_text(num_bytes: int) -> str:
+    """A size in the largest unit that it has one of.
+
+    Example:
+        >>> size_text(1_500_000)
+        '1.5 MB'
+    """
+    unit = max((unit for unit, size in UNITS.items() if size <= num_bytes), key=UNITS.__getitem__, default="B")
+    return f"{num_bytes / UNITS[unit]:.{1 if unit != 'B' else 0}f} {unit}"
+
+
+class Point(IntEnum):
+    """What a rank has just done. A process that ends at any of them leaves the checkpoint of before, or the new one."""
+
+    BEGUN = 1
+    FOLDER_MADE = 2
+    """and this rank sees it"""
+    HALF_WRITTEN = 3
+    """half of its bytes, the last of them perhaps half a tensor"""
+    WRITTEN = 4
+    SYNCED = 5
+    """its files are on the disk"""
+    GATHERED = 6
+    """rank 0 knows that all ranks' files are there"""
+    MANIFEST_READY = 7
+    """it is on the disk, under another name"""
+    COMMITTED = 8
+    """the new checkpoint is the one that is read"""
+    CLEANED = 9
+    """what it replaces is gone"""
+
+
+AtPoint = Callable[[Point], object]
+
+
+def go_on(point: Point) -> None:
+    """Do nothing at a point."""
 
 
 class Target(ABC):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from lightning_hanayo.checkpoint.format.header import make_header
+from lightning_hanayo.dist_checkpointing.format import make_header
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.packed_values import is_tensor_subclass
 

@@ -5,21 +5,35 @@ monitor.connect(members, token)                                 all members, the
 monitor.on("saved", lambda sender, step: print(sender, step))   in the monitor's thread
 monitor.tell("saved", 12)                                       to all ranks
 monitor.decide("who saves", rank)                               the same on all ranks
+
+A rank asks all ranks something, and gets the answers of those that answer in time.
+
+rank 2    ask "position"   --flooded-->   each rank answers in its monitor's thread
+          {0: 12, 1: 12, 2: 13}   <--     on the way by which it heard the question
+
+One answer to each question, the same on all ranks: the proposal that the arbiter gets first.
+
+rank 3    propose "failure": A   --+
+                                   +-->  rank 0, the arbiter, gets A first:  verdict A, flooded to all
+rank 5    propose "failure": B   --+
+
+If the arbiter doesn't answer within a second, the next rank that runs decides, and so on, up to `MOST_WAITS` of them.
 """
 
 import atexit
 import os
 import socket
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
-from lightning_hanayo.monitor.loop import Loop, Timer, guarded
-from lightning_hanayo.monitor.member import Member
-from lightning_hanayo.monitor.overlay import Json, Overlay
+from lightning_hanayo.monitor.overlay import Json, Loop, Overlay, Timer, guarded
 from lightning_hanayo.monitor.peers import Peer, Peers, State, Timing
-from lightning_hanayo.monitor.questions import Pending, Questions
-from lightning_hanayo.monitor.verdicts import MOST_WAITS, Verdicts
+from lightning_hanayo.monitor.processes import Member
 
 Handler = Callable[[int, Json], object]
 STOOD_STILL = 2.0
@@ -289,3 +303,158 @@ def _leave_in_child() -> None:
 atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_in_child)
+
+
+class Pending:
+    """A question of this rank that waits for answers."""
+
+    def __init__(self) -> None:
+        self.replied: set[int] = set()
+        self.answers: dict[int, Any] = {}
+        self.is_complete = threading.Event()
+
+
+class Questions:
+    """One rank's view. It belongs to the loop's thread.
+
+    Args:
+        rank: this one.
+        running: the ranks that are waited for.
+        overlay: carries questions and answers.
+    """
+
+    def __init__(self, rank: int, running: Callable[[], list[int]], overlay: Overlay) -> None:
+        self._rank, self._running, self._overlay = rank, running, overlay
+        self._functions: dict[str, Callable[[Any], Any]] = {}
+        self._pending: dict[tuple[int, int], Pending] = {}
+        self._new: Pending | None = None
+
+    def answer(self, question: str, function: Callable[[Any], Any]) -> Callable[[], None]:
+        """Answer with this function. Returns a function that removes it. From any thread."""
+        self._functions[question] = function
+
+        def remove() -> None:
+            if self._functions.get(question) is function:
+                del self._functions[question]
+
+        return remove
+
+    def ask(self, question: str, content: Any, pending: Pending) -> None:
+        """Ask all ranks; `pending` gets the answers."""
+        self._new = pending  # this rank's own answer comes before the question's id is known
+        message_id = self._overlay.flood("ask", {"question": question, "content": content})
+        self._pending[message_id] = pending
+        self._new = None
+
+    def forget(self, pending: Pending) -> None:
+        """No more answers are wanted."""
+        self._pending = {message_id: one for message_id, one in self._pending.items() if one is not pending}
+
+    def on_ask(self, message: dict[str, Any]) -> None:
+        """Called with a question."""
+        content = message["content"]
+        function = self._functions.get(content["question"])
+        answers: list[Any] = []
+        if function is not None:
+            guarded(lambda: answers.append(function(content["content"])))
+        self._overlay.reply((message["from"], message["number"]), {"rank": self._rank, "answers": answers})
+
+    def on_reply(self, message: dict[str, Any]) -> None:
+        """Called with an answer to a question of this rank."""
+        pending = self._pending.get(message["to"], self._new)
+        if pending is not None:
+            rank = message["content"]["rank"]
+            pending.replied.add(rank)
+            pending.answers.update((rank, answer) for answer in message["content"]["answers"])
+            self.check()
+
+    def check(self) -> None:
+        """Let those go on whose questions all have answered that can."""
+        running = set(self._running())
+        for pending in (*self._pending.values(), self._new):
+            if pending is not None and running <= pending.replied:
+                pending.is_complete.set()
+
+
+MOST_WAITS = 3
+"""after so many ranks that don't answer, each rank decides for itself"""
+
+
+@dataclass
+class _Open:
+    proposal: Any
+    since: float
+
+
+class Verdicts:
+    """One rank's view. It belongs to the loop's thread, but for `wait`, `get` and `closed`.
+
+    Args:
+        rank: this one.
+        running: the ranks that run, in order.
+        tell: floods a message.
+        takeover: seconds that a rank has to decide.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        running: Callable[[], list[int]],
+        tell: Callable[[str, Any], object],
+        takeover: float,
+    ) -> None:
+        self._rank, self._running, self._tell, self._takeover = rank, running, tell, takeover
+        self._open: dict[str, _Open] = {}
+        self._known: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._not_before = 0.0
+
+    def get(self, topic: str) -> Any:
+        """The verdict; None before there is one."""
+        return self._known.get(topic)
+
+    def wait(self, topic: str, timeout: float) -> Any:
+        """The verdict, once it is there; None if it doesn't come in time, or the monitor is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: topic in self._known or self._is_closed, timeout)
+        return self.get(topic)
+
+    def on_proposal(self, content: Any) -> None:
+        """Called with the proposal of any rank."""
+        topic = content["topic"]
+        if topic not in self._known:
+            self._open.setdefault(topic, _Open(content["proposal"], time.monotonic()))
+
+    def on_verdict(self, content: Any) -> bool:
+        """Called with a verdict; return whether it is the first about its topic, and so counts."""
+        topic = content["topic"]
+        self._open.pop(topic, None)
+        if topic in self._known:
+            return False
+        with self._changed:
+            self._known[topic] = content["verdict"]
+            self._changed.notify_all()
+        return True
+
+    def decide_due(self) -> None:
+        """Decide what is this rank's turn. Called when proposals have come, and again while some are open."""
+        now = time.monotonic()
+        for topic, one in list(self._open.items()):
+            if now >= max(one.since + self._takeover * self._turn, self._not_before):
+                self._tell("verdict", {"topic": topic, "verdict": one.proposal})
+
+    def wait_for_others(self) -> None:
+        """This rank could not decide for a while: others have, maybe. It waits until it has heard of that."""
+        self._not_before = time.monotonic() + self._takeover
+
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def _turn(self) -> int:
+        running = self._running()
+        return min(running.index(self._rank), MOST_WAITS)

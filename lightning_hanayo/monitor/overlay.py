@@ -7,21 +7,294 @@ rank r is linked with r +- 1, 2, 4, 8 ... (modulo the number of ranks); the high
 hello        {"token": ..., "rank": 3}       the first line on each link, in both directions
 message      {"from": 3, "number": 17, "kind": "state", "content": ...}
 ping         {}                              each second on each link; nothing else while nothing happens
+
+One TCP connection between two monitors, which carries lines and never blocks.
+
+A thread that runs functions: when a file is ready, when a time has come, or when another thread wants it.
 """
 
 import errno
 import hmac
 import json
+import os
+import selectors
 import socket
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
-from typing import Any
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import Any, Protocol
 
-from lightning_hanayo.monitor.connection import Connection
-from lightning_hanayo.monitor.loop import Loop
-from lightning_hanayo.monitor.member import Member
+from lightning_hanayo.monitor.processes import Member
+
+LONGEST_HELLO = 512
+"""bytes of a line that anybody may send"""
+LONGEST_LINE = 1 << 20
+"""bytes of a line between ranks"""
+MOST_WAITING = 1 << 23
+"""bytes that wait for a rank that doesn't read; then its connection is closed"""
+
+
+class Owner(Protocol):
+    """What hears from a connection."""
+
+    def on_line(self, connection: "Connection", line: bytes) -> None:
+        """Called with each line."""
+
+    def on_closed(self, connection: "Connection") -> None:
+        """Called once, when it is closed by the other side, or because of what that has sent."""
+
+
+class Connection:
+    """Belongs to the loop's thread.
+
+    Args:
+        file: connected, or being connected.
+        loop: waits for it.
+        owner: gets lines.
+    """
+
+    def __init__(self, file: socket.socket, loop: "Loop", owner: Owner) -> None:
+        self.rank: int | None = None
+        """whose monitor is at the other end, once it has said so"""
+        self.opened = self.heard = time.monotonic()
+        self._file, self._loop, self._owner = file, loop, owner
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        file.setblocking(False)
+        with suppress(OSError):
+            file.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        loop.watch(file, self._on_ready)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither side has closed it."""
+        return self._file.fileno() >= 0
+
+    def send(self, line: bytes) -> None:
+        """Send a line, soon."""
+        if self.is_open:
+            self._outgoing += line + b"\n"
+            self._write()
+
+    def finish(self) -> None:
+        """Send no more; the other side then closes it, once it has read everything."""
+        with suppress(OSError):
+            self._file.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close it without telling the owner."""
+        if self.is_open:
+            self._loop.unwatch(self._file)
+            self._file.close()
+
+    def _fail(self) -> None:
+        if self.is_open:
+            self.close()
+            self._owner.on_closed(self)
+
+    def _on_ready(self, events: int) -> None:
+        if events & EVENT_WRITE:
+            self._write()
+        if events & EVENT_READ and self.is_open:
+            self._read()
+
+    def _write(self) -> None:
+        try:
+            sent = self._file.send(self._outgoing) if self._outgoing else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._fail()
+            return
+        del self._outgoing[:sent]
+        if len(self._outgoing) > MOST_WAITING:
+            self._fail()
+        else:
+            self._loop.watch(self._file, self._on_ready, writes=bool(self._outgoing))
+
+    def _read(self) -> None:
+        try:
+            data = self._file.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._fail()
+            return
+        self.heard = time.monotonic()
+        self._incoming += data
+        *lines, rest = self._incoming.split(b"\n")
+        self._incoming = rest
+        for line in lines:
+            if self.is_open:
+                self._check(line)
+        if self.is_open and len(rest) > self._longest:
+            self._fail()
+
+    def _check(self, line: bytearray) -> None:
+        if len(line) > self._longest:
+            self._fail()
+        else:
+            self._owner.on_line(self, bytes(line))
+
+    @property
+    def _longest(self) -> int:
+        return LONGEST_HELLO if self.rank is None else LONGEST_LINE
+
+
+MAX_WAIT = 1.0
+"""seconds until the loop looks at the time again"""
+
+
+class Timer:
+    """Calls a function again and again, or once."""
+
+    def __init__(self, seconds: float, function: Callable[[], object], *, repeats: bool) -> None:
+        self.seconds, self.function, self.repeats = seconds, function, repeats
+        self.due = time.monotonic() + seconds
+
+
+class Loop:
+    """The thread and what it waits for. All functions but `call`, `start` and `stop` are called in its thread."""
+
+    def __init__(self) -> None:
+        self.on_standstill: Callable[[float], object] = bool
+        """called with the seconds for which the loop could do nothing, before anything else: this process was stopped,
+        or could not run Python, or a function took so long"""
+        self._files = selectors.DefaultSelector()
+        self._wanted: deque[Callable[[], object]] = deque()
+        self._timers: list[Timer] = []
+        self._wake: socket.socket | None = None
+        self._woken: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="hanayo-monitor")
+        self._runs = True
+
+    def start(self) -> None:
+        """Start the thread."""
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+        wake.send(b".")  # for what was wanted before
+        self._files.register(woken, selectors.EVENT_READ, lambda _: woken.recv(4096))
+        self._wake, self._woken = wake, woken
+        self._thread.start()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether this is called by the loop."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Let the loop call the function soon. From any thread; returns at once."""
+        self._wanted.append(function)
+        with suppress(OSError):  # full: it is awake anyway; closed: nobody will call it
+            if self._wake is not None:
+                self._wake.send(b".")
+
+    def every(self, seconds: float, function: Callable[[], object]) -> None:
+        """Call the function again and again."""
+        self.add(Timer(seconds, function, repeats=True))
+
+    def later(self, seconds: float, function: Callable[[], object]) -> None:
+        """Call the function once, after this round."""
+        self.add(Timer(seconds, function, repeats=False))
+
+    def add(self, timer: Timer) -> None:
+        """Begin with the calls of a timer."""
+        self._timers.append(timer)
+
+    def cancel(self, timer: Timer) -> None:
+        """Call its function no more."""
+        if timer in self._timers:
+            self._timers.remove(timer)
+
+    def watch(self, file: Any, handler: Callable[[int], object], *, writes: bool = False) -> None:
+        """Call the handler with the selector's events when the file can be read, or written if that is wanted."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
+        if file in self._files.get_map():
+            self._files.modify(file, events, handler)
+        else:
+            self._files.register(file, events, handler)
+
+    def unwatch(self, file: Any) -> None:
+        """Wait for it no more."""
+        if file in self._files.get_map():
+            self._files.unregister(file)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a thread, or was one."""
+        return self._thread.ident is not None
+
+    def end(self) -> None:
+        """End the thread after this round."""
+        self._runs = False
+
+    def join(self, seconds: float) -> None:
+        """Wait so long at most until the thread has ended; not if it is the caller."""
+        if not self.is_current_thread:
+            self._thread.join(seconds)
+
+    def close_unstarted(self) -> None:
+        """Close the files of a loop that never ran."""
+        if not self.is_started:
+            self.close_files()
+
+    def leave_in_child(self) -> None:
+        """Close all files in a forked process, which has no thread for them; its parent still waits for them."""
+        files = [key.fileobj for key in self._files.get_map().values()]
+        self.close_files()
+        for file in files:
+            if isinstance(file, int):
+                os.close(file)
+            else:
+                file.close()  # type: ignore[attr-defined]
+
+    def close_files(self) -> None:
+        """Close what the loop itself has opened."""
+        for file in (self._files, self._wake, self._woken):
+            if file is not None:
+                file.close()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while self._runs:
+            due = min((timer.due for timer in self._timers), default=last + MAX_WAIT)
+            begun = time.monotonic()
+            wait = max(0.0, min(due - begun, MAX_WAIT))
+            ready = self._files.select(wait)
+            now = time.monotonic()
+            guarded(self.on_standstill, begun - last + max(0.0, now - begun - wait))
+            last = now
+            for key, events in ready:
+                current = self._files.get_map().get(key.fd)  # an earlier handler may have closed it
+                if current is not None and current.fileobj is key.fileobj:
+                    guarded(key.data, events)
+            for _ in range(len(self._wanted)):
+                guarded(self._wanted.popleft())
+            self._run_timers(now)
+        self.close_files()
+
+    def _run_timers(self, now: float) -> None:
+        for timer in [timer for timer in self._timers if timer.due <= now]:
+            timer.due = now + timer.seconds
+            if not timer.repeats:
+                self.cancel(timer)
+            guarded(timer.function)
+
+
+def guarded(function: Callable[..., object], *arguments: Any) -> None:
+    """Call it. An error is shown, and the loop goes on: others rely on it."""
+    try:
+        function(*arguments)
+    except Exception:
+        traceback.print_exc()
+
 
 Json = Any
 """what `json.dumps` takes and `json.loads` gives"""

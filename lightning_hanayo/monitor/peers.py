@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning_hanayo.monitor import processes
-from lightning_hanayo.monitor.loop import Loop
-from lightning_hanayo.monitor.member import Member
-from lightning_hanayo.monitor.overlay import Overlay
+from lightning_hanayo.monitor.overlay import Loop, Overlay
+from lightning_hanayo.monitor.processes import Member
 
 State = Literal["running", "silent", "stopped", "ended"]
 

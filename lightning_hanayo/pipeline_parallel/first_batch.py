@@ -25,15 +25,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hanayo.errors import UnsupportedError, listed
-from lightning_hanayo.runtime.autograd import graph_boundary
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture import forward_patch
-from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
-from lightning_hanayo.runtime.capture.holder import Scanner
-from lightning_hanayo.runtime.capture.module_state import ModuleState
-from lightning_hanayo.runtime.generators import generator_states, set_generators
-from lightning_hanayo.runtime.stages.first_last import find_loss
-from lightning_hanayo.runtime.values import MadeValues
+from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture import forward_patch
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
+from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, Scanner
+from lightning_hanayo.pipeline_parallel.nan import MadeValues
+from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
+from lightning_hanayo.pipeline_parallel.stages import find_loss
 
 Findings = dict[str, list[str]]
 """What a rank has found: which blocks have "dependent" samples, or inject the gradient of a "mean", a "sum", "another"

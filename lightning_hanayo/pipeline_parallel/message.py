@@ -1,4 +1,6 @@
-"""The codec: packs a message into one flat buffer of bytes, and describes in a spec how to read it.
+"""The message: what one stage sends to the next or the previous one, as a structure and a list of tensors; its key.
+
+The codec: packs a message into one flat buffer of bytes, and describes in a spec how to read it.
 
 buffer   | 64 B header: 0, or the bytes of a new spec that follows | tensor 0 | tensor 1 | ...   (64 B aligned)
 spec     (skeleton, ((dtype, shape, requires_grad), ...))          sent only if it differs from the agreed one
@@ -11,13 +13,59 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import prod
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.pytree import Skeleton
+from lightning_hanayo.pipeline_parallel.pytree import Skeleton
+
+
+class MessageKey(NamedTuple):
+    """One message of a batch: between `stage` and the next one, forward (activations) or backward (gradients)."""
+
+    stage: int
+    direction: Literal["forward", "backward"]
+    microbatch: int
+
+    @property
+    def tag(self) -> int:
+        """Differs between all messages of a batch. The next number is the tag of a changed spec and its payload."""
+        return 2 + 2 * (2 * (self.stage << 16 | self.microbatch) + (self.direction == "backward"))
+
+    def __str__(self) -> str:
+        value = "activation of stage" if self.direction == "forward" else "gradient for the output of stage"
+        return f"the {value} {self.stage}, micro-batch {self.microbatch}"
+
+
+class Message(NamedTuple):
+    """A flattened tree. `skeleton` is hashable and holds plain values only, so two ranks can agree on it once."""
+
+    skeleton: Skeleton
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The tensors that get a gradient, in the order in which the gradients come back."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+    def detached(self) -> "Message":
+        """The same message outside the graph that made it, as if it had been received. Memory is shared."""
+        tensors = (t.detach().requires_grad_() if t.requires_grad else t for t in self.tensors)
+        return Message(self.skeleton, tuple(tensors))
+
+
+def gradient_message(gradients: Sequence[Tensor | None]) -> Message:
+    """A message with the gradients of another one's `differentiable` tensors; None where there is no gradient."""
+    present = [gradient is not None for gradient in gradients]
+    return Message(("gradients", *present), tuple([gradient for gradient in gradients if gradient is not None]))
+
+
+def unpack_gradients(message: Message) -> list[Tensor | None]:
+    """The gradients that `gradient_message` was given."""
+    gradients = iter(message.tensors)
+    return [next(gradients) if present else None for present in message.skeleton[1:]]
+
 
 ALIGN = 64
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

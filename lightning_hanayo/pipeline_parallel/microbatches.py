@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batches.containers import Array, children, leaves, own_rows, with_children
-from lightning_hanayo.runtime.comm.codec import stable_hash
+from lightning_hanayo.pipeline_parallel.batches.plan import Array, children, leaves, own_rows, with_children
+from lightning_hanayo.pipeline_parallel.message import stable_hash
 
 
 def sizes(samples: int, microbatches: int) -> list[int]:

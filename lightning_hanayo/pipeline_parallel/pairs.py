@@ -18,7 +18,7 @@ import torch
 from lightning_hanayo.overlap.link_queue import LinkQueue, Recording
 from lightning_hanayo.overlap.pair_time import PairRun, Segments, best_order
 from lightning_hanayo.overlap.turns import ActionState
-from lightning_hanayo.runtime.capture.thread_state import ThreadState
+from lightning_hanayo.pipeline_parallel.capture.threads import ThreadState
 from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.seeds import mix
 

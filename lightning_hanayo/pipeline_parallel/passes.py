@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture.user_step import UserStep
-from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.first_batch import FirstBatch
-from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.schedule import Schedule, forward_only, last_backward_only, reduction_order, without_forwards
 
 Part = Callable[[Schedule, Sequence[int]], Schedule]

@@ -1,25 +1,125 @@
-"""A linear layer with a split backward: its weight gradient can wait in the stage's queue.
+"""The weight-gradient queue: keeps what a stage's `I` actions leave for its `W` actions, for each micro-batch.
+
+I0   put(weight, compute, dy, x)      micro-batch 0:  weight -> [compute(dy, x)]  bias -> [compute(dy)]
+W0   drain(0)                         weight.grad += dy^T x; dy and x are freed
+
+A linear layer with a split backward: its weight gradient can wait in the stage's queue.
 
 forward             y  = x W^T + b
 input gradient      dx = dy W                    in I, and in B
 weight gradient     dW = dy^T x,  db = sum dy    in W if the queue is open; otherwise at once, as in autograd
 
 x: (..., in), y: (..., out), W: (out, in). Compiled code finds a layer by its number, which it gets as a tensor.
+
+Replaces the `forward` of a stage's linear layers, so that a backward can leave their weight gradients to the queue.
+
+The replacement is an attribute of the instance. Names, parameters, class and repr of a layer stay as they are, and its
+copies and pickles are ordinary layers.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Collection, Iterable
+from types import MethodType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
-from lightning_hanayo.weight_gradients import WeightGradients
+from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks, is_linear
+from lightning_hanayo.weight_gradients import ComputeGradient, PendingGradient, WeightGradients, gradient_dtype
+
+_Computations = list[tuple[ComputeGradient, tuple[Tensor, ...]]]
+_Gradients = list[Tensor | PendingGradient]
+
+
+class WeightGradientQueue:
+    """Open while one micro-batch's input gradients are computed. Otherwise layers make weight gradients at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, dict[Tensor, _Computations]] = {}
+        self._open: dict[Tensor, _Computations] | None = None
+        self.version = 0
+        """changes before and after every batch: then layers drop copies of their weights"""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether layers leave their weight gradients here."""
+        return self._open is not None
+
+    def save(self) -> dict[Tensor, _Computations] | None:
+        """What belongs to the action that runs now, while another one runs."""
+        return self._open
+
+    def restore(self, saved: dict[Tensor, _Computations] | None) -> None:
+        """The action runs again."""
+        self._open = saved
+
+    def collecting(self, microbatch: int) -> Self:
+        """Open the queue for `microbatch`, in a `with` statement."""
+        self._open = self._waiting[microbatch] = {}
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = None
+
+    def put(self, parameter: Tensor, compute: ComputeGradient, *operands: Tensor) -> None:
+        """Keep a computation of the open micro-batch."""
+        assert self._open is not None
+        self._open.setdefault(parameter, []).append((compute, operands))
+
+    def drain(self, microbatch: int) -> None:
+        """Compute the weight gradients of `microbatch`, add them to `.grad`, and free the operands.
+
+        The gradients of one parameter are added to each other first, as in autograd, so sums agree to the last bit.
+        """
+        waiting = self._waiting.pop(microbatch, None)
+        pending: tuple[Tensor, _Gradients] | None = None
+        with torch.no_grad():
+            while waiting:
+                parameter, computations = waiting.popitem()
+                computed = [compute(*operands) for compute, operands in computations]
+                gradients = [one for one in computed if one is not None]
+                del computations  # frees the operands now, even if a sum over ranks takes long
+                if pending is not None:
+                    accumulate(*pending)
+                pending = (parameter, gradients) if gradients else None
+            if pending is not None:
+                accumulate(*pending)
+
+    def clear(self) -> None:
+        """Forget everything, before a batch and after it."""
+        self._waiting.clear()
+        self.version += 1
+
+
+def accumulate(parameter: Tensor, gradients: _Gradients) -> None:
+    """Add the sum of `gradients` to `parameter.grad`, in its dtype. The sum is in the gradients' own dtype.
+
+    Only where `.grad` has another dtype than the parameter, each gradient is cast before the sum, as autograd does it.
+    """
+    dtype = gradient_dtype(parameter)
+    total: Tensor | None = None
+    for gradient in gradients:
+        gradient = gradient if isinstance(gradient, Tensor) else gradient.wait()
+        if dtype is not parameter.dtype:
+            gradient = gradient.to(dtype)
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    if total.dtype is not dtype:
+        total = total.to(dtype)
+    if (before := parameter.grad) is None:
+        parameter.grad = total
+    else:
+        before.add_(total)
+
 
 _numbers = itertools.count(1)
 _layers: weakref.WeakValueDictionary[int, SplitLinear] = weakref.WeakValueDictionary()
@@ -217,3 +317,51 @@ def _add_gradients(layer: SplitLinear, dy: Tensor, x: Tensor) -> None:
             continue
         gradient = bias_gradient(dy) if operand is None else layer.product(dy, operand)
         torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])
+
+
+_LAYER = "_split_linear"
+
+
+def patch_linear_layers(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collection[Tensor] = ()) -> None:
+    """Let the linear layers of one stage's `blocks` use its `queue`: `nn.Linear` and `Conv1D`, but no subclasses.
+
+    The gradients of the parameters in `keep`, which other stages use too, are made with the input gradients.
+    """
+    for module in {part: None for block in blocks for part in block.modules()}:
+        is_free = _LAYER in vars(module) or "forward" not in vars(module)
+        if is_linear(module) and is_free and module.weight not in keep:
+            layer = SplitLinear(module, queue, transposed=type(module) is not nn.Linear)
+            object.__setattr__(module, _LAYER, layer)
+            module.forward = MethodType(forward_transposed if layer.transposed else forward, module)
+
+
+def unpatch_linear_layers(blocks: Iterable[nn.Module]) -> None:
+    """Give the layers their own `forward` back."""
+    for block in blocks:
+        for module in block.modules():
+            if _LAYER in vars(module):
+                del vars(module)[_LAYER], module.forward
+
+
+def forward(module: nn.Module, input: Tensor) -> Any:
+    """Replaces `nn.Linear.forward`. Pickle needs the name `forward`, and callers may use the argument's name."""
+    return _forward(module, input)
+
+
+def forward_transposed(module: nn.Module, x: Tensor) -> Any:
+    """Replaces `Conv1D.forward`."""
+    return _forward(module, x)
+
+
+forward_transposed.__name__ = "forward"  # pickle looks a method up by this name
+
+
+def _forward(module: Any, x: Tensor) -> Any:
+    layer: SplitLinear | None = module._split_linear
+    if layer is None:
+        return type(module).forward(module, x)
+    if torch.compiler.is_dynamo_compiling():
+        uses_queue = layer.trained and torch.is_grad_enabled() and x.ndim > 1
+        return layer.call_compiled(x) if uses_queue else type(module).forward(module, x)
+    weight = module.weight
+    return layer.call(x, weight, module.bias) if can_split(x, weight) else type(module).forward(module, x)

@@ -1,12 +1,27 @@
-"""The stages with user code: the first and the last one, and a single one that is both.
+"""Protocols of tensor parallelism: what the stages need from the code that shards the blocks over several ranks.
+
+outside the stack    each rank has its own samples, with all features       user code, losses, logs
+inside               shards; the ranks that share samples work together     blocks
+
+`tensor_parallel` implements both protocols. Stages on one rank each use `NoHooks`, and no `BoundaryReshard`.
+
+The stage: one piece of the stack on one pipeline rank, and what forward and backward of a micro-batch mean there.
+
+FirstStage    user code up to the stack, and the first blocks        runs in the step's thread, which it suspends
+MiddleStage   blocks
+LastStage     blocks (none, if the schedule has a loss stage), and user code after the stack, up to the loss
+
+The stages with user code: the first and the last one, and a single one that is both.
 
 P > 1     rank 0   0F0 0F1 .... 3F0 3B0 ...      0F: the step, up to the stack    3F: the rest, up to the loss
 P = 1     rank 0   0F0 0B0 0F1 0B1 ...           0F: the whole step               0B: the loss's backward
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +29,174 @@ from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.autograd import graph_boundary
-from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs, GraphCut
-from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.batches.containers import with_values
-from lightning_hanayo.runtime.capture.stage_input import StageInput
-from lightning_hanayo.runtime.capture.user_step import NONE_SKIPPED, UserStep, missing_values_error
-from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.stages.base import Stage
+from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
+from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import DetachedInputs, GraphCut
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.batches.plan import with_values
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
+from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
+from lightning_hanayo.pipeline_parallel.capture.user_step import NONE_SKIPPED, UserStep, missing_values_error
+from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
+from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.schedule import Kind
+
+
+class BoundaryReshard(Protocol):
+    """Converts tensors at the stack's boundary. All ranks of a cube call it in the main thread, in the same order."""
+
+    def shard_arguments(
+        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+    ) -> list[Tensor] | None:
+        """Convert the arguments of blocks to the layout inside the stack.
+
+        `streams` are the indices of the residual streams; the others have a row for each sample, or serve all samples.
+        Returns None on all ranks if `structure`, a description of the arguments, or a shape differs between ranks.
+        """
+
+    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Convert residual streams to the layout inside the stack."""
+
+    def agrees(self, microbatch: int, value: Hashable) -> bool:
+        """Whether all ranks that share samples have the same value."""
+
+    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
+        """Convert the output of the stack to the layout outside."""
+
+    def sequence_length(self, microbatch: int) -> int:
+        """Returns the length of the whole sequences, once they are sharded; 0 if the blocks do not use it."""
+
+
+class StageHooks(Protocol):
+    """Called before each forward and backward of a stage's blocks, and around batches."""
+
+    def begin_batch(self) -> None:
+        """Called when a batch begins."""
+
+    @property
+    def allows_twins(self) -> bool:
+        """Whether two forwards, or two backwards, of the stage may run at once now."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether layers gather their weights once a batch, so that its first and last actions do what others don't."""
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """What layers keep for later micro-batches of the batch."""
+
+    def expect_last_gradients(self) -> None:
+        """Called before the stage's action that makes its last weight gradients."""
+
+    def finish_gradients(self) -> None:
+        """Called when the stage's last weight gradient has been made: sums that are under way must end."""
+
+    def end_batch(self) -> None:
+        """Called when a batch has ended."""
+
+    def before_forward(self, sequence_length: int) -> None:
+        """Called before a forward of the blocks on a micro-batch, whose whole sequences have that length."""
+
+    def before_backward(self, sequence_length: int) -> None:
+        """Called before the backward of a micro-batch, with the length that its forward had."""
+
+
+class NoHooks:
+    """The hooks of a stage on a single rank: they do nothing."""
+
+    def begin_batch(self) -> None:
+        """Do nothing."""
+
+    allows_twins = True
+    keeps_weights = False
+    kept: Sequence[Tensor] = ()
+    expect_last_gradients = finish_gradients = end_batch = begin_batch
+
+    def before_forward(self, sequence_length: int) -> None:
+        """Do nothing."""
+
+    before_backward = before_forward
+
+
+RunAction = Callable[[Batch, int, Message | None], Message | None]
+"""Runs one action of a micro-batch: takes the message it needs, returns the message it makes."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Stage(ABC):
+    """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients."""
+
+    allows_twins: ClassVar[bool] = False
+    """whether two forwards, or two backwards, may run at once: not where user code may see that"""
+
+    queue: WeightGradientQueue
+    """where the stage's layers leave their weight gradients while the backward is split"""
+    hooks: StageHooks = field(default_factory=NoHooks)
+    """called before each forward and backward of the blocks"""
+    carriers: Carriers = NO_CARRIERS
+    """carry what the step and the blocks store for each other"""
+    _under_way: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list), init=False)
+    """by micro-batch: what its backward needs of its forward; of several passes, the backward of the last is first"""
+
+    def actions(self) -> dict[Kind, RunAction]:
+        """The method that runs each kind of action."""
+        return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward_input, Kind.W: self.backward_weight}
+
+    @abstractmethod
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
+        """Run the forward; `received` is None in the first stage, and the last one returns None."""
+
+    @abstractmethod
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
+        """Run the whole backward; `received` is None in the last stage, and the first one returns None."""
+
+    def backward_input(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
+        """Run the backward, but let layers leave their weight gradients in the queue."""
+        with self.queue.collecting(microbatch):
+            return self.backward(batch, microbatch, received)
+
+    def backward_weight(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        """Compute the weight gradients that `backward_input` has left; it needs no message."""
+        self.queue.drain(microbatch)
+
+    def begin_batch(self) -> None:
+        """Forget the micro-batches of the batch before: an evaluation or a failure leaves some."""
+        self.queue.clear()
+        self.hooks.begin_batch()
+        self._under_way.clear()
+
+    def end_batch(self) -> None:
+        """Let layers drop copies of their weights: the optimizer may change the weights now."""
+        self.hooks.end_batch()
+        self.queue.clear()
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class MiddleStage(Stage):
+    """Blocks without user code."""
+
+    blocks: Sequence[nn.Module]
+
+    @override
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
+        assert received is not None
+        inputs = DetachedInputs(received)
+        stage_input = StageInput.from_message(inputs.message)
+        self.hooks.before_forward(stage_input.sequence_length)
+        made = stage_input.run(self.blocks, self.carriers).message
+        if torch.is_grad_enabled():
+            outputs = graph_boundary.edges_of(made.differentiable)
+            self._under_way[microbatch].append((inputs, outputs, stage_input.sequence_length))
+        return made
+
+    @override
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
+        assert received is not None
+        under_way: tuple[DetachedInputs, list[GradientEdge], int] = self._under_way[microbatch].pop()
+        inputs, outputs, sequence_length = under_way
+        self.hooks.before_backward(sequence_length)
+        graph_boundary.run_backward(outputs, unpack_gradients(received))
+        return gradient_message(inputs.gradients)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

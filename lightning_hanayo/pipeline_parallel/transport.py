@@ -1,16 +1,67 @@
-"""The process-group transport: sends buffers with `torch.distributed`, over its channels or over gloo."""
+"""The transport: the abstract interface that moves flat buffers from one pipeline rank to another.
 
+`ProcessGroupTransport` uses gloo and NCCL. In tests all ranks may be threads of one process, without a network.
+
+The process-group transport: sends buffers with `torch.distributed`, over its channels or over gloo.
+
+The relay: sends a plain value from pipeline rank 0 to rank 1, from there to rank 2, and so on. No rank waits back.
+
+rank 0 --value--> rank 1 --value--> rank 2 --value--> ...      frame | length, 8 B | JSON, up to 1,016 B |  (+ the rest)
+
+Every message names its kind. A rank that receives another kind than it expects raises an error that names both.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.hangs.waiting import Waiting
-from lightning_hanayo.runtime.comm.transport import Transport, Work
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object:
+        """Block until the buffer is sent, or filled."""
+
+
+class Transport(ABC):
+    """Point-to-point transfers among the ranks of one pipeline.
+
+    Only `Work.wait` blocks. Buffers from one rank to another keep their order. Sender and receiver use the same tag,
+    and buffers of the same size.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def host(self) -> "Transport":
+        """The transport for buffers in the host's memory: this one, unless messages have channels of their own."""
+        return self
+
+    @abstractmethod
+    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        """Start to send `buffer` to pipeline rank `peer`."""
+
+    @abstractmethod
+    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        """Start to fill `buffer` with what pipeline rank `peer` sends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the references to the connections, after a failure: they close, and waiting peers get an error."""
+
 
 OnFailure = Callable[[Exception], NoReturn]
 """Called with the error of a transfer; raises one that names the rank that failed first."""
@@ -132,3 +183,102 @@ class ProcessGroupTransport(Transport):
         """The group for a transfer from `pair[0]` to `pair[1]`, and the peer's rank in it."""
         assert self._control is not None, "the transport is closed"
         return (self._channels[pair], int(peer > self.rank)) if self._channels else (self._control, peer)
+
+
+MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass", "random", "parameters"]
+MEANINGS: dict[MessageKind, str] = {
+    "batch": "how the next batch is cut",
+    "data": "whether there is one more batch",
+    "metrics": "what was logged",
+    "loss": "the loss of the batch",
+    "norm": "that all compute a norm",
+    "vote": "a decision of user code",
+    "values": "what steps have left for hooks",
+    "pass": "the next pass through the stack",
+    "random": "the states of random generators",
+    "parameters": "that a hook has given the module other parameters",
+}
+
+_FRAME = 1024
+_ROOM = _FRAME - 8
+_TAG = 0
+_MAX_UNDER_WAY = 16
+"""how many messages a rank may be ahead of the next one: more than a step sends, so no step waits for another's end"""
+
+
+class UnexpectedMessage(HanayoError):
+    """Another kind of message came than this rank waits for."""
+
+    def __init__(self, rank: int, expected: MessageKind, got: MessageKind) -> None:
+        super().__init__(
+            f"pipeline rank {rank} waits for a message of the kind {expected!r}, but pipeline rank 0 has sent one of "
+            f"the kind {got!r}: the ranks are at different points of the run. A hook or callback that does something "
+            f"on some ranks only, or a data loader whose length differs between ranks, can cause this."
+        )
+
+
+class Relay:
+    """Broadcasts small decisions of pipeline rank 0: how a batch is cut, what was logged, that the data has ended.
+
+    All ranks of the pipeline call `broadcast` equally often.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._sent: deque[list[tuple[Tensor, Work]]] = deque()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
+        return self
+
+    def broadcast(self, kind: MessageKind, value: Any = None) -> Any:
+        """Return rank 0's `value`, which JSON can hold, on every rank. The values of the other ranks are ignored.
+
+        Raises:
+            UnexpectedMessage: rank 0 has sent another kind of message.
+        """
+        if self.transport.num_ranks == 1:
+            return value
+        if self.transport.rank == 0:
+            self._send(json.dumps((kind, value)).encode())
+            return value
+        with Waiting(MEANINGS[kind], None):
+            data = self._receive()
+        if self.transport.rank < self.transport.num_ranks - 1:
+            self._send(data)
+        got, value = json.loads(data)
+        if got != kind:
+            raise UnexpectedMessage(self.transport.rank, kind, got)
+        return value
+
+    def finish(self) -> None:
+        """Wait until the last value is sent: a rank that receives it late needs this rank's connection."""
+        while self._sent:
+            self._finish_first()
+
+    def forget(self) -> None:
+        """Drop what is under way, after a failure."""
+        self._sent.clear()
+
+    def _finish_first(self) -> None:
+        for _, work in self._sent.popleft():
+            work.wait()
+
+    def _send(self, data: bytes) -> None:
+        frame = len(data).to_bytes(8, "little") + data[:_ROOM]
+        parts = [frame.ljust(_FRAME, b"\0"), *([data[_ROOM:]] if len(data) > _ROOM else [])]
+        buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
+        while len(self._sent) >= _MAX_UNDER_WAY:
+            self._finish_first()
+        works = [self.transport.send(self.transport.rank + 1, _TAG, buffer) for buffer in buffers]
+        self._sent.append(list(zip(buffers, works, strict=True)))
+
+    def _receive(self) -> bytes:
+        frame = self._receive_bytes(_FRAME)
+        length = int.from_bytes(frame[:8], "little")
+        return frame[8 : 8 + length] + (self._receive_bytes(length - _ROOM) if length > _ROOM else b"")
+
+    def _receive_bytes(self, num_bytes: int) -> bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self.transport.receive(self.transport.rank - 1, _TAG, buffer).wait()
+        return buffer.numpy().tobytes()

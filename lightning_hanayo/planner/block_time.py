@@ -3,7 +3,7 @@
 W0  X0 |-- product 0 --| Y0 |    attention    | X1 |-- product 1 --| Y1      X: gathered, Y: summed: between products
        |-- W1 --|                              |-- W2 --|                    W: gathered ahead, while others compute
 
-The order is that of `tensor3d/product.py`; a test holds it against what the layers really start and wait for.
+The order is that of `tensor_parallel/product.py`; a test holds it against what the layers really start and wait for.
 """
 
 from collections import deque

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
-from lightning_hanayo.schedule.build import AUTO, WAVES
+from lightning_hanayo.schedule.communication import first_microbatches
 from lightning_hanayo.schedule.cost import gather_compute_scatter
-from lightning_hanayo.schedule.passes.subset import first_microbatches
-from lightning_hanayo.schedule.registry import Depth, registered, sizes_for
+from lightning_hanayo.schedule.registry import AUTO, WAVES, Depth, registered, sizes_for
 
 COSTS = CostModel(message=0.05)
 """T_F = 1, T_B = 2, and T_C between the paper's NVLink and PCIe clusters: the guess until anything is measured"""

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError, nearest, writing
-from lightning_hanayo.planner.small_file import read_text, refusing
+from lightning_hanayo.planner.files import read_text, refusing
 from lightning_hanayo.schedule.number_checks import is_number, is_size
 
 MAX_BYTES = 1 << 20

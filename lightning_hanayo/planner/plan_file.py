@@ -22,8 +22,8 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.planner.candidates import ONE_RANK, Candidate
+from lightning_hanayo.planner.files import read_text, refusing
 from lightning_hanayo.planner.ranking import Plan, bytes_of
-from lightning_hanayo.planner.small_file import read_text, refusing
 
 STRATEGY = "lightning_hanayo.HanayoStrategy"
 MAX_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import ALL, Candidate, Choices, candidates
-from lightning_hanayo.planner.estimates.step_time import Estimate, StepModel
+from lightning_hanayo.planner.estimates import Estimate, StepModel
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 

@@ -2,10 +2,9 @@
 
 from lightning_hanayo.plotting.chrome_trace import chrome_trace, save_trace
 from lightning_hanayo.plotting.cube import save_cube
-from lightning_hanayo.plotting.image import save_comparison, save_schedule, save_timeline
-from lightning_hanayo.plotting.pages.timelines import save_page
-from lightning_hanayo.plotting.ranking import save_ranking
-from lightning_hanayo.plotting.timeline_axes import draw_timeline
+from lightning_hanayo.plotting.layouts import save_ranking
+from lightning_hanayo.plotting.pages import save_page
+from lightning_hanayo.plotting.timeline import draw_timeline, save_comparison, save_schedule, save_timeline
 
 __all__ = [
     "chrome_trace",

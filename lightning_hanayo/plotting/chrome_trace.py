@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import writing
-from lightning_hanayo.plotting.lanes import span_lanes
 from lightning_hanayo.plotting.palette import KIND_NAMES
-from lightning_hanayo.plotting.timeline_messages import idle_before, timeline_messages
+from lightning_hanayo.plotting.timeline import idle_before, span_lanes, timeline_messages
 from lightning_hanayo.schedule import Kind, Span, Timeline
 
 Event = dict[str, Any]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.image import image_file
 from lightning_hanayo.plotting.palette import DARK
+from lightning_hanayo.plotting.timeline import image_file
 from lightning_hanayo.topology import Topology
 
 if TYPE_CHECKING:

@@ -1,4 +1,8 @@
-"""Writes timelines as one self-contained HTML page, in which hovering over an action shows its micro-batch's path.
+"""Fills the template of a page with its title and its data, and writes it.
+
+The page of a plan: time over memory of all layouts, each by its name, and the table of the fastest, which sorts.
+
+Writes timelines as one self-contained HTML page, in which hovering over an action shows its micro-batch's path.
 
 title, legend, zoom
 rank 0   | 0 1 2 3 .  0 0  1 1 ...            a box per action
@@ -7,18 +11,76 @@ peak 2   | __/~~~\\__                          each rank's activations, in M_a
 peak 2   |   _/~~~\\_
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.plotting import palette
-from lightning_hanayo.plotting.lanes import Parts, span_parts
-from lightning_hanayo.plotting.pages.filled import save_filled
-from lightning_hanayo.plotting.timeline_axes import summary
-from lightning_hanayo.plotting.timeline_messages import idle_before, timeline_messages
+from lightning_hanayo.plotting.layouts import FRONTIER, NUMBERED, POINT, Dot, worth_showing
+from lightning_hanayo.plotting.timeline import Parts, idle_before, span_parts, summary, timeline_messages
 from lightning_hanayo.schedule import Span, Timeline
-from lightning_hanayo.schedule.action import COMPUTE
+from lightning_hanayo.schedule.table import COMPUTE
+
+
+def save_filled(path: str | Path, template: str, title: str, data: Any) -> None:
+    """Write the page: `template` of this package, with a title and with data for its script.
+
+    Raises:
+        HanayoError: the file can't be written.
+    """
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    page = Template((files(__package__) / template).read_text(encoding="utf-8"))
+    with writing(path):
+        Path(path).write_text(page.substitute(title=escape(title), data=text), encoding="utf-8")
+
+
+def save_layouts_page(
+    path: str | Path,
+    dots: Sequence[Dot],
+    numbered: Sequence[Dot],
+    *,
+    limit: float,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> None:
+    """Write the page.
+
+    Args:
+        path: the file, usually ending in .html.
+        dots: all layouts that fit.
+        numbered: those of the table, in its order.
+        limit: bytes that a device has for them.
+        title: at the top.
+        columns: of the table.
+        rows: of the table, one for each of `numbered`.
+
+    Raises:
+        HanayoError: the file can't be written.
+    """
+    shown = worth_showing(dots, numbered)
+    data = {
+        "limit": limit / 1e9,
+        "count": len(dots),
+        "colours": {"point": POINT, "frontier": FRONTIER, "numbered": NUMBERED},
+        "dots": [_dot(one) for one in shown],
+        "frontier": [_dot(one)[:2] for one in shown if one.is_on_frontier],
+        "numbered": [_dot(one) for one in numbered],
+        "columns": list(columns),
+        "rows": [list(row) for row in rows],
+    }
+    save_filled(path, "layouts.html", title, data)
+
+
+def _dot(one: Dot) -> tuple[float, float, str]:
+    """Gigabytes, seconds, name."""
+    return float(f"{one.num_bytes / 1e9:.4g}"), float(f"{one.seconds:.5g}"), one.name
+
 
 MAX_SPANS = 100_000
 """more make a browser slow"""

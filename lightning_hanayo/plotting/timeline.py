@@ -5,22 +5,43 @@ rank 0 | 0 1 2 3 ...                band 0
 rank 1 |   0 1 2 ...
 rank 0 | ... 6 6 7 7                band 1: continues
 rank 1 | ...  6 6 7
+
+Draws a timeline on matplotlib axes, one row per rank: its actions, or the activations that it holds.
+
+rank 0 | 0 1 2 3 .  0 0  1 1 ...
+rank 1 |   0 1 2 .  .  ...
+         time ->                  a box per action, with its micro-batch if that fits; idle time shows the background;
+                                  while a rank has two actions at once, each has half of the row's height
+
+rank 0 |    ___/~~~~\\___         from zero to the largest peak of all ranks
+rank 1 |  ____/~~~\\_____
+
+Finds the messages between ranks, and the idle time before each action, in a timeline.
+
+Shares a rank's row among spans that overlap in time: the row has two lanes while the rank has two spans at once.
+
+0F3 from 0 to 1, 2B1 from 0 to 2         rank 0 |0F3 |    |
+                                                |2B1      |        2B1 has the lower half, then the whole row
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_hanayo.errors import HanayoError, writing
+from lightning_hanayo.plotting import palette
 from lightning_hanayo.plotting.palette import box_lengths, legend_entries
-from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations, summary, time_label
-from lightning_hanayo.schedule import CostModel, Schedule, Timeline, simulate
+from lightning_hanayo.schedule import CostModel, Kind, Schedule, Span, Timeline, simulate
+from lightning_hanayo.schedule.dependency import waits_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -212,3 +233,289 @@ def _draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
     size = 8 * min(1.0, figure.get_size_inches()[0] / max(1.0, needed))
     look: Any = {"frameon": False, "fontsize": size, "columnspacing": 1.0, "handlelength": 1.2, "handletextpad": 0.4}
     figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), **look)
+
+
+class TimelineMessage(NamedTuple):
+    """`consumer` waits for a tensor that `producer` computed on another rank."""
+
+    producer: Span
+    consumer: Span
+
+
+def timeline_messages(timeline: Timeline) -> Iterator[TimelineMessage]:
+    """The messages of all steps."""
+    for step in timeline.steps:
+        span_of = {span.action: span for span in step.spans if span.action.kind.is_compute}
+        num_stages = 1 + max((action.stage for action in span_of), default=0)
+        num_microbatches = 1 + max((action.microbatch or 0 for action in span_of), default=0)
+        waits = waits_in([list(span_of)], num_stages, num_microbatches)
+        for action, span in span_of.items():
+            for other in waits[action]:
+                if span_of[other].rank != span.rank:
+                    yield TimelineMessage(span_of[other], span)
+
+
+def idle_before(timeline: Timeline) -> dict[Span, float]:
+    """For each compute span: how long its rank had been idle when it started."""
+    idle: dict[Span, float] = {}
+    free_since = [timeline.begin] * timeline.num_ranks
+    for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
+        if span.action.kind.is_compute:
+            idle[span] = max(0.0, span.start - free_since[span.rank])
+            free_since[span.rank] = max(free_since[span.rank], span.end)
+    return idle
+
+
+class Part(NamedTuple):
+    """A rectangle of a span's box: from `start` to `end`, and from `top` to `bottom`.
+
+    Heights are fractions of the row, counted from its top.
+    """
+
+    start: float
+    end: float
+    top: float
+    bottom: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has the whole height of the row."""
+        return self[2:] == (0.0, 1.0)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Time and height."""
+        return (self.start + self.end) / 2, (self.top + self.bottom) / 2
+
+
+Parts = tuple[Part, ...]
+"""of one span, in order of time"""
+
+
+def span_parts(spans: Iterable[Span]) -> dict[Span, Parts]:
+    """The box of each span; all must take time. A span that is alone on its rank has one part, of the whole height."""
+    rows: dict[int, list[Span]] = {}
+    for span in spans:
+        rows.setdefault(span.rank, []).append(span)
+    return {span: parts for row in rows.values() for span, parts in _row_parts(row).items()}
+
+
+def span_lanes(spans: Iterable[Span]) -> dict[Span, int]:
+    """For each span a lane, from 0 on, in which it overlaps with no other span of its rank: the first one free."""
+    lanes: dict[Span, int] = {}
+    ends: dict[int, list[float]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        own = ends.setdefault(span.rank, [])
+        lane = next((lane for lane, end in enumerate(own) if end <= span.start), len(own))
+        own[lane : lane + 1] = [span.end]
+        lanes[span] = lane
+    return lanes
+
+
+def main_part(parts: Parts) -> Part:
+    """The longest part, in which a span's number is written."""
+    return max(parts, key=lambda part: part.end - part.start)
+
+
+def outline(parts: Parts) -> list[tuple[float, float]]:
+    """The corners of a span's box, as (time, height), clockwise from the upper left one."""
+    above = [(time, part.top) for part in parts for time in (part.start, part.end)]
+    below = [(time, part.bottom) for part in parts for time in (part.start, part.end)]
+    return above + below[::-1]
+
+
+def _row_parts(row: Sequence[Span]) -> dict[Span, Parts]:
+    """The boxes on one rank."""
+    lanes, coming = span_lanes(row), sorted(row, key=lambda span: span.start, reverse=True)
+    found: dict[Span, list[Part]] = {span: [] for span in row}
+    running: list[Span] = []
+    for start, end in pairwise(sorted({time for span in row for time in (span.start, span.end)})):
+        running = [span for span in running if span.end > start]
+        while coming and coming[-1].start == start:
+            running.append(coming.pop())
+        num_lanes = 1 + max((lanes[span] for span in running), default=0) if len(running) > 1 else 1
+        for span in running:
+            lane = lanes[span] if num_lanes > 1 else 0
+            _extend(found[span], Part(start, end, lane / num_lanes, (lane + 1) / num_lanes))
+    return {span: tuple(parts) for span, parts in found.items()}
+
+
+def _extend(parts: list[Part], part: Part) -> None:
+    """Append `part`, or lengthen the last one if it has the same height."""
+    if parts and parts[-1][2:] == part[2:]:
+        part = parts.pop()._replace(end=part.end)
+    parts.append(part)
+
+
+BOX_HEIGHT = 0.86
+"""as a fraction of the row"""
+
+_THIN_TOP = 1 - 0.18 / BOX_HEIGHT
+"""of the boxes of gradient reductions, which are drawn at the bottom of a row, over the computation"""
+
+SMALLEST_FONT = 2.8
+"""points; a number that would have to be smaller is left out"""
+
+
+def draw_timeline(
+    timeline: Timeline,
+    axes: "Axes",
+    *,
+    title: str | None = None,
+    unit: str = "",
+    until: float | None = None,
+    follow: Sequence[int] = (),
+) -> None:
+    """Draw `timeline` on `axes`. Time zero is its first start.
+
+    Args:
+        timeline: simulated or measured.
+        axes: where to draw.
+        title: written before makespan and bubble ratio, which are always shown.
+        unit: of time, e.g. `"s"`.
+        until: the right end of the time axis, to draw two timelines to one scale; None: the makespan.
+        follow: micro-batches whose path over the ranks is drawn as a line.
+    """
+    until = until or timeline.makespan or 1.0
+    draw_actions(timeline, axes, window=(0.0, until), follow=follow)
+    axes.set_xlabel(time_label(unit))
+    axes.set_title(summary(timeline, unit, title), loc="left", fontsize=10)
+
+
+def draw_actions(
+    timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = (), numbers: bool = True
+) -> None:
+    """Draw the actions between the two times of `window`, counted from the timeline's first start. No title."""
+    first, last = window
+    begin, legs = timeline.begin, palette.wave_legs(timeline)
+    drawn = palette.drawn_spans(timeline)
+    boxes = span_parts(span for span in drawn if span.action.kind.is_compute)
+    spans = [span for span in drawn if span.end > begin + first and span.start < begin + last]
+    _draw_background(timeline, axes, window)
+    _draw_boxes(spans, boxes, begin, axes, legs)
+    if numbers:
+        _draw_numbers(spans, boxes, timeline, axes, legs)
+    for step in timeline.steps if follow else ():
+        for microbatch in follow:
+            _draw_path(axes, step.spans, boxes, begin, microbatch)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def draw_activations(timeline: Timeline, axes: "Axes", *, window: tuple[float, float]) -> None:
+    """Draw each rank's activations between the two times of `window`, counted from the timeline's first start."""
+    peaks = timeline.peak_activations
+    scale = BOX_HEIGHT / (max(peaks, default=0.0) or 1.0)
+    _draw_background(timeline, axes, window)
+    for rank in range(timeline.num_ranks):
+        curve = timeline.activations(rank)
+        bottom = rank + BOX_HEIGHT / 2
+        times = [time - timeline.begin for time, _ in curve] + [timeline.makespan]
+        tops = [bottom - scale * held for _, held in curve]
+        look: Any = {"color": palette.ACTIVATION_COLOUR, "linewidth": 0, "zorder": 2}
+        axes.fill_between(times, bottom, [*tops, tops[-1]], step="post", **look)
+    axes.set_yticks(range(timeline.num_ranks), [f"{peak:.3g} M_a" for peak in peaks], fontsize=7)
+    axes.tick_params(axis="both", length=0, labelbottom=False)
+    axes.spines[:].set_visible(False)
+
+
+def summary(timeline: Timeline, unit: str = "", title: str | None = None) -> str:
+    """Makespan and bubble ratio, as every image shows them, after the title."""
+    makespan = f"makespan {timeline.makespan:.4g} {unit}".rstrip()
+    return f"{f'{title}: ' if title else ''}{makespan}, bubble {timeline.bubble_ratio:.1%}"
+
+
+def time_label(unit: str) -> str:
+    """The label of a time axis."""
+    return f"time [{unit}]" if unit else "time"
+
+
+def _draw_background(timeline: Timeline, axes: "Axes", window: tuple[float, float]) -> None:
+    first, last = window
+    ranks = range(timeline.num_ranks)
+    axes.barh(ranks, last - first, left=first, height=BOX_HEIGHT, color=palette.IDLE_COLOUR, zorder=0)
+    axes.set_xlim(first, last)
+    axes.set_ylim(max(1, timeline.num_ranks) - 0.5, -0.5)
+
+
+def _draw_boxes(
+    spans: Sequence[Span], boxes: Mapping[Span, Parts], begin: float, axes: "Axes", legs: palette.WaveLegs
+) -> None:
+    """Draw all boxes of one row and colour at once: drawing thousands of single boxes would take seconds."""
+    from matplotlib.collections import PolyCollection
+
+    shapes: dict[tuple[int, str, bool], list[Parts]] = defaultdict(list)
+    for span in spans:
+        key = span.rank, palette.action_colour(span.action, legs), span.action.kind.is_compute
+        shapes[key].append(boxes.get(span, (Part(span.start, span.end, _THIN_TOP, 1.0),)))
+    for (rank, colour, is_compute), own in shapes.items():
+        narrowest = min(parts[-1].end - parts[0].start for parts in own)
+        line = min(0.6, 0.1 * _points(axes, narrowest))
+        corners = [[(time - begin, _row_y(rank, height)) for time, height in outline(parts)] for parts in own]
+        look: Any = {"facecolor": colour, "edgecolor": "white", "linewidth": line, "zorder": 2 if is_compute else 3}
+        axes.add_collection(PolyCollection(corners, **look), autolim=False)
+
+
+def _middle(span: Span, boxes: Mapping[Span, Parts], begin: float) -> tuple[float, float]:
+    """Time and vertical coordinate of the middle of a box, or of its longest part."""
+    time, height = main_part(boxes[span]).middle if span in boxes else ((span.start + span.end) / 2, 0.5)
+    return time - begin, _row_y(span.rank, height)
+
+
+def _row_y(rank: int, height: float) -> float:
+    """The vertical coordinate of a height in a rank's row, which is a fraction from the row's top."""
+    return rank + BOX_HEIGHT * (height - 0.5)
+
+
+def _draw_numbers(
+    spans: Sequence[Span], boxes: Mapping[Span, Parts], timeline: Timeline, axes: "Axes", legs: palette.WaveLegs
+) -> None:
+    """Draw all numbers of the same text, size and colour at once, for the same reason."""
+    shown = [span for span in spans if span.action.kind.is_compute]
+    num_digits = max((len(str(span.action.microbatch)) for span in shown), default=1)
+    row_height = float(axes.bbox.height * 72 / axes.figure.dpi / timeline.num_ranks) if shown else 0.0
+    places: dict[tuple[str, float, str], list[tuple[float, float]]] = defaultdict(list)
+    first, last = axes.get_xlim()
+    for span in shown:
+        part = main_part(boxes[span])
+        widest = _points(axes, part.end - part.start) / (0.68 * num_digits)
+        height = BOX_HEIGHT * row_height * (part.bottom - part.top)
+        size = round(min(9.0, (0.55 if part.is_whole else 0.7) * height, widest), 1)
+        middle = _middle(span, boxes, timeline.begin)
+        if size >= SMALLEST_FONT and first <= middle[0] <= last:
+            key = str(span.action.microbatch), size, palette.text_colour(palette.action_colour(span.action, legs))
+            places[key].append(middle)
+    for (text, size, colour), offsets in places.items():
+        _draw_number(axes, text, size, colour, offsets)
+
+
+def _draw_number(axes: "Axes", text: str, size: float, colour: str, offsets: list[tuple[float, float]]) -> None:
+    """Draw the outline of one number at all its places."""
+    from matplotlib.collections import PathCollection
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
+    outline = TextPath((0, 0), text, size=size)
+    box = outline.get_extents()
+    centred = outline.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2))
+    numbers = PathCollection([centred], offsets=offsets, offset_transform=axes.transData, facecolor=colour, linewidth=0)
+    numbers.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)  # from points to pixels
+    numbers.set(label=text, zorder=4, clip_on=True)
+    axes.add_collection(numbers, autolim=False)
+
+
+def _draw_path(axes: "Axes", spans: Sequence[Span], boxes: Mapping[Span, Parts], begin: float, microbatch: int) -> None:
+    """Draw a line through the middles of one micro-batch's forwards and backwards."""
+    kinds = (Kind.F, Kind.B, Kind.I)
+    path = [span for span in spans if span.action.microbatch == microbatch and span.action.kind in kinds]
+    path.sort(key=lambda span: (span.start, span.end))
+    middles = [_middle(span, boxes, begin) for span in path]
+    times, heights = [time for time, _ in middles], [height for _, height in middles]
+    axes.plot(times, heights, color=palette.DARK, linewidth=1.1, alpha=0.7, zorder=5)
+
+
+def _points(axes: "Axes", length: float) -> float:
+    """The width of `length` on the time axis, in points (1/72 inch)."""
+    first, last = axes.get_xlim()
+    return float(length / (last - first) * axes.bbox.width * 72 / axes.figure.dpi)

@@ -1,19 +1,22 @@
 """Schedules: which pipeline rank runs which action in which order. Standard library only."""
 
 from lightning_hanayo.schedule import builders  # noqa: F401 - registers the builders
-from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.build import build
+from lightning_hanayo.schedule.communication import (
+    complete,
+    forward_only,
+    last_backward_only,
+    reduction_order,
+    with_loss_stage,
+    without_forwards,
+)
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
-from lightning_hanayo.schedule.passes.communication import complete, reduction_order
-from lightning_hanayo.schedule.passes.loss_stage import with_loss_stage
-from lightning_hanayo.schedule.passes.subset import forward_only, last_backward_only, without_forwards
 from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.registry import Request, register_schedule, schedule_names
+from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
 from lightning_hanayo.schedule.schedule import Schedule
+from lightning_hanayo.schedule.simulate import Span, Timeline, simulate
 from lightning_hanayo.schedule.simulation.memory import MemoryModel, RankMemory
-from lightning_hanayo.schedule.simulation.simulate import simulate
-from lightning_hanayo.schedule.simulation.timeline import Span, Timeline
+from lightning_hanayo.schedule.table import Action, Kind
 from lightning_hanayo.schedule.text.timeline_text import schedule_text, timeline_text
 
 __all__ = [

@@ -18,21 +18,25 @@ receives of both are before them, their sends and reductions behind them.
 
 A stage's reduction comes right after its last weight gradient. Each rank starts them in the table's own
 `reduction_order`, if it has one: a stage that is ready out of turn waits for those before it.
+
+The loss-stage pass: adds a stage with head and loss on rank 0 to a schedule that ends on another rank.
+
+1f1b, P = 2     rank 0   0F0 0F1     2F0 2B0   .   0B0 ...      2 = head and loss, which `training_step` computes
+                rank 1       1F0     1F1     1B0 ...
+
+Passes that keep a part of a table: some forwards only, all but some forwards, the first micro-batches only.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, pairwise
 from operator import itemgetter
+from typing import TypeVar
 
-from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import (
-    cell_waits,
-    executable_order,
-    last_gradients,
-    producers,
-)
-from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.dependency import cell_waits, executable_order, last_gradients, producers
+from lightning_hanayo.schedule.search.evaluator import Evaluator
+from lightning_hanayo.schedule.table import Action, Kind, Table
 
 _COSTS = CostModel()
 _HOP = 0.01
@@ -117,3 +121,72 @@ def _reductions(table: Table, place: Mapping[Action, int]) -> Iterator[tuple[Act
             maker = table.actions[rank][last[stage]]
             begun[rank] = max(begun[rank], behind_pair.get(maker, place[maker]))
             yield Action(stage, Kind.REDUCE_GRAD, None), begun[rank]
+
+
+AnyTable = TypeVar("AnyTable", bound=Table)
+
+
+def forward_only(schedule: AnyTable, microbatches: Container[int | None] | None = None) -> AnyTable:
+    """The forwards alone, of `microbatches` or of all, for validation and prediction. None waits for a backward."""
+    return _only(schedule, lambda a: a.kind is Kind.F and (microbatches is None or a.microbatch in microbatches))
+
+
+def without_forwards(schedule: AnyTable, microbatches: Container[int | None]) -> AnyTable:
+    """The same schedule without the forwards of `microbatches`, which have run before."""
+    return _only(schedule, lambda action: action.kind is not Kind.F or action.microbatch not in microbatches)
+
+
+def last_backward_only(schedule: AnyTable, microbatches: Container[int | None]) -> AnyTable:
+    """The last stage's backwards of `microbatches` alone, for steps whose gradients don't reach the stack."""
+    last = schedule.num_stages - 1
+    return _only(schedule, lambda a: a.stage == last and a.kind is not Kind.F and a.microbatch in microbatches)
+
+
+def first_microbatches(schedule: AnyTable, num_microbatches: int) -> AnyTable:
+    """The same schedule for a smaller batch: without the micro-batches beyond the last one.
+
+    Reductions keep the order of the whole schedule: another data rank may run more micro-batches at the same time.
+    """
+    rows = tuple(
+        tuple(action for action in row if action.microbatch is None or action.microbatch < num_microbatches)
+        for row in schedule.actions
+    )
+    order = reduction_order(schedule)
+    made = replace(schedule, actions=rows, num_microbatches=num_microbatches, reduction_order=order)
+    return _with_whole_pairs(made)
+
+
+def _only(schedule: AnyTable, keeps: Callable[[Action], bool]) -> AnyTable:
+    made = replace(schedule, actions=tuple(tuple(filter(keeps, row)) for row in schedule.actions))
+    return _with_whole_pairs(made)
+
+
+def _with_whole_pairs(schedule: AnyTable) -> AnyTable:
+    """The same without the pairs of which an action was left out."""
+    if not schedule.pairs:
+        return schedule
+    held = {action for row in schedule.actions for action in row}
+    return replace(schedule, pairs=frozenset(pair for pair in schedule.pairs if held.issuperset(pair)))
+
+
+def with_loss_stage(schedule: AnyTable) -> AnyTable:
+    """The schedule with one more stage on rank 0 that holds head and loss, unless it begins and ends there already.
+
+    The loss's `F` and `B` (which take no time, and which others wait for) are placed where they become ready while the
+    schedule runs with T_F = 1, T_B = 2, before what rank 0 would start next. That is the order of a possible run, so it
+    can't deadlock.
+    """
+    if schedule.stage_ranks[0] == schedule.stage_ranks[-1] == 0 and schedule.num_stages > 1:
+        return schedule
+    extended = replace(schedule, stage_ranks=(*schedule.stage_ranks, 0), loss_stage=True)
+    trains = any(action.kind is not Kind.F for row in schedule.actions for action in row)
+    kinds = (Kind.F, Kind.B) if trains else (Kind.F,)
+    losses = [[Action(schedule.num_stages, kind, m) for kind in kinds] for m in range(schedule.num_microbatches)]
+    rows = [*losses, *schedule.actions]  # as if each micro-batch's losses had a rank of their own
+    evaluator = Evaluator(extended, CostModel())
+    times = evaluator.run(evaluator.encode(rows), [0.0] * len(rows))
+    assert times is not None, "a valid schedule can't deadlock"
+    start = dict(zip(chain(*rows), chain(*times.starts), strict=True))
+    # In a tie the loss goes first (it is first in the list, the sort is stable): what waits for it can't start earlier
+    first = sorted([*chain(*losses), *schedule.actions[0]], key=start.__getitem__)
+    return replace(extended, actions=(tuple(first), *schedule.actions[1:]))

@@ -7,13 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.build import build
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, MAX_TRIED, check_num_actions
-from lightning_hanayo.schedule.registry import Request, schedule_names, sizes_for
+from lightning_hanayo.schedule.registry import Request, build, schedule_names, sizes_for
 from lightning_hanayo.schedule.schedule import Schedule
-from lightning_hanayo.schedule.simulation.simulate import simulate
-from lightning_hanayo.schedule.simulation.timeline import Timeline
+from lightning_hanayo.schedule.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.pair_time import Segment, Segments, best_order, run_alone
-from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.number_checks import check_numbers, is_size
-from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.table import Action, Kind, Table
 
 Cost = float | tuple[float, ...]
 _NO_TIMES = ("ranks_per_node", "segments")

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import filterfalse
 
-from lightning_hanayo.schedule.action import Action, Kind, Rows
-from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.table import Action, Kind, Rows, Table
 
 Dependencies = Mapping[Action, tuple[Action, ...]]
 """For each action of a table, the actions of the same table that it waits for."""

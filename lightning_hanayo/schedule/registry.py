@@ -1,13 +1,20 @@
-"""Registry: the builders of schedules by name, and the request that a builder gets."""
+"""Registry: the builders of schedules by name, and the request that a builder gets.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+`build`: makes a schedule by its name and validates it, or finds the one that simulates best ("auto").
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.number_checks import check_num_actions, is_number, is_size
+from lightning_hanayo.schedule.cost import CostModel, WrongLength
+from lightning_hanayo.schedule.number_checks import MAX_TRIED, check_num_actions, is_number, is_size
+from lightning_hanayo.schedule.passes.pairing import EFFORT, pair_up
+from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.schedule import Schedule
+from lightning_hanayo.schedule.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -137,3 +144,126 @@ def sizes_for(name: str, num_waves: int) -> dict[str, int]:
             raise HanayoError(f"{name!r} has two stages per rank, as one wave has; got num_waves={num_waves}")
         case _:
             return {}
+
+
+AUTO = "auto"
+WAVES = (1, 2, 4, 8)
+"""the numbers of waves that `num_waves="auto"` tries"""
+
+
+def build(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_waves: int | Literal["auto"] = 1,
+    num_stages_per_rank: int | None = None,
+    costs: CostModel | None = None,
+    activation_budget: float | None = None,
+    steady: bool = False,
+    pairs: bool = False,
+) -> Schedule:
+    """The schedule `name` for these sizes, validated. The same arguments always give the same table.
+
+    Args:
+        name: one of `schedule_names()`. `"auto"`: the schedule that simulates best among those with as many stages per
+            rank as `num_waves` waves have (or one stage per rank).
+        num_ranks: P, pipeline ranks.
+        num_microbatches: B, micro-batches per step; any number of at least 1.
+        num_waves: W, for schedules in waves; a rank then holds 2W stages. `"auto"`: the best of 1, 2, 4 and 8.
+        num_stages_per_rank: V, for `interleaved` and `interleaved-zb` (default 2).
+        costs: what a schedule that chooses its order optimizes for, and what `"auto"` simulates with; default T_F = 1,
+            T_B = 2, messages free.
+        activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's
+            whole share); default P for schedules that choose their order and for `"auto"`, no limit for the others.
+        steady: what "best" means where an order or a schedule is chosen. True: the least time that each step adds if
+            steps follow each other without a barrier (without norm clipping, say). False: the least time of one step.
+        pairs: whether a rank may run two actions at once, of different micro-batches, where `costs` with `segments` say
+            that the step gets shorter by that. A rank then holds one micro-batch more, unless there is a budget.
+
+    Raises:
+        HanayoError: the name is unknown, a size is below 1 or too large, or the schedule can't keep to the budget.
+
+    Example:
+        >>> build("hanayo", num_ranks=4, num_microbatches=4).stage_ranks
+        (0, 1, 2, 3, 3, 2, 1, 0)
+        >>> build("auto", num_ranks=4, num_microbatches=8, num_waves="auto", costs=CostModel(message=0.1)).name
+        'hanayo-zb'
+    """
+    waves = WAVES if num_waves == "auto" else (num_waves,)
+    sizes = (num_ranks, num_microbatches, waves[0], num_stages_per_rank)
+    request = Request(name, *sizes, costs, activation_budget, steady, pairs)
+    if name == AUTO or len(waves) > 1:
+        check_num_actions(num_ranks, num_microbatches, num_stages_per_rank or 2 * max(waves), most=MAX_TRIED)
+    if name != AUTO and len(waves) == 1:
+        return _build(request)
+    if name != AUTO:
+        return _fastest(request, product([name], waves))
+    budget = float(num_ranks) if activation_budget is None else activation_budget
+    return _fastest(replace(request, activation_budget=budget), product(schedule_names(), waves))
+
+
+def _build(request: Request) -> Schedule:
+    schedule = registered(request.name).build(request)
+    if request.pairs and request.costs is not None and request.costs.segments:
+        schedule = _paired(schedule, request)
+    validate(schedule)
+    if request.activation_budget is not None:
+        peaks = simulate(schedule).peak_activations
+        if (most := max(peaks)) > request.activation_budget + 1e-9:
+            raise HanayoError(
+                f"schedule {schedule.name!r} holds {most:g} M_a of activations on rank {peaks.index(most)}, more than "
+                f"activation_budget={request.activation_budget:g}; allow {most:g}, or use a schedule that keeps to a "
+                "budget ('hanayo')"
+            )
+    return schedule
+
+
+def _paired(schedule: Schedule, request: Request) -> Schedule:
+    """The schedule in pairs. Waves also try an order for one more micro-batch under way, and for whole backwards."""
+    budget, steady = request.activation_budget, request.steady
+    orders = [schedule]
+    if registered(request.name).depth == "waves":
+        roomy = replace(request, activation_budget=budget or request.num_ranks + 1.0)
+        names = dict.fromkeys((request.name, "hanayo"))
+        if request.name == "hanayo-zb" and request.num_waves == 1 and request.num_microbatches >= 2 * request.num_ranks:
+            names["dualpipev"] = None
+        orders += [replace(registered(name).build(roomy), name=request.name) for name in names]
+    most = budget or max(simulate(schedule).peak_activations) + 1
+    effort = EFFORT // len(orders)
+    found = [pair_up(one, request.costs, budget=most, steady=steady, effort=effort) for one in orders]
+    return min(found, key=lambda one: simulate(one, request.costs, steps=2 if steady else 1).step_times[-1])
+
+
+def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:
+    """The fastest of `choices` (name, number of waves); among equally fast ones the one with the fewest stages."""
+    found: list[tuple[float, int, Schedule]] = []
+    refused: dict[str, HanayoError] = {}
+    lengths: dict[int, dict[int, WrongLength]] = {}
+    for name, num_waves in choices:
+        try:
+            sizes: dict[str, Any] = sizes_for(name, num_waves) if request.num_stages_per_rank is None else {}
+            schedule = _build(replace(request, name=name, **sizes))
+            time = simulate(schedule, request.costs, steps=2 if request.steady else 1).step_times[-1]
+        except WrongLength as error:
+            lengths.setdefault(num_waves, {})[error.wanted] = error
+        except HanayoError as error:  # the schedule can't have these sizes, costs or budget
+            refused[name] = error
+        else:
+            found.append((float(f"{time:.9g}"), schedule.num_stages, schedule))
+    if found:
+        return min(found, key=lambda one: one[:2])[2]
+    in_waves = [error for name, error in refused.items() if registered(name).depth == "waves"]
+    if lengths and not in_waves:  # schedules in waves can have any number of stages, so only the length is wrong
+        raise _wrong_lengths(lengths)
+    raise in_waves[-1] if in_waves else next(iter(refused.values()))  # the last one, hanayo-zb, needs the least budget
+
+
+def _wrong_lengths(lengths: dict[int, dict[int, WrongLength]]) -> HanayoError:
+    """The error that lists which numbers of values fit, by number of waves."""
+    error = next(one for stages in lengths.values() for one in stages.values())
+    fitting = "; ".join(f"W = {waves}: {' or '.join(map(str, sorted(stages)))}" for waves, stages in lengths.items())
+    return HanayoError(
+        f"CostModel: {error.field} has {error.given} values, but no schedule here has that many stages; give one per "
+        f"stage ({fitting}), or one number for a rank's whole share"
+    )

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.action import Action
-from lightning_hanayo.schedule.passes.communication import complete
-from lightning_hanayo.schedule.passes.completeness import check_communication
+from lightning_hanayo.schedule.communication import complete
+from lightning_hanayo.schedule.completeness import check_communication
 from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.table import Action, Table
 from lightning_hanayo.schedule.text.csv_table import locate_error, read_pairs, read_rows, write_rows
 
 

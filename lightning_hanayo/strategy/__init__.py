@@ -5,7 +5,7 @@ try:
 except ImportError:
     from lightning_hanayo._autoload import register  # in a checkout on the path
 
-from lightning_hanayo.strategy.report.wave_report import WaveReport
+from lightning_hanayo.strategy.report import WaveReport
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 register()

@@ -15,15 +15,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.runtime.batches.containers import leaves
-from lightning_hanayo.runtime.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource
-from lightning_hanayo.runtime.batches.reader import BatchReader
-from lightning_hanayo.runtime.batches.refusal import named_arrays
-from lightning_hanayo.runtime.microbatches import PieceSizes
-from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject, MicrobatchReshard
-from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares, shares
-from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.pipeline_parallel import microbatches
+from lightning_hanayo.pipeline_parallel.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource, leaves
+from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader, named_arrays
+from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
+from lightning_hanayo.tensor_parallel.boundary import (
+    AllGatherObject,
+    MicrobatchReshard,
+    Share,
+    block_shares,
+    sample_shares,
+)
+from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.versions import version_of
 
 
@@ -227,7 +230,7 @@ class ReplicatedSplitter(WholeSplitter):
     @override
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
         made = BatchSplitter.split(self, batch, limit, source)
-        self._boundary.begin([shares(samples, self._mesh.sizes) for samples in made.sizes.parts[0]])
+        self._boundary.begin([sample_shares(samples, self._mesh.sizes) for samples in made.sizes.parts[0]])
         return made
 
 
@@ -261,7 +264,9 @@ class SharedSplitter(BatchSplitter):
                 f"are multiples of {self._mesh.num_ranks}, or with registered blocks cube_outside='replicate'."
             )
         rows = _rows([microbatches.sizes(size, count) for size in plan.part_sizes])
-        tables = [[shares(len(samples), self._mesh.sizes) for samples in row] for row in rows]  # [micro-batch][part]
+        tables = [
+            [sample_shares(len(samples), self._mesh.sizes) for samples in row] for row in rows
+        ]  # [micro-batch][part]
         self._boundary.begin([table[0] for table in tables])
 
         def piece(m: int, rank: int) -> Any:

@@ -6,26 +6,55 @@
 
 Lightning's callbacks make the copy of the whole module, before it is cut, and compute with the two parameter by
 parameter. What a checkpoint gets of a copy is as what it gets of the module.
+
+Lets callbacks copy a module that an earlier run has cut, or that has no values yet, on the meta device.
+
+    module    embedding   .   (a placeholder)   block 1 (a part, guarded since the run before)
+    copy      embedding   .                     block 1
+
+A callback calls `deepcopy(module).to(device)`: what has no values is copied, and stays where it is.
+
+Lets callbacks that freeze and unfreeze parameters do the same on all ranks.
+
+`BaseFinetuning.unfreeze_and_add_param_group` leaves out a parameter whose values equal those of one that the optimizer
+has: it asks `torch.equal` for each pair.
+
+    optimizer    head.norm.bias   (zeros)      on pipeline rank 0
+    unfrozen     blocks.1.norm.bias (zeros)    on pipeline rank 1: left out, as in a single process, on both ranks
+
+No rank may hold both, so the ranks exchange hashes of whole values when the first pair is compared.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.model_check import Source
+from lightning_hanayo.dist_checkpointing.load_state import Source
+from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition import after_run
+from lightning_hanayo.packed_values import stored_tensors
+from lightning_hanayo.partition import guards
+from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.ownership import Placeholder, exchange
-from lightning_hanayo.strategy.callbacks.copying import let_callbacks_copy, replaced
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
-from lightning_hanayo.strategy.lightning.user_hooks import averaged_copies, averaging_callbacks, averaging_models
+from lightning_hanayo.strategy.guarded_hooks import guard_hook
+from lightning_hanayo.strategy.joining import on_all_ranks
+from lightning_hanayo.strategy.lightning.user_hooks import (
+    averaged_copies,
+    averaging_callbacks,
+    averaging_models,
+    callbacks_of,
+)
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
@@ -67,7 +96,7 @@ class Averages:
         """
         self._cube = cube
         for callback, copy in averaged_copies(module.trainer).items():
-            after_run.release(copy)
+            guards.release(copy)
             _check_alike(type(callback).__name__, copy, module)
             _cut(copy, module, cube)
             self._copies[copy] = _Copy(copy, module, cube, state_of)
@@ -138,7 +167,7 @@ class _Copy:
     def close(self) -> None:
         """Refuse from now on what computes with parts."""
         self._hook.remove()
-        after_run.guard(self._partial)
+        guards.guard(self._partial)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -218,3 +247,105 @@ def _own_part(copied: nn.Parameter, own: nn.Parameter, cube: Cube | None) -> nn.
     if cube is None or copied.shape == own.shape:
         return copied
     return nn.Parameter(cube.shard(copied.detach(), own).clone(), copied.requires_grad)
+
+
+def let_callbacks_copy(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
+    """Adapt the `setup` of averaging callbacks, until `attributes` are restored. Called before they are set up."""
+    for callback in averaging_callbacks(trainer):
+        attributes.set(callback, "setup", partial(_set_up, callback.setup))
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside it, an instance has another attribute, past its `__setattr__`."""
+    attributes = TemporaryAttributes()
+    attributes.set(owner, name, value)
+    try:
+        yield
+    finally:
+        attributes.restore()
+
+
+def _set_up(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any, *args: Any, **kwargs: Any) -> None:
+    """Takes the place of the callback's `setup`. A method of the module is its copy's in the copy."""
+    with replaced(module, "to", MethodType(_move, module)), guards.released(module):
+        hook(trainer, module, *args, **kwargs)
+    for copy in averaged_copies(trainer).values():
+        vars(copy).pop("to", None)
+
+
+def _move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(*args, **kwargs)
+
+    module._apply(move)
+    return module
+
+
+def compare_whole_parameters(
+    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, cube: Cube | None
+) -> None:
+    """Let finetuning callbacks compare whole parameters, until `attributes` are restored. Called by all ranks."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, BaseFinetuning):
+            guard_hook(callback, "finetune_function", guard, attributes)
+            hook = callback.on_train_epoch_start
+            attributes.set(callback, "on_train_epoch_start", partial(_hook, hook, guard, cube))
+
+
+def _hook(
+    hook: Callable[..., Any], guard: ParameterGuard, cube: Cube | None, trainer: "pl.Trainer", module: Any
+) -> None:
+    """Takes the place of the callback's hook."""
+    with WholeComparison(dict(module.named_parameters()), guard, cube):
+        hook(trainer, module)
+
+
+class WholeComparison(TorchFunctionMode):
+    """Inside it, `torch.equal` compares parameters of the model as a single process would. On all ranks alike.
+
+    Args:
+        parameters: all of the model, by name.
+        guard: of the parameters.
+        cube: None without one.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], guard: ParameterGuard, cube: Cube | None) -> None:
+        super().__init__()
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._guard = guard
+        self._cube = cube
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compare two parameters; anything else is done as without this mode."""
+        if func is torch.equal and all(one in self._names for one in args):
+            one, other = (self._hashes[self._names[parameter]] for parameter in args)
+            return one == other
+        return func(*args, **(kwargs or {}))
+
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        """Of all parameters by name, gathered from all ranks."""
+        with self._guard.off():
+            gathered = on_all_ranks(self._own_hashes)
+        return {name: value for own in gathered for name, value in own.items()}
+
+    def _own_hashes(self) -> dict[str, str]:
+        with torch._C.DisableTorchFunction():
+            return {name: self._hash(parameter) for parameter, name in self._names.items() if not parameter.is_meta}
+
+    def _hash(self, parameter: nn.Parameter) -> str:
+        """Equal for equal values. Called by all ranks of a cube, for a parameter of which each may have a part."""
+        whole = parameter if self._cube is None else self._cube.unshard(parameter, parameter)
+        found = hashlib.sha256(f"{parameter.dtype} {tuple(whole.shape)}".encode())
+        for tensor in stored_tensors(whole):
+            found.update(_bytes(tensor))
+        return found.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    values = tensor.detach().cpu()
+    values = values + 0 if values.is_floating_point() and values.itemsize > 1 else values  # -0.0 equals 0.0
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data

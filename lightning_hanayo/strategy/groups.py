@@ -1,28 +1,53 @@
-"""The group factory: makes one rank's process groups, a whole partition of the world at a time.
+"""The process groups of a topology that one rank belongs to, and the collectives over them.
+
+Channels: a process group for each ordered pair of pipeline ranks between which a schedule sends messages.
+
+A pair is one channel, and its two directions are two: NCCL runs the transfers of one communicator in the order in which
+they were posted, so that a receive that is posted early would hold up a send. Pairs without a rank in common are one
+partition, and so one call of the factory:
+
+    a wave over 4 ranks      0 -- 1 -- 2 -- 3       two partitions: 0-1, 2-3 and 1-2 (0 and 3 are alone in it)
+    a loop over 4 ranks      ... and 3 -- 0         the same two: 3-0 fits to 1-2
+
+The group factory: makes one rank's process groups, a whole partition of the world at a time.
 
     partition of 4 ranks along "data"        rank 0 gets 0, 2        made by one call on all ranks, in one order,
     ((0, 2), (1, 3))                         rank 1 gets 1, 3        so that no rank waits for a group that others skip
 
 Two kinds: control groups carry tensors of the CPU and Python objects, always over gloo; tensor groups carry tensors of
 the run's device. On a CPU they are two groups, too: messages of the one have tags that mean others in the other.
+
+Process groups on GPUs: tensor groups over NCCL, each partition split off in one call; control groups over gloo.
+
+world (cpu:gloo, cuda:nccl, bound to this rank's device)
+|-- native world (nccl)          its communicator is what the others are split off from
+|   |-- data, cube, channel ...  one `split_group` per partition: one call of ncclCommSplit on every rank
+|-- control ...                  gloo, made by their members
+
+torch's `split_group` splits all backends of the parent, so the parent is a group over NCCL alone.
 """
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
+from math import prod
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import Backend, distributed_c10d
 from typing_extensions import override
 
 from lightning_hanayo.monitor.hangs.waiting import Waiting
-from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
+from lightning_hanayo.overlap.link_queue import DeviceLink, LinkQueue
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.topology import Topology
 
 Partition = tuple[tuple[int, ...], ...]
 """the groups of ranks into which the world is divided: each rank is in one of them"""
@@ -222,3 +247,318 @@ def covering(groups: Partition, world_size: int) -> Partition:
     """A partition with these groups: the other ranks are groups of one."""
     held = {rank for ranks in groups for rank in ranks}
     return (*groups, *((rank,) for rank in range(world_size) if rank not in held))
+
+
+Pair = tuple[int, int]
+"""the sender and the receiver, by pipeline rank"""
+
+
+def matchings(pairs: Iterable[Pair]) -> tuple[tuple[Pair, ...], ...]:
+    """The unordered pairs, in as few sets as a simple rule finds in which no rank is twice.
+
+    Example:
+        >>> matchings([(0, 1), (1, 0), (1, 2), (2, 3)])
+        (((0, 1), (2, 3)), ((1, 2),))
+    """
+    sets: dict[int, list[Pair]] = {}
+    for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
+        free = next(i for i in count() if not {low, high} & {rank for pair in sets.get(i, ()) for rank in pair})
+        sets.setdefault(free, []).append((low, high))
+    return tuple(tuple(sets[i]) for i in sorted(sets))
+
+
+class Channels:
+    """The channels of one rank's pipeline; none where groups aren't native, since gloo tells messages apart by tags.
+
+    Args:
+        factory: makes the groups.
+        pipelines: the global ranks of every pipeline of the world, in pipeline order.
+        rank: this process's global rank.
+    """
+
+    def __init__(self, factory: GroupFactory, pipelines: Partition, rank: int) -> None:
+        self._factory = factory
+        self._pipelines = pipelines
+        self._rank = rank
+        self._groups: dict[Pair, dist.ProcessGroup] = {}
+        self._known: set[Pair] = set()
+
+    def connect(self, pairs: Iterable[Pair]) -> Mapping[Pair, dist.ProcessGroup]:
+        """The channels of this rank, once those between `pairs` exist. Called by all ranks of the world alike.
+
+        Both directions of a pair are made; those that an earlier run has made are used again.
+        """
+        wanted = {(min(pair), max(pair)) for pair in pairs} - self._known
+        if self._factory.is_native and wanted:
+            self._known |= wanted
+            self._factory.agree_on_names()
+            for channel in self._steps(wanted):
+                self._make(channel)
+        return self._groups
+
+    def _steps(self, pairs: set[Pair]) -> Iterator[tuple[Pair, ...]]:
+        """Channels that are made together, in the order of all ranks."""
+        for matching in matchings(pairs):
+            yield matching
+            yield tuple((high, low) for low, high in matching)
+
+    def _make(self, channels: tuple[Pair, ...]) -> None:
+        """Make channels without a rank in common, and send something over each.
+
+        NCCL connects two ranks when they first send, and blocks both until they do. In a batch, whose ranks come to
+        their first messages in any order, that can be a circle. Here a rank has one partner at a time, and all ranks
+        have the same order, so the rank that is the furthest behind has nobody to wait for.
+        """
+        ranks = [(ranks[sender], ranks[receiver]) for ranks in self._pipelines for sender, receiver in channels]
+        world_size = sum(map(len, self._pipelines))
+        partition = covering(tuple((min(pair), max(pair)) for pair in ranks), world_size)
+        group = self._factory.channel(partition, "up" if channels[0][0] < channels[0][1] else "down")
+        pipeline = next(ranks for ranks in self._pipelines if self._rank in ranks)
+        place = pipeline.index(self._rank)
+        for sender, receiver in channels:
+            if place in (sender, receiver):
+                self._groups[sender, receiver] = group
+                self._send_once(group, is_sender=place == sender)
+
+    def _send_once(self, group: dist.ProcessGroup, *, is_sender: bool) -> None:
+        value, peer = torch.zeros(1, device=self._factory.device), 1 - group.rank()
+        with Waiting("the first use of a channel", tuple(dist.get_process_group_ranks(group))):
+            (group.send if is_sender else group.recv)([value], peer, 0).wait()
+
+
+PARTIAL_AXES = ("x", "xy", "xz", "xyz")
+"""the axes over which gradients of 3-D layers are still to be summed after a batch"""
+
+
+@dataclass(frozen=True)
+class CubeGroups:
+    """The ranks that hold each stage together: their mesh, and gloo groups for Python objects."""
+
+    mesh: Mesh
+    plane: dist.ProcessGroup
+    """the ranks that differ along y and z"""
+    whole: dist.ProcessGroup
+    queue: LinkQueue | None = None
+    """through which the mesh's collectives go, if two actions may run at once"""
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """This rank's groups. `data`, `data_control` and `cube` are None where they would hold one rank.
+
+    `control`, `data_control`, `replica`, `cube.plane` and `cube.whole` carry tensors of the CPU (gloo).
+    """
+
+    factory: GroupFactory
+    pipe_ranks: tuple[int, ...]
+    control: dist.ProcessGroup
+    channels: Channels
+    data: dist.ProcessGroup | None
+    data_control: dist.ProcessGroup | None
+    metrics: dist.ProcessGroup
+    """ranks that see different samples, or this one alone: what torchmetrics syncs over (None would mean the world)"""
+    replica_ranks: tuple[int, ...]
+    """all ranks that train one copy of the model: pipeline and cube"""
+    replica: dist.ProcessGroup
+    replica_tensors: dist.ProcessGroup
+    """the same ranks, for tensors of the device"""
+    cube: CubeGroups | None
+    gradient_groups: dict[str, dist.ProcessGroup]
+    """for gradients that are partial over these axes of the cube: the ranks, data ranks too, that sum them"""
+
+    @staticmethod
+    def create(
+        topology: Topology, rank: int, factory: GroupFactory, *, shares_samples: bool = True, pairs: bool = False
+    ) -> "ProcessGroups":
+        """Create all groups. Called by all ranks of the world alike.
+
+        Equal groups are one: without a cube `replica` is `control`, and `metrics` is `data`.
+
+        Args:
+            topology: the ranks.
+            rank: this one.
+            factory: makes the groups.
+            shares_samples: whether the ranks of a cube do.
+            pairs: whether a rank may run two actions at once.
+        """
+
+        def control(*axes: str) -> dist.ProcessGroup:
+            return factory.control(topology.groups(*axes))
+
+        def tensors(settings: GroupSettings, *axes: str) -> dist.ProcessGroup:
+            return factory.tensors(topology.groups(*axes), settings)
+
+        replicates = topology.data > 1
+        is_cube = prod(topology.cube) > 1
+        cube, gradient_groups = None, {}
+        if is_cube:
+            whole, place = control("x", "y", "z"), rank % prod(topology.cube)
+            queue = (DeviceLink if factory.is_native else LinkQueue)() if pairs else None
+            mesh = Mesh.of(topology.cube, place, lambda axes: tensors(CUBE, *axes), control=whole, queue=queue)
+            cube = CubeGroups(mesh, control("y", "z"), whole, queue)
+            if replicates:
+                partial = [axes for axes in PARTIAL_AXES if mesh.size(axes) > 1]
+                gradient_groups = {axes: tensors(DATA, "data", *axes) for axes in partial}
+        return ProcessGroups(
+            factory,
+            topology.group_of(rank, "pipe"),
+            control("pipe"),
+            Channels(factory, topology.groups("pipe"), rank),
+            tensors(DATA, "data") if replicates else None,
+            control("data") if replicates else None,
+            tensors(DATA, "data", *("xyz" if shares_samples else "")),
+            topology.group_of(rank, "pipe", "x", "y", "z"),
+            control("pipe", "x", "y", "z"),
+            tensors(REPLICA, "pipe", "x", "y", "z"),
+            cube,
+            gradient_groups,
+        )
+
+    def summing(self, partial_axes: str) -> dist.ProcessGroup | None:
+        """The group that sums a gradient which is partial over these axes of the cube; None: this rank has it whole."""
+        if self.cube is None or self.cube.mesh.size(partial_axes) == 1:
+            return self.data
+        if self.data is not None:
+            return self.gradient_groups[partial_axes]
+        return self.cube.mesh.axis(partial_axes).group
+
+
+def broadcast_values(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give all ranks of the world rank 0's values, as if the model had been built once.
+
+    They pass over `device`, one tensor at a time, wherever they are stored: links of GPUs are faster. They
+    are sent as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
+    """
+    for tensor in tensors:
+        if tensor.numel():
+            whole = tensor.detach().to(device).contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+            tensor.detach().copy_(whole)
+
+
+class AllGather(torch.autograd.Function):
+    """[...] of each rank of a group to [ranks, ...]; a rank's gradient is the sum of what all ranks send back for it.
+
+    torch's own (2.13) is deprecated, and its backward over gloo mistakes ranks of a group for ranks of the world.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, before_backward: Callable[[], object] = int
+    ) -> torch.Tensor:
+        """Called by all ranks of the group, with tensors of one shape. `before_backward` is called in the backward."""
+        ctx.group, ctx.before_backward = group, before_backward
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Called by all ranks of the group."""
+        ctx.before_backward()
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None, None
+
+
+_NCCL = "nccl"
+
+
+_native: "dict[tuple[torch.device, timedelta], NativeGroups]" = {}
+"""of this process's world, which keeps all groups: Trainers share those on the GPU, whose buffers are large"""
+
+
+def group_factory(device: torch.device, timeout: timedelta) -> GroupFactory:
+    """The factory for a Trainer's runs on this device. Called by all ranks of the world, which is initialized."""
+    if device.type == "cpu":
+        return GlooGroups(device, timeout)
+    factory = _native.get((device, timeout))
+    if factory is None or not factory.is_open:
+        factory = _native[device, timeout] = NativeGroups(device, timeout)
+        return factory
+    factory.forget_control()
+    factory.agree_on_names()
+    return factory
+
+
+def forget_groups() -> None:
+    """After a failure: drop all groups."""
+    _native.clear()
+
+
+def backend_for(device: torch.device) -> str:
+    """The backends to initialize: with a GPU also gloo, since models are broadcast while they are on the CPU."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{_native_backend(device)}"
+
+
+class NativeGroups(GroupFactory):
+    """On GPUs. Where NCCL can't split (an older NCCL, a world that isn't bound to a device, another kind of device),
+    groups are made one by one by their members.
+    """
+
+    is_native = True
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+        super().__init__(device, timeout)
+        self._backend = _native_backend(device)
+        self._parent = self._make_parent() if _can_split(device) else None
+
+    @override
+    def _native_groups(self) -> Sequence[dist.ProcessGroup]:
+        world = dist.group.WORLD  # has a communicator, too: barriers and decisions of all ranks use it
+        return self._tensor_groups if world is None else [world, *self._tensor_groups]
+
+    def _make_parent(self) -> dist.ProcessGroup:
+        parent: dist.ProcessGroup = dist.new_group(
+            backend=self._backend,
+            timeout=self.timeout,
+            pg_options=nccl_options(DATA, self.timeout),
+            group_desc="hanayo native world",
+        )
+        self._tensor_groups.append(parent)
+        return parent
+
+    @override
+    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
+        return self._make(partition, "gloo", "control", self.timeout)
+
+    @override
+    def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
+        options = nccl_options(settings, self.timeout) if self._backend == _NCCL else None
+        group: dist.ProcessGroup | None
+        if self._parent is None:
+            group = self._make(partition, self._backend, settings.name, self.timeout, options)
+        else:
+            group = dist.split_group(
+                self._parent,
+                [list(ranks) for ranks in partition],
+                timeout=self.timeout,
+                pg_options=options,
+                group_desc=f"hanayo {settings.name}",
+            )
+        assert group is not None, f"rank {dist.get_rank()} is in no group of {settings.name}"
+        return group
+
+
+def nccl_options(settings: GroupSettings, timeout: timedelta) -> Any:
+    """NCCL's options for a group with these settings. Torch for CPUs doesn't have the class."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.high_priority)
+    options._timeout = timeout  # else torch warns that its default isn't that of `new_group`
+    if settings.max_ctas is not None:
+        options.config.max_ctas = settings.max_ctas
+    return options
+
+
+def _native_backend(device: torch.device) -> str:
+    return Backend.default_device_backend_map[device.type]
+
+
+def _can_split(device: torch.device) -> bool:
+    """Whether the world's communicator exists already, and NCCL can split it."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world.bound_device_id is None or _native_backend(device) != _NCCL:
+        return False
+    return bool(world._get_backend(device).supports_splitting)

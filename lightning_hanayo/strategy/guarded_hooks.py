@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.missing_values import MissingValues
-from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
+from lightning_hanayo.partition.guards import MissingValues, ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings, user_defines
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes

@@ -4,20 +4,60 @@ each rank         its monitor's thread looks once a second whether this rank mak
 lowest rank       no rank made progress for 15 s: asks all, and prints one report; again after each minute
                   where a run has gone on after a report it is only slow: the next one there comes after a minute
                   asks once more: if some ranks can never go on, the run ends; else it goes on, until `timeout`
+
+What this rank does, for others who ask: read from its stack, its counters and the Trainer's state.
 """
 
 import linecache
 import sys
 import threading
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
-from lightning_hanayo.monitor.hangs.report import named, report, summary
-from lightning_hanayo.monitor.hangs.waits import Mismatch, Standstill, Status, find_mismatch
+from lightning_hanayo.pipeline_parallel.transport import Transport
+from lightning_hanayo.schedule import Action
 from lightning_hanayo.strategy.failure import STOPPED_TIME, Failures
-from lightning_hanayo.strategy.hangs.own_status import OwnStatus
+from lightning_hanayo.strategy.stacks import doing, find_wait, operations_done, read_stack, runs_trainer
+from lightning_hanayo.strategy.waits import Mismatch, Standstill, Status, find_mismatch, named, report, summary
+
+
+@dataclass
+class OwnStatus:
+    """Reads what a rank does, in any thread. Made in the thread that runs the Trainer.
+
+    Args:
+        rank: of this process.
+        progress: returns a number that grows with all that the rank does.
+        action: returns the action of the schedule that runs; None between batches.
+        at: returns the step and the phase, as "step 12 (training)".
+        transports: returns those of the run.
+    """
+
+    rank: int
+    progress: Callable[[], int]
+    action: Callable[[], Action | None]
+    at: Callable[[], str]
+    transports: Callable[[], Iterable[Transport]]
+    _thread: int = field(default_factory=threading.get_ident, init=False)
+
+    def is_in_run(self) -> bool:
+        """Whether the thread runs a Trainer's function."""
+        return runs_trainer(self._thread)
+
+    def read(self, still: float, channels: Collection[str] = ()) -> Status:
+        """The status of this rank, which hasn't moved for so many seconds, and what it has done on the channels.
+
+        It holds no tensor and no process group.
+        """
+        progress, stack = self.progress(), read_stack(self._thread)
+        wait = find_wait(self.rank, stack)
+        text, source = doing(stack.frames, self.action())
+        done = operations_done(self.rank, self.transports()) if channels else {}
+        done = {channel: number for channel, number in done.items() if channel in channels}
+        return Status(self.rank, progress, still, self.at(), wait, text, source, done)
+
 
 _QUESTION = "hang status"
 _REPORT = "hang report"

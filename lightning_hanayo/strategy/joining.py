@@ -8,20 +8,41 @@ there waits for it until the time-out. So rank 0 makes up a prefix for the keys 
     rank 1    reads  prefix/<its text>, and sets <prefix>/here/1
 
 What processes of earlier starts have left is answered, too, but nobody reads that.
+
+The monitor of the process group of all ranks: linked right after that is made, and kept as long as it is.
+
+The group belongs to the whole process, whatever Trainer has made it, and so does its monitor.
+
+Recognises errors that only say that another rank is gone: they are a consequence, and its cause is elsewhere.
+
+Runs a function on all ranks, and lets all of them raise the error that one has.
 """
 
+import ipaddress
+import os
+import re
+import secrets
+import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.monitor.monitor import Monitor
+from lightning_hanayo.monitor.processes import Member, end_with_parent, outlive_parent
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.topology import Topology
 
 _HELLO, _PREFIX = "hanayo/hello", "hanayo/prefix"
 _POLL = 0.01
@@ -144,3 +165,165 @@ def _text(ranks: Collection[int]) -> str:
     return (
         f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, first))}{more} {'has' if len(ranks) == 1 else 'have'} not"
     )
+
+
+_LOOPBACK = "127.0.0.1"
+_LOOK = 0.5
+"""seconds between two looks at a process"""
+_TO_END = 4.0
+"""seconds that a process has to end by itself once the one that has started it has ended"""
+
+
+@dataclass(frozen=True)
+class _Monitored:
+    group: "weakref.ref[dist.ProcessGroup]"
+    """no more than a reference that lets it end: gloo wakes other ranks when its connections are closed"""
+    monitor: Monitor
+    outlives_parent: bool
+    """whether Linux would kill this process together with another rank, and doesn't meanwhile"""
+
+
+_monitored: list[_Monitored] = []
+"""of the process group that is there now; at most one"""
+
+
+def monitor_of_world(topology: Topology, rank: int, main_address: str) -> Monitor:
+    """The monitor of the world's process group. Called by all ranks; the first time they exchange their addresses."""
+    world = dist.group.WORLD
+    assert world is not None
+    for monitored in _monitored:
+        if monitored.group() is world:
+            return monitored.monitor
+    close_monitor()
+    monitor = Monitor(rank, topology.world_size, topology.place(rank), own_address(main_address))
+    gathered = all_gather_objects(world, (monitor.member, secrets.token_hex(16)))
+    monitor.connect([member for member, _ in gathered], gathered[0][1])
+    _monitored.append(_Monitored(weakref.ref(world), monitor, _outlives_parent(monitor)))
+    return monitor
+
+
+def forget_monitor() -> None:
+    """After a failure: the process group is left; who uses the monitor closes it."""
+    if any(monitored.outlives_parent for monitored in _monitored):
+        end_with_parent(os.getppid())
+    _monitored.clear()
+
+
+def close_monitor() -> None:
+    """When the process group is destroyed, or another has taken its place."""
+    for monitored in _monitored:
+        monitored.monitor.close()
+    forget_monitor()
+
+
+def _outlives_parent(monitor: Monitor) -> bool:
+    """Let a rank that another one has started say why that has ended, and end then; Linux would kill it at once."""
+    own = monitor.member
+    parent = next((one for one in monitor.members if one.is_beside(own) and one.pid == os.getppid()), None)
+    if parent is None:
+        return False
+
+    def on_state(_: int, content: Any) -> None:
+        if (content["rank"], content["state"]) == (parent.rank, "ended"):
+            threading.Thread(target=_end_after, args=(parent,), daemon=True, name="hanayo-orphan").start()
+
+    monitor.on("state", on_state)
+    outlive_parent()
+    return True
+
+
+def _end_after(parent: Member) -> None:
+    """It may have said good-bye, and wait for this process; but then there is nothing left to wait for."""
+    while parent.exists:
+        time.sleep(_LOOK)
+    time.sleep(_TO_END)
+    os._exit(1)
+
+
+def own_address(main_address: str) -> str:
+    """The address of this host on the way to the one where the ranks meet; loopback if they are all on one host."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(main_address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[4])  # sends nothing
+            address = str(probe.getsockname()[0])
+            return _LOOPBACK if ipaddress.ip_address(address).is_loopback else address
+    return _LOOPBACK
+
+
+_GLOO = re.compile(r"gloo/\S+\] ?(?P<what>.+)")
+"""its errors begin with the file and line that they come from"""
+_NCCL = re.compile(
+    r"ncclRemoteError|remote process exited|communicator was aborted|connection (closed|reset|refused)|broken pipe"
+    r"|timed? ?out|Watchdog caught collective operation",
+    re.IGNORECASE,
+)
+_LONGEST = 200
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether the error, or one that it was made of, says no more than that another rank doesn't answer."""
+    return any(_says_so(one) for one in _with_causes(error))
+
+
+def what_was_lost(error: BaseException) -> str:
+    """What such an error says, in one line: without the places in C++ files."""
+    found = next((one for one in _with_causes(error) if _says_so(one)), error)
+    line = str(found).strip().partition("\n")[0]
+    gloo = _GLOO.search(line)
+    return (gloo["what"] if gloo else line)[:_LONGEST].strip().rstrip(".")
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    if isinstance(error, dist.DistBackendError):
+        return _NCCL.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+
+
+_T = TypeVar("_T")
+
+
+def on_all_ranks(function: Callable[[], _T]) -> list[_T]:
+    """What the function returns on each rank, in rank order. Called by all ranks of the world, if there are several.
+
+    Raises:
+        HanayoError: on all ranks with the same message, if the function has raised one on any.
+    """
+    own: list[_T] = []
+    failure: HanayoError | None = None
+    try:
+        own = [function()]
+    except HanayoError as error:
+        failure = error
+    world = dist.group.WORLD
+    if world is None:
+        if failure is not None:
+            raise failure
+        return own
+    outcomes = all_gather_objects(world, (own, failure and (type(failure), str(failure))))
+    failures = [found for _, found in outcomes if found]
+    if failures:
+        kind, message = failures[0]
+        if len(failures) < len(outcomes):
+            first = next(rank for rank, (_, found) in enumerate(outcomes) if found)
+            message = f"rank {first}: {message}"
+        raise kind(message) from failure
+    return [one for found, _ in outcomes for one in found]
+
+
+def with_common_errors(function: Callable[[], _T]) -> _T:
+    """What the function returns here; nothing else is sent. Called and raises as `on_all_ranks`."""
+    own: list[_T] = []
+    on_all_ranks(lambda: own.append(function()))
+    return own[0]

@@ -1,13 +1,147 @@
-"""MemoryReport: predicted and measured bytes of each rank, by what they are for."""
+"""The most memory that this process has held.
 
-from collections.abc import Iterable, Mapping, Sequence
+What one rank knows for a memory report: sizes of parameters, the bytes of one micro-batch, and what it has held.
+
+MemoryReport: predicted and measured bytes of each rank, by what they are for.
+
+Measures the memory of one run on this rank, and makes the report of all ranks.
+"""
+
+import resource
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import prod
 
-from lightning_hanayo.runtime.comm.point_to_point import most_buffer_bytes
-from lightning_hanayo.runtime.profiling.live_bytes import MEMORY_KINDS, MemoryKind
-from lightning_hanayo.schedule import CostModel, Kind, MemoryModel, RankMemory, Schedule, complete, simulate
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.p2p import most_buffer_bytes
+from lightning_hanayo.pipeline_parallel.profiling.memory import (
+    MEMORY_KINDS,
+    ActionBytes,
+    BatchBytes,
+    LiveBytes,
+    MemoryKind,
+    MemoryTrace,
+)
+from lightning_hanayo.schedule import Action, CostModel, Kind, MemoryModel, RankMemory, Schedule, complete, simulate
 from lightning_hanayo.schedule.dependency import target_stage
-from lightning_hanayo.strategy.memory.rank_bytes import RankBytes
+from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.weight_gradients import gradient_dtype
+
+
+def peak_bytes(device: torch.device) -> int:
+    """On an accelerator what torch's allocator has held there at most; on the CPU the memory of the process (RSS)."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    peak: int = torch.get_device_module(device).max_memory_allocated(device)
+    return peak
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a stage holds of one micro-batch. `MemoryModel` explains each."""
+
+    activation: int
+    suspended: int
+    queue: int
+    tied: int
+    message: int
+    forward_workspace: int
+    backward_workspace: int
+    weight_workspace: int
+
+    @staticmethod
+    def of(actions: Mapping[Action, ActionBytes], stage: int, microbatch: int) -> "StageBytes":
+        """Of a measured micro-batch: the last one, so that its backwards find the gradients of earlier ones."""
+        forward, whole, backward, weight = (actions.get(Action(stage, kind, microbatch)) for kind in _KINDS)
+        backward = whole or backward
+        assert forward is not None and backward is not None, "a batch has a forward and a backward of each micro-batch"
+        is_new = microbatch == 0  # the only micro-batch: its backward has made the gradients
+        made = backward.change["gradients"] + backward.change["gathered"] if is_new else 0
+        kept = sum(forward.change.values()) - forward.output
+        left = 0 if weight is None else -weight.change["activations"]
+        return StageBytes(
+            activation=max(0, left - backward.change["activations"]),
+            suspended=max(0, forward.change["suspended"]),
+            queue=0 if weight is None else max(0, left - weight.change["queue"]),
+            tied=0 if stage or is_new else max(0, -backward.change["gradients"]),
+            message=forward.output,
+            forward_workspace=max(0, forward.most - kept),
+            backward_workspace=max(0, backward.most - made),
+            weight_workspace=0 if weight is None else max(0, weight.most),
+        )
+
+
+_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank knows."""
+
+    weights: int
+    gradients: Mapping[int, int]
+    """by stage"""
+    optimizer: int
+    gathered: int
+    """what a cube holds whole while a batch runs: parameters outside the stack, weights that are kept, and gradients of
+    both"""
+    keeps_gradients: bool
+    """from step to step"""
+    stages: Mapping[int, StageBytes]
+    other: int
+    """what is left after the last action besides"""
+    step: int
+    """the most during an optimizer's step, beyond what was there before it"""
+    measured: Mapping[MemoryKind, int]
+    """by kind, when there was the most"""
+
+    @staticmethod
+    def of(
+        pipeline: Pipeline,
+        model: nn.Module,
+        batch: BatchBytes,
+        *,
+        weights: Iterable[Tensor],
+        optimizer: Iterable[Tensor],
+    ) -> "RankBytes":
+        """Of a measured batch; `weights` and `optimizer` are this rank's tensors on its device, after the step."""
+        outside = pipeline.gradients.outside
+        shapes = {} if outside is None else {p: outside.shards[p].shape for p in outside.parameters}
+        last: dict[int, int] = {}
+        for action in batch.actions:
+            last[action.stage] = max(last.get(action.stage, 0), action.microbatch or 0)
+        return RankBytes(
+            weights=_num_bytes(weights),
+            gradients={
+                stage: sum(_gradient_bytes(p, p.shape) for p in own if p.requires_grad and p not in shapes)
+                for stage, own in ((stage, pipeline.ownership.stage_parameters(model, stage)) for stage in last)
+            },
+            optimizer=_num_bytes(optimizer),
+            gathered=sum(p.element_size() * prod(shape) for p, shape in shapes.items())
+            + sum(_gradient_bytes(p, shape) for p, shape in shapes.items() if p.requires_grad)
+            + batch.kept,
+            keeps_gradients=batch.begin["gradients"] > 0,
+            stages={stage: StageBytes.of(batch.actions, stage, microbatch) for stage, microbatch in last.items()},
+            other=batch.end["other"] + batch.end["suspended"],
+            step=batch.step,
+            measured=dict(batch.peak.by_kind),
+        )
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Shared memory counts once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _gradient_bytes(parameter: nn.Parameter, shape: Iterable[int]) -> int:
+    return prod(shape) * gradient_dtype(parameter).itemsize
 
 
 @dataclass(frozen=True)
@@ -150,3 +284,87 @@ def send_buffers(schedule: Schedule, messages: Sequence[int], *, keeps_spare: bo
 
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.2f}"
+
+
+FIRST = 2
+"""the batch of an epoch from which on memory is measured: before it gradients and the optimizer's states are made, and
+what was sent is kept until the other rank has received it"""
+
+
+class RunMemory:
+    """Of the training batches of a run."""
+
+    def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
+        outside = pipeline.gradients.outside
+        blocks, parameters = pipeline.ownership.stack.blocks, pipeline.parameters
+        self._pipeline = pipeline
+        is_whole = (lambda _: False) if outside is None else outside.is_whole
+        self._device = device
+        self._own: RankBytes | None = None
+        """of the batch that held the most"""
+        self._repeats = False
+        self._trace = MemoryTrace(blocks, parameters, is_whole, LiveBytes(device.type))
+
+    @contextmanager
+    def batch(self, model: nn.Module, optimizer: Iterable[Tensor]) -> Iterator[None]:
+        """Inside it a training batch runs; `optimizer` are the tensors that optimizers hold."""
+        engine = self._pipeline.engine
+        engine.memory, unmeasured = self._trace, engine.memory
+        try:
+            with self._trace.batch(_tensors(model), optimizer):
+                yield
+        finally:
+            engine.memory = unmeasured
+
+    @contextmanager
+    def step(self, model: nn.Module, optimizer: Callable[[], Iterable[Tensor]], batch_idx: int) -> Iterator[None]:
+        """Inside it the optimizer steps, after the batch of that index in its epoch, which it may run."""
+        with self._trace.optimizer_step():
+            yield
+        if batch_idx >= FIRST and self._trace.keep() and self._trace.largest is not None:
+            batch = self._trace.largest
+            self._repeats = batch.repeats
+            if not batch.repeats:
+                weights, states = self._on_device(_tensors(model)), self._on_device(optimizer())
+                self._own = RankBytes.of(self._pipeline, model, batch, weights=weights, optimizer=states)
+
+    def report(self, groups: ProcessGroups) -> MemoryReport:
+        """Return the report of all ranks, which call this.
+
+        Raises:
+            HanayoError: nothing was measured.
+            UnsupportedError: steps made several passes through the stack.
+        """
+        if self._repeats:
+            raise UnsupportedError(
+                "memory_report predicts steps with one pass through the stack, and these make several. Concatenate "
+                "their inputs along the batch and make one pass, or measure with another tool, such as "
+                "torch.cuda.max_memory_allocated()."
+            )
+        if self._own is None:
+            raise not_measured()
+        layout, process = self._pipeline.layout, peak_bytes(self._device)
+        ranks = all_gather_objects(groups.control, self._own)
+        table, keeps_spare = layout.table(layout.num_microbatches), self._device.type == "cpu"
+        predicted, memory = predict(ranks, table, keeps_spare=keeps_spare)
+        reports = [(RankReport(predicted[self._pipeline.rank], self._own.measured, process), memory)]
+        for group in (groups.replica, groups.data_control):
+            if group is not None:
+                reports = [one for some in all_gather_objects(group, reports) for one in some]
+        return MemoryReport(tuple(report for report, _ in reports), reports[0][1])
+
+    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [tensor for tensor in tensors if tensor.device.type == self._device.type]
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers that this rank has."""
+    return (one for one in (*model.parameters(), *model.buffers()) if not one.is_meta)
+
+
+def not_measured() -> HanayoError:
+    """The error of a report without measurements."""
+    return HanayoError(
+        f"memory_report: nothing was measured. Train with HanayoStrategy(measure_memory=True), and at least "
+        f"{FIRST + 1} batches in an epoch (limit_train_batches={FIRST + 1})."
+    )

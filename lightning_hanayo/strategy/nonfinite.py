@@ -9,11 +9,19 @@
 With a fused optimizer on a GPU the number stays there, and the step does nothing if it is 1. The host reads it a step
 later, without waiting. With a gradient scaler (16-mixed) infinite gradients are usual: it skips the step and lowers the
 scale. Here that is an error only if the loss isn't finite, or the scale has become useless.
+
+Reads a rank's gradients once, on the device: which of them have NaN or infinite elements.
+
+Finds where the first NaN was made among all that ranks have found, and says it in a sentence.
+
+micro-batch 0     block 0 .. block 3   loss   stage 3 .. stage 1        what is computed from a NaN is NaN
+micro-batch 1     block 0 .. NaN NaN   NaN    NaN     .. NaN            began in the forward of block 2
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, Self
 
 import torch
@@ -22,13 +30,169 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hanayo.errors import NonFiniteError, available
-from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
-from lightning_hanayo.runtime.values import MadeValues, NotedValues, Place
-from lightning_hanayo.strategy.nonfinite.gradients import GradientLook, HostFlag, elements_of
-from lightning_hanayo.strategy.nonfinite.origin import BlockNames, Finding, described, loss_is_finite
-from lightning_hanayo.strategy.process_groups import ProcessGroups
-from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
+from lightning_hanayo.errors import NonFiniteError, available, listed
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.nan import BEFORE_STACK, MadeValues, NotedValues, Place
+from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.norms import GradientNorms
+
+
+@dataclass(frozen=True)
+class GradientLook:
+    """A norm of each gradient, on the device. It isn't finite if an element isn't, and else only if it overflows."""
+
+    names: Sequence[str]
+    norms: Tensor
+    """[gradients]"""
+
+    @staticmethod
+    def at(parameters: Mapping[str, nn.Parameter], device: torch.device) -> "GradientLook":
+        """Look at the gradients that are there. Norms don't overflow on GPUs."""
+        elements = {name: elements_of(p.grad) for name, p in parameters.items() if p.grad is not None}
+        gradients = {name: values for name, values in elements.items() if values.numel()}  # else no largest one
+        if not gradients:
+            return GradientLook((), torch.zeros(0, device=device))
+        norm_type = 2.0 if device.type == "cpu" else inf  # on the CPU the largest element takes 15 times as long
+        norms = torch._foreach_norm(list(gradients.values()), norm_type)
+        return GradientLook(list(gradients), torch.stack([norm.float() for norm in norms]))
+
+    @property
+    def flag(self) -> Tensor:
+        """1 if a norm isn't finite, else 0; on the device."""
+        return self.norms.isfinite().all().logical_not().float()
+
+    def nonfinite(self) -> list[str]:
+        """The gradients whose norm isn't finite. The host waits for the device."""
+        return [
+            name for name, is_finite in zip(self.names, self.norms.isfinite().tolist(), strict=True) if not is_finite
+        ]
+
+
+def elements_of(gradient: Tensor) -> Tensor:
+    """The elements of a gradient that are stored."""
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+
+
+class HostFlag:
+    """A number of the device, copied to the host without waiting for it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._copy, self._event = value, None
+        if value.is_cuda:
+            self._copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._copy.copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> bool:
+        """Whether it isn't 0. A step later the device has mostly passed it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._copy)
+
+
+_DIRECTIONS = ("forward", "loss", "backward")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank has found: places whose values aren't finite, and whether each is NaN; names of gradients."""
+
+    rank: int
+    places: Sequence[tuple[Place, bool]]
+    gradients: Sequence[str]
+    """parameters of this rank whose gradient isn't finite"""
+    before_clipping: Sequence[str] = ()
+    """those whose gradient wasn't finite when its norm was taken; clipping then spoils all"""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the first one was made, and whether it is NaN, not infinite."""
+
+    rank: int
+    place: Place
+    is_nan: bool
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """The names of the stack's blocks, and the blocks of each stage."""
+
+    blocks: Sequence[str]
+    stages: Sequence[range]
+
+    def of_block(self, index: int) -> str:
+        """A block and its stage."""
+        stage = next(number for number, blocks in enumerate(self.stages) if index in blocks)
+        return f"{self.blocks[index]} (stage {stage})"
+
+    def of_stage(self, stage: int) -> str:
+        """The blocks of a stage, and what else runs in it."""
+        blocks = self.stages[stage]
+        names = " to ".join(self.blocks[i] for i in sorted({blocks[0], blocks[-1]})) if blocks else "the loss"
+        return f"{names} (stage {stage})"
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter; 0 outside the stack."""
+        block = next((i for i, block in enumerate(self.blocks) if name.startswith(f"{block}.")), 0)
+        return next(number for number, blocks in enumerate(self.stages) if block in blocks)
+
+
+def first_of(findings: Collection[Finding]) -> Origin | None:
+    """The first place of the first micro-batch whose loss, or a gradient after it, isn't finite."""
+    found = [Origin(one.rank, place, is_nan) for one in findings for place, is_nan in one.places]
+    reached = {_microbatch(one.place) for one in found if one.place.direction != "forward"}
+    return min(
+        found,
+        key=lambda one: (_microbatch(one.place) not in reached, _microbatch(one.place), *_position(one)),
+        default=None,
+    )
+
+
+def loss_is_finite(findings: Collection[Finding]) -> bool:
+    """Whether all losses are."""
+    return all(place.direction != "loss" for one in findings for place, _ in one.places)
+
+
+def described(findings: Sequence[Finding], blocks: BlockNames, place_of: Callable[[int], str]) -> str:
+    """Where it began, as the end of a sentence. `place_of` says which rank a rank is."""
+    origin = first_of(findings)
+    if origin is None:
+        found = {one.rank: one.before_clipping for one in findings if one.before_clipping}
+        found = found or {one.rank: one.gradients for one in findings if one.gradients}
+        if not found:
+            return "no longer known where"
+        rank = min(found)
+        names = listed(sorted({name for each in found.values() for name in each}), most=3)
+        return f"only in gradients of parameters: {names}, on rank {rank} ({place_of(rank)})"
+    place = origin.place
+    batch = f" of batch {place.batch} of those that accumulate" if place.batch else ""
+    value = "NaN" if origin.is_nan else "infinite"
+    where = f"{_where(place, blocks)}, micro-batch {place.microbatch}{batch}"
+    return f"first in {where}, on rank {origin.rank} ({place_of(origin.rank)}), which made a value that is {value}"
+
+
+def _where(place: Place, blocks: BlockNames) -> str:
+    if place.direction == "loss":
+        return "the loss: all blocks' outputs were finite"
+    if place.direction == "backward":
+        return f"the backward of {blocks.of_stage(place.index)}"
+    if place.index == BEFORE_STACK:
+        return f"the input of {blocks.of_block(0)}: in the batch, or in the code before the blocks"
+    return f"the forward of {blocks.of_block(place.index)}"
+
+
+def _microbatch(place: Place) -> tuple[int, int]:
+    return place.batch, place.microbatch
+
+
+def _position(one: Origin) -> tuple[int, int, int, int]:
+    """How far it is from the beginning of its micro-batch; last the rank."""
+    place = one.place
+    sign = -1 if place.direction == "backward" else 1
+    return _DIRECTIONS.index(place.direction), sign * place.pass_number, sign * place.index, one.rank
+
 
 Mode = Literal["raise", "skip", "ignore"]
 Closure = Callable[[], Any]

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, SplitFunction
 from lightning_hanayo.planner.layout import check_schedule
-from lightning_hanayo.runtime.batches.plan import BatchRule, SplitFunction
 from lightning_hanayo.schedule import CostModel
 from lightning_hanayo.schedule.number_checks import LARGEST, check_num_actions, is_number, is_size, is_whole
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight

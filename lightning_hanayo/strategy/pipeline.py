@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.engine import Engine
+from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
+from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
+from lightning_hanayo.pipeline_parallel.passes import Passes
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.batches.plan import BatchSource
-from lightning_hanayo.runtime.capture.user_step import UserStep
-from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.first_batch import FirstBatch
-from lightning_hanayo.runtime.passes import Passes
-from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.schedule import reduction_order
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.step_state import StepState
-from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject
-from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
+from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
+from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
 
 OUTSIDE = -1
 """stands for a stage where parameters are meant that a cube gathers for a batch"""

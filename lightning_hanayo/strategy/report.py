@@ -1,6 +1,22 @@
-"""`WaveReport`, a callback that logs how the pipeline runs, next to the prediction, and says where results are."""
+"""Figures of single batches for loggers, such as the bubble ratio, read without stopping the pipeline.
 
-from collections import deque
+The last batches of a pipeline as they ran, gathered on its rank 0, and the costs and timelines derived from them.
+
+What loggers get to know about a run once: layout, sizes, samples, seed, and at its end the memory it took.
+
+What a training batch computes, in FLOPs: given by the user, or three forwards of the whole model, counted once.
+
+Samples, tokens and FLOPs, in all and per second, by the host's clock: nothing waits for a device.
+
+`WaveReport`, a callback that logs how the pipeline runs, next to the prediction, and says where results are.
+"""
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +24,305 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_hanayo.dist_checkpointing.plain_file import gather
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import save_comparison, save_timeline
-from lightning_hanayo.strategy.lightning.inspection.flops import peak_flops
-from lightning_hanayo.strategy.lightning.progress import logged_step
-from lightning_hanayo.strategy.report.batch_figures import BatchFigures
-from lightning_hanayo.strategy.report.measured_batches import MeasuredBatches
-from lightning_hanayo.strategy.report.run_facts import peak_memory, run_facts
-from lightning_hanayo.strategy.report.step_flops import StepFlops
-from lightning_hanayo.strategy.report.throughput import Throughput
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import gather_objects
+from lightning_hanayo.pipeline_parallel.profiling.trace import (
+    BatchTrace,
+    RecordedBatch,
+    TraceGather,
+    costs_of,
+    exposed_communication,
+    median_batch,
+    num_microbatches,
+    on_one_clock,
+    pack,
+    stage_times,
+    timeline_of,
+    unpack,
+    waits_of,
+)
+from lightning_hanayo.planner.files import Profile
+from lightning_hanayo.plotting import save_comparison, save_timeline, save_trace
+from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, simulate
+from lightning_hanayo.strategy.lightning.inspection import forward_flops, peak_flops, samples_per_rank, whole_on_meta
+from lightning_hanayo.strategy.lightning.state import logged_step
+from lightning_hanayo.strategy.memory import peak_bytes
+from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.strategy import HanayoStrategy
+
+_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
+
+
+class BatchFigures:
+    """Gathers a batch's traces on pipeline rank 0 while later batches run, so that no rank waits.
+
+    batch 50 ends       `start`  notes the batch: a device may still be running it
+    batch 51 ends       `read`   its times are known; the other ranks send theirs
+    batch 52 ends       `read`   pipeline rank 0 has received them
+
+    All ranks of the pipeline call `start` after the same batches, and `read` after each batch, before `start`.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._trace = pipeline.engine.trace
+        self._table = pipeline.layout.table
+        self._gather = TraceGather(pipeline.relay.transport, self._table)
+        self._noted: tuple[int, RecordedBatch] | None = None
+        self._step = 0
+        """that of the batch which is being gathered"""
+
+    def start(self, step: int) -> None:
+        """Choose the last batch. `step` is what loggers know it by."""
+        if self._trace.recorded:
+            self._noted = step, self._trace.recorded[-1]
+
+    def read(self) -> tuple[int, dict[str, float]] | None:
+        """On rank 0, once for each batch that `start` was called for: its step and its figures."""
+        batch, step = self._gather.finish(), self._step
+        if self._noted is not None:
+            self._step, recorded = self._noted
+            self._gather.start(recorded.events)
+            self._noted = None
+        return None if batch is None else (step, figures(self._table(num_microbatches(batch[0])), batch))
+
+    def forget(self) -> None:
+        """Drop what is under way, after a failure."""
+        self._gather.forget()
+        self._noted = None
+
+
+def figures(schedule: Schedule, batch: BatchTrace) -> dict[str, float]:
+    """Shares of all ranks' time, and each stage's mean times in milliseconds, under the names that loggers get."""
+    batch = on_one_clock(schedule, batch)
+    times = sorted(stage_times([batch]).items())
+    return {
+        "hanayo/bubble": timeline_of(schedule, batch).bubble_ratio,
+        "hanayo/exposed_communication": exposed_communication(schedule, batch),
+        **{f"hanayo/stage_{stage}/{_NAMES[kind]}_ms": 1e3 * seconds for (stage, kind), seconds in times},
+    }
+
+
+_TRACED = 4
+"""how many batches a trace shows, one after another"""
+
+
+@dataclass(frozen=True)
+class MeasuredBatches:
+    """Batches of one size, in the order in which they ran, and their schedule."""
+
+    schedule: Schedule
+    batches: tuple[BatchTrace, ...]
+
+    @staticmethod
+    def of(pipeline: Pipeline) -> "MeasuredBatches | None":
+        """The recorded batches of full size, on rank 0 of a pipeline; None elsewhere. Called by all its ranks."""
+        batches, layout = gather_traces(pipeline), pipeline.layout
+        if not batches:
+            return None
+        whole = [one for one in batches if num_microbatches(one[0]) == layout.num_microbatches] or batches[-1:]
+        schedule = layout.table(num_microbatches(whole[0][0]))
+        return MeasuredBatches(schedule, tuple(on_one_clock(schedule, batch) for batch in whole))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The batch whose duration is the median one, in seconds."""
+        return timeline_of(self.schedule, median_batch(self.batches))
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """Times of stages and messages, in seconds."""
+        return costs_of(self.schedule, self.batches)
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """The same batch, simulated with `costs`."""
+        return simulate(self.schedule, self.costs)
+
+    def save_trace(self, path: Path) -> None:
+        """Write a trace for ui.perfetto.dev: the last batches with their waits, and one simulated batch."""
+        last = self.batches[-_TRACED:]
+        timelines = {"measured": timeline_of(self.schedule, *last), "predicted": self.predicted}
+        save_trace(path, timelines, seconds=1.0, waits={"measured": waits_of(*last)})
+
+    def profile(self, pipeline: Pipeline) -> Profile:
+        """A profile that the next run can plan with. A loss stage's time is added to the stage before it."""
+        layout = pipeline.layout
+        blocks = tuple(len(run) for run in pipeline.ownership.stages)[: layout.num_stages]
+        return Profile(
+            layout.schedule, layout.num_ranks, layout.num_waves, layout.num_microbatches, blocks, self._per_blocks()
+        )
+
+    def _per_blocks(self) -> CostModel:
+        if not self.schedule.loss_stage:
+            return self.costs
+        kinds = ("forward", "backward_input", "backward_weight")
+        folded: dict[str, Any] = {name: _fold(getattr(self.costs, name)) for name in kinds}
+        return replace(self.costs, **folded)
+
+
+def _fold(times: tuple[float, ...]) -> tuple[float, ...]:
+    return (*times[:-2], times[-2] + times[-1])
+
+
+def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
+    """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
+    own = pipeline.engine.trace.batches
+    ranks = gather(pipeline.relay.transport, [pack(events) for events in own])
+    if ranks is None:
+        return []
+    rows = [pipeline.layout.table(num_microbatches(events)).actions for events in own]
+    return [
+        [unpack(row, times[number]) for row, times in zip(table, ranks, strict=True)]
+        for number, table in enumerate(rows)
+    ]
+
+
+def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: HanayoStrategy) -> dict[str, Any]:
+    """The facts known when a training starts, by the names under which they are logged. For rank 0."""
+    layout, topology, ownership = strategy.pipeline.layout, strategy.topology, strategy.pipeline.ownership
+    cube = f" x {'x'.join(map(str, topology.cube))} cube" if topology.cube != (1, 1, 1) else ""
+    stages = [f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in ownership.stages if run]
+    parameters = list(whole_on_meta(module).parameters())
+    facts = {
+        "layout": f"{topology.pipe} pipeline{cube} x {topology.data} data = {topology.world_size} ranks",
+        "schedule_name": layout.schedule,
+        "num_waves": layout.num_waves,
+        "num_microbatches": layout.num_microbatches,
+        "stack": f"{ownership.stack.name}: {len(ownership.stack)} blocks, stages {' | '.join(stages)}",
+        "predicted_bubble": round(layout.predict(), 4),
+        "parameters": sum(one.numel() for one in parameters),
+        "trained_parameters": sum(one.numel() for one in parameters if one.requires_grad),
+        "weights_and_gradients_bytes": strategy.session.held_bytes,
+    }
+    of_rank, seed = samples_per_rank(trainer), os.environ.get("PL_GLOBAL_SEED")
+    if of_rank is not None:
+        facts["samples_per_step"] = of_rank * topology.data
+    if seed is not None:
+        facts["seed"] = int(seed)
+    return {f"hanayo/{name}": value for name, value in facts.items()}
+
+
+def peak_memory(strategy: HanayoStrategy) -> dict[int, int]:
+    """The most bytes that each rank of the first replica has had so far, by rank.
+
+    On an accelerator what torch has allocated there; on CPUs the memory of the process. Called by all ranks of the
+    replica; rank 0 gets the values.
+    """
+    own = peak_bytes(strategy.root_device)
+    if strategy.topology.replica_size == 1:
+        return {0: own}
+    peaks = gather_objects(strategy.groups.replica, own)
+    return dict(zip(strategy.groups.replica_ranks, peaks, strict=False))
+
+
+_BACKWARD = 2
+"""FLOPs of a backward, in forwards: the gradients of both operands of each product"""
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """The FLOPs of training batches; 0 where they aren't known.
+
+    Args:
+        of_batch: returns those of forward and backward of one data rank's batch.
+        said: a line about where they come from, or what to do.
+    """
+
+    of_batch: Callable[[Any], float]
+    said: str
+
+    @staticmethod
+    def find(module: "pl.LightningModule", given: float | None, num_samples: Callable[[Any], int]) -> "StepFlops":
+        """What is given here, or as `module.flops_per_batch`, else what `example_input_array` shows.
+
+        `num_samples` returns the samples of a batch, and of the example: FLOPs are in proportion to them.
+        """
+        if given is None:
+            given = getattr(module, "flops_per_batch", None)
+        if given is not None:
+            number = float(given)
+            return StepFlops(lambda _: number, f"{number:.3g} per batch of a data rank, as given")
+        example = module.example_input_array
+        samples = 0 if example is None else num_samples(example)
+        forward = forward_flops(module) if samples else 0
+        if not forward:
+            return StepFlops(
+                lambda _: 0.0,
+                "not known, so no FLOP/s: set example_input_array of the module, whose forward must depend on shapes "
+                "alone, or WaveReport(flops_per_batch=...)",
+            )
+        per_sample = (1 + _BACKWARD) * forward / samples
+        return StepFlops(
+            lambda batch: per_sample * num_samples(batch),
+            f"{per_sample:.3g} per sample: 3 times a forward of example_input_array",
+        )
+
+
+class Throughput:
+    """Counts what one data rank trains on between two readings, for all of them. Time of evaluations doesn't count.
+
+    Args:
+        count: returns the samples of a batch.
+        num_data_ranks: how many see as many samples as this one.
+        flops: returns the FLOPs of a batch; 0 where they aren't known.
+        totals: samples and tokens of all data ranks before; counted on.
+    """
+
+    def __init__(
+        self,
+        count: Callable[[Any], int],
+        num_data_ranks: int,
+        flops: Callable[[Any], float] = lambda _: 0.0,
+        totals: dict[str, int] | None = None,
+    ) -> None:
+        self._count = count
+        self._flops_of = flops
+        self._num_data_ranks = num_data_ranks
+        self._totals = {"samples": 0, "tokens": 0} if totals is None else totals
+        self._begun: float | None = None
+        self._paused: float | None = None
+        self._since = Counter[str]()
+        self._flops = 0.0
+
+    def note(self, batch: Any) -> None:
+        """A batch has been trained. The first one, in which much is set up, only begins the measurement of time."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        found = {"samples": self._count(batch), "tokens": ids.numel() if isinstance(ids, Tensor) else 0}
+        for name, number in found.items():
+            self._totals[name] += self._num_data_ranks * number
+        if self._begun is None:
+            self._begun = time.perf_counter()
+        else:
+            self._since.update(found)
+            self._flops += self._flops_of(batch)
+
+    def pause(self) -> None:
+        """Something else than training begins."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """It has ended."""
+        if self._paused is not None and self._begun is not None:
+            self._begun += time.perf_counter() - self._paused
+        self._paused = None
+
+    def read(self) -> dict[str, float]:
+        """The figures since the last reading and the totals, of all data ranks; without those that aren't known.
+
+        Tokens are known where batches have `input_ids`.
+        """
+        now = time.perf_counter()
+        seconds = 0.0 if self._begun is None else now - self._begun
+        found = {f"{name}_per_s": number for name, number in self._since.items()} | {"flops_per_s": self._flops}
+        self._begun, self._flops = now, 0.0
+        self._since.clear()
+        rates = {name: self._num_data_ranks * number / seconds for name, number in found.items() if number}
+        return rates | {name: number for name, number in self._totals.items() if number}
+
 
 SMOOTHED = 10
 """the number of batches that the reported last loss is a mean over"""

@@ -1,12 +1,40 @@
-"""One run of `fit` that may be started again: remembers what it saves, and resumes from there.
+"""Tells torchrun why a rank has failed: its agent shows the text of a small file instead of "<N/A>".
+
+Root Cause (first observed failure):
+  rank      : 1 (local_rank: 1)
+  traceback : RuntimeError: the loss exploded
+
+Who has started this process, and whether the same one has started the run before: torchrun's agent, or SLURM.
+
+                                  key of the run        who starts it
+torchrun, first start             torchrun-<run id>     the agent on this node
+torchrun, after a failure         the same              the same agent, or another node's that was there before
+torchrun, given a second time     maybe the same        another agent: this is a new run
+SLURM, first start                slurm-<job>-<step>    nobody who could have started it before
+SLURM, the job is requeued        the same              the job's step, with the same command
+
+A small file that says which checkpoints a run has saved, so that its next start finds them.
+
+<default_root_dir>/.hanayo/torchrun-job17.json
+{"started": 1763800000.0, "starters": ["..."], "saved": {"0": ["/runs/version_0/checkpoints/last.ckpt"]}}
+
+A restart gets other folders from its loggers (version_1), and a folder may hold checkpoints of other runs.
+
+One run of `fit` that may be started again: remembers what it saves, and resumes from there.
 
 1st start   saves version_0/checkpoints/last.ckpt, step 40; a rank is killed, so torchrun starts all ranks again
 2nd start   the same script: fit(ckpt_path=None) resumes from version_0/checkpoints/last.ckpt
 """
 
 import itertools
+import json
 import os
+import re
+import sys
 import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +42,172 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_hanayo.checkpoint.found import Found
-from lightning_hanayo.errors import CheckpointError
-from lightning_hanayo.strategy.checkpoints.resume_storage import saved_run
-from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
-from lightning_hanayo.strategy.lightning.loops.start_from import Load, load_instead, loaded, was_in_epoch
-from lightning_hanayo.strategy.restarts.launch import Launch, is_requeued, is_restarted, this_launch
-from lightning_hanayo.strategy.restarts.record import Record, absolute, record_path
+from lightning_hanayo.dist_checkpointing.found import Found, look_at
+from lightning_hanayo.dist_checkpointing.plain_file import write_file
+from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, with_notes
+from lightning_hanayo.strategy.checkpoints.resume import saved_run
+from lightning_hanayo.strategy.joining import on_all_ranks
+from lightning_hanayo.strategy.lightning.loops import Load, load_instead, loaded, was_in_epoch
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.topology import Topology
+
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+def write_error_file(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
+    """Write why this rank fails to the file that torchrun's agent reads, if there is an agent.
+
+    A rank that ends because of another one names that one's cause: torchrun shows what it has seen first.
+    """
+    path = environment.get(_VARIABLE, os.devnull)
+    if path == os.devnull or not os.path.isdir(os.path.dirname(path)):
+        return
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": _shown(error), "timestamp": str(int(time.time()))},
+    }
+    new = f"{path}.new"
+    try:
+        with open(new, "w") as file:
+            json.dump({"message": message}, file)
+        os.replace(new, path)  # the agent can't go on from a file that isn't whole
+    except OSError:
+        return  # the error itself is shown anyway
+
+
+def _shown(error: BaseException) -> str:
+    if isinstance(error, PeerFailed):
+        return f"ended because another rank failed first: {error}"
+    if isinstance(error, HanayoError):
+        return f"{type(error).__name__}: {with_notes(error)}"
+    return "".join(traceback.format_exception(error))
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_START_TIME = 19
+"""the field of /proc/<pid>/stat, counted after the name in brackets, that tells when a process began"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of this process.
+
+    Args:
+        key: names the run, the same in all its starts; a file name.
+        starters: who may start the run again, each by a text that nobody else has.
+    """
+
+    key: str
+    starters: tuple[str, ...]
+
+
+def this_launch() -> Launch | None:
+    """This process's start; None if nobody starts it again after a failure."""
+    return launch_from(os.environ, " ".join(sys.argv))
+
+
+def launch_from(environment: Mapping[str, str], command: str) -> Launch | None:
+    """What the variables of torchrun and SLURM say.
+
+    Example:
+        >>> launch_from({"SLURM_PROCID": "0", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}, "train.py").key
+        'slurm-17-0'
+    """
+    starters = []
+    key = None
+    if "SLURM_PROCID" in environment and "SLURM_JOB_ID" in environment:
+        key = f"slurm-{environment['SLURM_JOB_ID']}-{environment.get('SLURM_STEP_ID', '0')}"
+        starters.append(f"{key} {command}")
+    if "TORCHELASTIC_RUN_ID" in environment:
+        key = f"torchrun-{environment['TORCHELASTIC_RUN_ID']}"
+        starters.append(_agent(environment))
+    return None if key is None else Launch(_NOT_IN_NAMES.sub("_", key), tuple(starters))
+
+
+def is_requeued(environment: Mapping[str, str]) -> bool:
+    """Whether SLURM has started this job before."""
+    return environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def is_restarted(environment: Mapping[str, str]) -> bool:
+    """Whether this start is counted as a restart: torchrun doesn't count those after which more nodes take part."""
+    return is_requeued(environment) or environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _agent(environment: Mapping[str, str]) -> str:
+    """torchrun's process on this node: the folder of its logs is its own, else the process that has started this one.
+
+    The folder is above attempt_<number>/<local rank>/error.json.
+    """
+    host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
+    parents = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    if len(parents) > 3:
+        return f"{host} {parents[2]}"
+    pid = os.getppid()
+    return f"{host} {pid} {_start_time(pid)}"
+
+
+def _start_time(pid: int) -> str:
+    """When a process began, in ticks since the host did; "" where there is no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[_START_TIME]
+
+
+FOLDER = ".hanayo"
+
+
+@dataclass
+class Record:
+    """What a run remembers from start to start."""
+
+    started: float
+    """when the run started for the first time, in seconds since 1970"""
+    starters: list[str]
+    """who has started it so far"""
+    saved: dict[str, list[str]] = field(default_factory=dict)
+    """where each `fit` of the script has saved a checkpoint, by its number"""
+
+    @staticmethod
+    def read(path: str) -> "Record | None":
+        """What the file holds; None without one, or if it isn't whole."""
+        folder, _, name = path.rpartition("/")
+        try:
+            return Record(**json.loads(bytes(Storage.of(folder).read(name))))
+        except (OSError, TypeError, ValueError):
+            return None
+
+    def write(self, path: str) -> None:
+        """Replace the file at once. One rank calls it."""
+        content = json.dumps(asdict(self)).encode()
+        write_file(path, lambda file: file.write(content))
+
+    def checkpoints_of(self, fit: int) -> tuple[list[Found], list[Found]]:
+        """The whole checkpoints of one `fit`, the newest first; and those that aren't whole.
+
+        A checkpoint that was there before the run has started isn't its own: the save to that path was interrupted.
+        """
+        found = [one for one in map(look_at, self.saved.get(str(fit), ())) if one is not None]
+        own = [one for one in found if one.saved >= int(self.started)]
+        whole = [one for one in own if one.kind in ("folder", "file")]
+        broken = [one for one in found if one.kind in ("incomplete", "leftover")]
+        return sorted(whole, key=lambda one: (one.step or 0, one.saved), reverse=True), broken
+
+
+def record_path(root: str | os.PathLike[str], key: str) -> str:
+    """Where the record of a run is: in the Trainer's default_root_dir."""
+    return f"{os.fspath(root).rstrip('/')}/{FOLDER}/{key}.json"
+
+
+def absolute(path: str | Path) -> str:
+    """A local path from the root on; a URL as it is."""
+    storage: Any = Storage.of(path)
+    return os.path.abspath(storage.path) if storage.is_local else os.fspath(path)
+
 
 _fits = itertools.count()
 """Numbers the runs of `fit` of this process: a script may have several, and runs all of them again."""

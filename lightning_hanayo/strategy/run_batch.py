@@ -1,29 +1,37 @@
 """Runs one batch for a hook: cuts it, runs the pipeline on it, merges results and logs, and defers gradients.
 
 hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
+
+Follows the steps of one batch's micro-batches on pipeline rank 0: what they log, collect, gather and return.
+
+enter         before each piece of user code, by micro-batch
+running       while the batch runs; at the end what was logged is merged
+merge         afterwards: what was collected, and what the steps returned
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.batches.containers import children
-from lightning_hanayo.runtime.profiling.ranges import is_profiling
-from lightning_hanayo.runtime.stages.first_last import find_loss, loss_of
-from lightning_hanayo.strategy.lightning import precision, progress, user_hooks
+from lightning_hanayo.pipeline_parallel import microbatches
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.batches.plan import children
+from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
+from lightning_hanayo.pipeline_parallel.profiling.trace import is_profiling
+from lightning_hanayo.pipeline_parallel.stages import find_loss, loss_of
+from lightning_hanayo.strategy.batch_split import SplitBatch
+from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
-from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
-from lightning_hanayo.strategy.microbatch_steps import MicrobatchSteps
+from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_metrics_of
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
-from lightning_hanayo.strategy.user_code.stand_ins import hide_changed
+from lightning_hanayo.strategy.user_code.collected import hide_changed, keep_collected
+from lightning_hanayo.strategy.user_code.collectives import RunningStep
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -37,8 +45,8 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     Returns:
         What the step returned, merged, with a loss whose backward gives the gradients to the parameters.
     """
-    pipeline, loss_scale = session.pipeline, precision.loss_scale(trainer)
-    continues, stopping = progress.continues_accumulation(trainer), trainer.should_stop
+    pipeline, loss_scale = session.pipeline, state.loss_scale(trainer)
+    continues, stopping = state.continues_accumulation(trainer), trainer.should_stop
     scales = user_hooks.may_scale_backward(trainer)
     is_cube = session.topology.replica_size > session.topology.pipe
     runs_once = pipeline.runs_whole_batches and not is_cube
@@ -74,10 +82,10 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     if session.topology.replica_size > 1:
         if trainer.should_stop != stopping:
             reject_stop()
-        if user_hooks.reads_step_metrics(trainer, progress.batch_idx(trainer), steps=steps):
+        if user_hooks.reads_step_metrics(trainer, state.batch_idx(trainer), steps=steps):
             loss = shared_metrics_of(trainer).share_step(loss)
     result = _hand_over(session, result, batch)
-    expected = progress.expected_gradient(trainer, loss_scale)
+    expected = state.expected_gradient(trainer, loss_scale)
     return _with_loss(result, deferred.surrogate_loss(loss.reshape(()), expected).reshape(loss.shape))
 
 
@@ -120,7 +128,7 @@ def _run(
     """Run a batch and merge what the step returned; None above pipeline rank 0."""
     pipeline = session.pipeline
     session.progress.begin_batch(trains=trains)
-    is_first = trains and progress.batch_idx(trainer) == 0
+    is_first = trains and state.batch_idx(trainer) == 0
     if pipeline.rank > 0:
         with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
             return pipeline.follow(trains=trains, reduce=reduce, is_first=is_first)
@@ -147,14 +155,14 @@ def _run(
         on_whole_step=on_whole_step,
         in_step=in_step,
         on_loss=microbatch_steps.note_loss,
-        loss_weights=[weights.in_gradient[piece] * progress.share_of_step(trainer) for piece in split.own],
+        loss_weights=[weights.in_gradient[piece] * state.share_of_step(trainer) for piece in split.own],
         loss_scale=loss_scale,
         num_microbatches=split.num_microbatches,
         num_samples=split.num_samples,
         has_loss=has_loss,
     )
     with microbatch_steps.running(running), session.norms.batch():
-        key = progress.batch_key(trainer)
+        key = state.batch_key(trainer)
         pipeline.lead(running, split.num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
     if given:
         hide_changed(batch, given, split.step_inputs)
@@ -173,3 +181,88 @@ def _hand_over(session: Session, result: Any, batch: Any) -> Any:
 
 def _with_loss(result: Any, loss: Tensor) -> Any:
     return {**result, "loss": loss} if isinstance(result, Mapping) else loss
+
+
+class MicrobatchSteps:
+    """The steps of one batch.
+
+    Args:
+        session: the run.
+        trainer: whose results take what is logged.
+        split: the batch in pieces, some of which this rank runs.
+        weights: of each piece.
+        trains: whether they are training steps.
+    """
+
+    def __init__(
+        self, session: Session, trainer: "pl.Trainer", split: SplitBatch, weights: PieceWeights, *, trains: bool
+    ) -> None:
+        self._session = session
+        self._trainer = trainer
+        self._split = split
+        self._weights = weights
+        self._trains = trains
+        self._sizes = [split.sizes.parts[0][piece] for piece in split.own]
+        self._log = MicrobatchLog(
+            trainer, split, weights.in_mean, session.pipeline.splitter, given=session.given_batch_sizes
+        )
+        self._options = state.options_now(trainer) if trains and session.topology.pipe > 1 else None
+        session.collections.begin_batch()
+        session.collectives.begin_batch()
+
+    def enter(self, microbatch: int | None) -> None:
+        """Called before user code of that micro-batch starts or continues; None: a dry run, which leaves nothing."""
+        if microbatch == 1 and self._trains and self._options is None:  # what the first step has set, all may set
+            self._options = state.options_now(self._trainer)
+        self._split.check()
+        self._log.enter(microbatch)
+        self._session.collections.enter(microbatch)
+        self._session.collectives.enter(None if microbatch is None else self._running_step(microbatch))
+
+    def note_loss(self, microbatch: int, loss: Any, stop: Any) -> None:
+        """Called with each loss before its backward; `stop`: where the code after the stack begins in its graph."""
+        if self._session.token_losses is not None:
+            self._session.token_losses.check()
+        self._session.loss_watch.note(self._sizes, microbatch, loss, stop)
+        self._session.values.note_loss(microbatch, loss)
+
+    @contextmanager
+    def running(self, batch: Batch) -> Iterator[None]:
+        """To be open while `batch` runs."""
+        watch = self._session.loss_watch.training(self._sizes) if self._trains else nullcontext()
+        single = explaining_single_samples(self._trainer.lightning_module, self._sizes)
+        is_once = self._session.topology.pipe == 1 and self._split.num_microbatches == 1
+        unstepped = state.refusing_steps(self._trainer) if self._trains and not is_once else nullcontext()
+        with self._log.collecting(), watch, single, unstepped:
+            yield
+            if self._options is not None:
+                state.check_options(self._trainer, self._options)
+            if self._weights.is_sum and batch.has_loss:
+                self._log.add_up([loss_of(batch.results[m]) for m in range(self._split.num_microbatches)])
+
+    def merge(self, batch: Batch) -> Any:
+        """Store what the steps have collected as if the step had run once, and return what it would have returned.
+
+        Called by all ranks that share the micro-batches.
+        """
+        session, split, weights = self._session, self._split, self._weights
+        left = session.collections.end_batch(split.num_microbatches)
+        for m, own in enumerate(left):
+            own.used_collectives = m in session.collectives.used
+            own.note_means(batch.results[m], self._log.means_of(split.own[m]))
+        values = [(batch.results[m], own, session.loss_watch.noted(m), split.changes(m)) for m, own in enumerate(left)]
+        results, collected, losses, changes = zip(*session.pipeline.splitter.by_piece(values), strict=True)
+        split.store(changes)
+        session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
+        apart = keep_collected(session.collections, split, weights, collected)
+        session.warn_of_parts(apart, split.num_microbatches)
+        has_loss = self._trains and batch.has_loss
+        return split.merge(results, weights.in_mean, in_loss=weights.in_loss, has_loss=has_loss)
+
+    def _running_step(self, microbatch: int) -> RunningStep:
+        piece = self._split.own[microbatch]
+        is_present = self._split.pieces[piece] is not None
+        samples = max(1, self._sizes[microbatch]) if is_present else 0
+        weighs = is_present and self._weights.in_gradient[piece] > 0
+        name = state.step_name(self._trainer)
+        return RunningStep(name, microbatch, self._split.num_microbatches, samples, weighs)

@@ -16,80 +16,58 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
 from lightning_hanayo.errors import UnsupportedError, available
-from lightning_hanayo.partition import after_run
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.partition import guards
+from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.stack import modules_outside
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
+from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
+from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.nan import MadeValues
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Relay, Transport
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects, broadcast_object
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.comm.transport import Transport
-from lightning_hanayo.runtime.first_batch import FirstBatch
-from lightning_hanayo.runtime.generators import SharedGenerators, next_number
-from lightning_hanayo.runtime.microbatches import PieceSizes
-from lightning_hanayo.runtime.random_streams import RandomStreams
-from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.schedule import Action
 from lightning_hanayo.seeds import seed_of
-from lightning_hanayo.strategy import guarded_hooks
+from lightning_hanayo.strategy import callbacks, guarded_hooks, norms, votes
 from lightning_hanayo.strategy.batch_split import SplitBatch
-from lightning_hanayo.strategy.callbacks import finetuning
-from lightning_hanayo.strategy.callbacks.averages import Averages
+from lightning_hanayo.strategy.callbacks import Averages
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
-from lightning_hanayo.strategy.hangs.own_status import OwnStatus
-from lightning_hanayo.strategy.hangs.watch import HangWatch
-from lightning_hanayo.strategy.lightning import (
-    loaders,
-    optimizers,
-    precision,
-    progress,
-    shared_metrics,
-    torchmetrics_state,
-    user_hooks,
-)
-from lightning_hanayo.strategy.lightning.inspection import model_summary, pytorch_profiler, start, throughput
-from lightning_hanayo.strategy.lightning.loops.inference import keep_inference_mode
-from lightning_hanayo.strategy.lightning.loops.validation_times import before_validations
-from lightning_hanayo.strategy.lightning.microbatch_log import GivenBatchSizes
+from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_values
+from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
+from lightning_hanayo.strategy.joining import on_all_ranks
+from lightning_hanayo.strategy.lightning import inspection, loaders, metrics, state, user_hooks
+from lightning_hanayo.strategy.lightning.loops import before_validations, keep_inference_mode
+from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
-from lightning_hanayo.strategy.memory.report import MemoryReport
-from lightning_hanayo.strategy.memory.run_memory import RunMemory, not_measured
-from lightning_hanayo.strategy.nonfinite.check import NonFiniteCheck, RankNames
-from lightning_hanayo.strategy.nonfinite.origin import BlockNames
+from lightning_hanayo.strategy.memory import MemoryReport, RunMemory, not_measured
+from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck, RankNames
+from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.optimizer.step_values import StepValues
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_values
 from lightning_hanayo.strategy.setup.build_pipeline import (
     RankContext,
     build_pipeline,
     restore_forwards,
     whole_values,
 )
-from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics
-from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
+from lightning_hanayo.strategy.setup.checks import run_uncompiled, warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
-from lightning_hanayo.strategy.setup.pretrained import check_same_folders, was_read
+from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
-from lightning_hanayo.strategy.user_code import raw_collectives
-from lightning_hanayo.strategy.user_code.agreement import Progress
-from lightning_hanayo.strategy.user_code.collected import Collections
-from lightning_hanayo.strategy.user_code.collectives import connect_collectives
+from lightning_hanayo.strategy.user_code import collectives
+from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
+from lightning_hanayo.strategy.user_code.collectives import Progress, connect_collectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
-from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
-from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
-from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
-from lightning_hanayo.strategy.whole_model.replica_check import ReplicaCheck
-from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
+from lightning_hanayo.strategy.votes import ReplicaCheck, StepVotes, vote_on_steps
 from lightning_hanayo.topology import Topology
 
 
@@ -148,7 +126,7 @@ class Session:
         self.guard.after_step = self.progress.end_step
         shared = prod(topology.cube) if options.cube_outside == "share" else 1
         self.collectives = connect_collectives(self.guard, groups, self.failures, topology.world_size, cube_size=shared)
-        self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
+        self._raw = collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
         self._step_values: StepValues | None = None
         self._memory: RunMemory | None = None
@@ -267,7 +245,7 @@ class Session:
         if values is not None:
             values.check(module, prepared.cube)
         is_cut, cuts = prepared.ownership is not None, self.topology.replica_size > 1
-        self._for_summaries = model_summary.keep_whole(module, is_cut=is_cut, cuts=cuts)
+        self._for_summaries = inspection.keep_whole(module, is_cut=is_cut, cuts=cuts)
         if self.topology.replica_size > 1:
             run_uncompiled(module, plan.stack, self.attributes, cube=_block_kind(plan, prepared))
         seed = self.seed = broadcast_object(torch.initial_seed())
@@ -293,8 +271,8 @@ class Session:
         self._adapt(trainer, module)
         self._norms = self._make_norms(module)
         if self.topology.replica_size > 1 or self._scatters_gradients:
-            norm_functions.start(self._norms)
-        raw_collectives.start(self._raw)
+            norms.start(self._norms)
+        collectives.start(self._raw)
         if self.cube is not None and not self.cube.shares_samples:
             ranks, is_required = self.cube.mesh.axis("xyz"), self._options.cube_outside == "tokens"
             self.token_losses = TokenLosses(
@@ -304,7 +282,7 @@ class Session:
         self._replica_check = self._check_of_replicas(module)
         self._nonfinite = look = self._check_of_gradients(trainer, module)
         plugin, attributes = trainer.precision_plugin, self.attributes
-        precision.call_before_steps(plugin, attributes, look.before_step, on_unscaled=look.after_unscaling)
+        state.call_before_steps(plugin, attributes, look.before_step, on_unscaled=look.after_unscaling)
         self.guard.after_registering = partial(self.follow, trainer, module)
 
     def _build(self, module: "pl.LightningModule", plan: ModelPlan, context: RankContext, example: Any = None) -> None:
@@ -348,7 +326,7 @@ class Session:
 
     def guard_states(self, of: Sequence[Any]) -> None:
         """Let user code find the states of these optimizers guarded from now on. Called while none runs."""
-        plain: list[Any] = [one for one in map(optimizers.unwrapped, of) if isinstance(vars(one).get("state"), dict)]
+        plain: list[Any] = [one for one in map(state.unwrapped, of) if isinstance(vars(one).get("state"), dict)]
         is_cut = self.shards is not None or self.topology.replica_size > 1
         if is_cut and plain != [states.optimizer for states in self._states]:
             self._states = [GuardedStates(one, self.guard, self.names, self.state_sharding) for one in plain]
@@ -361,7 +339,7 @@ class Session:
         self.guard_states(trainer.optimizers)
         groups = [group["params"] for one in trainer.optimizers for group in one.param_groups]
         number, is_free = sum(map(len, groups)), self.topology.world_size == 1 and self._options.master_weights is None
-        if is_free or (number == self._num_optimized and progress.batch_idx(trainer) > 0):
+        if is_free or (number == self._num_optimized and state.batch_idx(trainer) > 0):
             return
         self._num_optimized = number
         unknown = next((one for group in groups for one in group if one not in self.names), None)
@@ -380,7 +358,7 @@ class Session:
         """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
         prepared = PreparedModel.of(module)
         prepared.check(module)
-        self._released = after_run.release(module)
+        self._released = guards.release(module)
         if prepared.cube is not None:
             prepared.cube.open()
         if prepared.fits(module, self.topology, self._options):
@@ -452,8 +430,8 @@ class Session:
         yield
         self.replica_relay.broadcast("vote")
         if self._groups.cube is not None:
-            removed_gradients.agree_in_cube(parameters, self._groups.cube.whole)
-        removed_gradients.check_alike(
+            votes.agree_in_cube(parameters, self._groups.cube.whole)
+        votes.check_alike(
             hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=self._groups.replica
         )
 
@@ -469,7 +447,7 @@ class Session:
         """Inside it the optimizer steps, and may run the batch before."""
         if self._memory is None:
             return nullcontext()
-        return self._memory.step(module, lambda: self._held_by(optimizers), progress.batch_idx(module.trainer))
+        return self._memory.step(module, lambda: self._held_by(optimizers), state.batch_idx(module.trainer))
 
     def memory_report(self) -> MemoryReport:
         """See `HanayoStrategy.memory_report`."""
@@ -486,7 +464,7 @@ class Session:
 
     def measure_memory(self, module: "pl.LightningModule") -> None:
         """Find how much the fullest rank holds. Called by all ranks, before a training."""
-        own = start.held_bytes(module)
+        own = inspection.held_bytes(module)
         held = all_gather_objects(self._groups.replica, own) if self.topology.replica_size > 1 else [own]
         self.held_bytes = max(held)
 
@@ -494,7 +472,7 @@ class Session:
         """On rank 0, at the start of a training: layout, schedule, samples and memory."""
         if self.topology.replica_size > 1 and self.rank == 0:
             layout, ownership = self.pipeline.layout, self.pipeline.ownership
-            rank_zero_info(start.describe_run(trainer, layout, ownership, self.topology, self.held_bytes))
+            rank_zero_info(inspection.describe_run(trainer, layout, ownership, self.topology, self.held_bytes))
 
     def check_all_ranks(self, function: str) -> None:
         """Check that the user code that runs now, and calls the function, runs on all ranks.
@@ -572,7 +550,7 @@ class Session:
 
     def guard_module(self) -> None:
         """The last act of a run: user code may use of the module what is whole on this rank, and no more."""
-        after_run.guard(self.guard.end() or self._released)
+        guards.guard(self.guard.end() or self._released)
         self.averages.close()
         if self.cube is not None:
             self.cube.close()
@@ -584,13 +562,13 @@ class Session:
             self._hangs = None
 
     def _stop_whole_model(self) -> None:
-        raw_collectives.stop(self._raw)
+        collectives.stop(self._raw)
         for handle in self._registrations:
             handle.remove()
         if self.token_losses is not None:
             self.token_losses.stop()
         if self._norms is not None:
-            norm_functions.stop(self._norms)
+            norms.stop(self._norms)
             self._norms.close()
         if self._nonfinite is not None:
             self._nonfinite.close()
@@ -617,7 +595,7 @@ class Session:
         return self.pipeline.engine.action if self.has_pipeline else None
 
     def _place_in_run(self, trainer: "pl.Trainer") -> str:
-        return progress.place_in_run(trainer) if self.has_pipeline else "set-up"
+        return state.place_in_run(trainer) if self.has_pipeline else "set-up"
 
     def _relay(self, ranks: tuple[int, ...], groups: ProcessGroups) -> Relay:
         control = groups.control if ranks == groups.pipe_ranks else groups.replica
@@ -679,7 +657,7 @@ class Session:
         guarded_hooks.guard_writers(trainer, self.guard, attributes, writes=first, is_alone=several)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.
-        shared_metrics.share_metrics(
+        metrics.share_metrics(
             trainer,
             self.replica_relay,
             attributes,
@@ -692,16 +670,16 @@ class Session:
         if self.topology.world_size > 1:
             vote_on_steps(module, attributes)
         if self.topology.replica_size > 1:
-            removed_gradients.agree_after_hooks(trainer, module, attributes)
-            finetuning.compare_whole_parameters(trainer, self.guard, attributes, self.cube)
-        torchmetrics_state.sync_metrics_over(module, self._groups.metrics, attributes)
+            votes.agree_after_hooks(trainer, module, attributes)
+            callbacks.compare_whole_parameters(trainer, self.guard, attributes, self.cube)
+        metrics.sync_metrics_over(module, self._groups.metrics, attributes)
         if self._pipe_rank > 0:
             loaders.skip_hooks_without_data(module, attributes)
         if self.topology.data > 1:
             before_validations(trainer, attributes, lambda: self.pipeline.step_state.update_over_data())
         if self.pipeline.layout.num_stages > 1:
-            pytorch_profiler.follow_steps(trainer, self.pipeline.ownership.stack, attributes)
-        throughput.count_batches_once(trainer, self.topology)
+            inspection.follow_steps(trainer, self.pipeline.ownership.stack, attributes)
+        inspection.count_batches_once(trainer, self.topology)
 
     def _examine_first_batch(self) -> None:
         """Let the first batch show that its micro-batches, and those of other data ranks, add up to it."""
@@ -760,7 +738,7 @@ class Session:
             self.norms,
             self._groups,
             num_steps=lambda: trainer.global_step,
-            is_search=partial(optimizers.searches_rate, trainer),
+            is_search=partial(state.searches_rate, trainer),
         )
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:

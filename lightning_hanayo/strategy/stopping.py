@@ -1,4 +1,6 @@
-"""All ranks of a run stop before the same batch once one of them has been told to stop.
+"""Ends a run that a signal has stopped: saves a checkpoint, and says what was saved and how to go on.
+
+All ranks of a run stop before the same batch once one of them has been told to stop.
 
            told                 decided: up to batch 8
 rank 0     | batch 7             batch 8              | stops
@@ -10,13 +12,25 @@ rank 2     * batch 7 ........... batch 8              | stops      * got the sig
    end. No collective is issued, and no main thread is asked: it may be in the middle of a batch, waiting for others.
 
 A rank that doesn't answer could be anywhere; after `AGREE_WITHIN` seconds the decision is to end without a checkpoint.
+
+The errors with which a run ends that a signal has stopped, and exit codes.
+
+SIGTERM    StoppedBySignal, Lightning's SIGTERMException     75, EX_TEMPFAIL: run it again
+SIGINT     Interrupted, a KeyboardInterrupt                 130, as shells say it
 """
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hanayo.monitor.monitor import Monitor
 
@@ -205,3 +219,105 @@ def _decision_of(fields: dict[str, Any]) -> Decision:
     last = fields["last"]
     place = None if last is None else (last[0], last[1])
     return Decision(fields["signal"], fields["rank"], place, tuple(fields["missing"]))
+
+
+CHECKPOINT_NAME = "stopped.ckpt"
+"""next to the files of the first `ModelCheckpoint`; the next one replaces it"""
+
+
+def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bool) -> str:
+    """Save a checkpoint, if there is something to save. Called by all ranks alike, between two batches.
+
+    Args:
+        trainer: whose run ends.
+        finish: waits until the checkpoint is there.
+        has_trained: whether a batch has been trained in this run.
+
+    Returns:
+        What to tell the user.
+
+    Raises:
+        CheckpointError: the checkpoint can't be saved.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        return "there is nothing to save"
+    if not has_trained:
+        return "no batch was trained since the start, so nothing is saved"
+    path = _path(trainer)
+    if path is None:
+        return "nothing is saved, for the Trainer has no ModelCheckpoint"
+    trainer.save_checkpoint(path)
+    finish()
+    return f"saved {path}; resume with ckpt_path={path!r}"
+
+
+def what_stopped(trainer: "pl.Trainer", decision: Decision, rank: str) -> str:
+    """What has stopped the run, and where. `rank`: the one that got the signal, with its place."""
+    when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
+    return f"stopped by {name_of(decision.signal)} on {rank} {when}"
+
+
+def report_of(exception: BaseException) -> str | None:
+    """What to tell the user once, if a signal has stopped the run; None: something else has ended it."""
+    return exception.report if isinstance(exception, StoppedBySignal | Interrupted) else None
+
+
+def no_agreement(decision: Decision, name: Callable[[int], str]) -> str:
+    """Why the run ends at once, without a checkpoint; put after the name of the first rank that is missing."""
+    more = "".join(f", nor {name(rank)}" for rank in decision.missing[1:])
+    return (
+        f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
+        f"{name_of(decision.signal)} on {name(decision.rank)}. Resume from a checkpoint that was saved before."
+    )
+
+
+def _path(trainer: "pl.Trainer") -> str | None:
+    """Where the checkpoint is saved; None: the run saves no checkpoints by itself."""
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    folders = (one.dirpath for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath)
+    folder = next(folders, None)
+    return None if folder is None else os.path.join(folder, CHECKPOINT_NAME)
+
+
+REQUEUE, INTERRUPTED = 75, 130
+
+
+class StoppedBySignal(SIGTERMException):
+    """The run was stopped by a signal. All ranks raise it after the same batch; it ends a script with code 75."""
+
+    def __init__(self, report: str) -> None:
+        super().__init__(REQUEUE)
+        self.report = report
+        """what was stopped, where, and what was saved"""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user has interrupted the run. All ranks raise it after the same batch."""
+
+    def __init__(self, report: str) -> None:
+        super().__init__(report)
+        self.report = report
+        """what was stopped, where, and what was saved"""
+
+
+def stopped(number: int, report: str) -> StoppedBySignal | Interrupted:
+    """The error for a signal."""
+    return Interrupted(report) if number == signal.SIGINT else StoppedBySignal(report)
+
+
+def exit_code_of(number: int) -> int:
+    """The exit code of a run that the signal ends."""
+    return INTERRUPTED if number == signal.SIGINT else REQUEUE
+
+
+def name_of(number: int) -> str:
+    """The name of a signal.
+
+    Example:
+        >>> name_of(15), name_of(99)
+        ('SIGTERM', 'signal 99')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -18,59 +18,49 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hanayo.checkpoint.convert.weights import open_weights
-from lightning_hanayo.checkpoint.full.state_dict import (
-    gather_module_state,
-    gather_optimizer_state,
-)
+from lightning_hanayo.dist_checkpointing.export import open_weights
+from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
-from lightning_hanayo.partition import after_run
-from lightning_hanayo.planner.profile import costs_from
+from lightning_hanayo.partition import guards
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
+from lightning_hanayo.pipeline_parallel.transport import Relay
+from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.generators import SharedGenerators
 from lightning_hanayo.strategy import run_batch
-from lightning_hanayo.strategy.callbacks.averages import ShardingOfCopy
+from lightning_hanayo.strategy.callbacks import ShardingOfCopy
+from lightning_hanayo.strategy.checkpoints import parts, save
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
-from lightning_hanayo.strategy.checkpoints.load import Checkpoint, read_checkpoint
-from lightning_hanayo.strategy.checkpoints.load_optimizers import load_optimizers
-from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state
-from lightning_hanayo.strategy.checkpoints.resume_storage import saved_run
-from lightning_hanayo.strategy.checkpoints.saving import free_names, own_state
-from lightning_hanayo.strategy.checkpoints.saving.before_training import check_plugin, check_saving
-from lightning_hanayo.strategy.checkpoints.saving.collect import CutModel
-from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
-from lightning_hanayo.strategy.checkpoints.start import check_start
-from lightning_hanayo.strategy.groups.lost_connection import is_lost_connection
+from lightning_hanayo.strategy.checkpoints.load import Checkpoint, check_start, load_optimizers, read_checkpoint
+from lightning_hanayo.strategy.checkpoints.parts import CutModel
+from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
+from lightning_hanayo.strategy.checkpoints.save import Checkpoints, check_plugin, check_saving
 from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
-from lightning_hanayo.strategy.lightning.inspection.pytorch_profiler import record_all_threads
+from lightning_hanayo.strategy.joining import is_lost_connection
+from lightning_hanayo.strategy.lightning.batch_size_search import end_searches_on_failure
+from lightning_hanayo.strategy.lightning.inspection import record_all_threads
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
-from lightning_hanayo.strategy.lightning.loops.batch_size_search import end_searches_on_failure
-from lightning_hanayo.strategy.lightning.loops.loader_counts import agree_on_counts
-from lightning_hanayo.strategy.lightning.loops.validation_times import validate_together
-from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
+from lightning_hanayo.strategy.lightning.loops import agree_on_counts, validate_together
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
+from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
+from lightning_hanayo.strategy.lightning.state import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
-from lightning_hanayo.strategy.memory.report import MemoryReport
+from lightning_hanayo.strategy.memory import MemoryReport
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.planning.at_start import plan_at_start
-from lightning_hanayo.strategy.planning.given_layout import AT_START, with_layout
-from lightning_hanayo.strategy.restarts.error_file import write_error_file
-from lightning_hanayo.strategy.restarts.restarts import Restarts
+from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
+from lightning_hanayo.strategy.restarts import Restarts, write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
-from lightning_hanayo.strategy.stopping.end_run import report_of
+from lightning_hanayo.strategy.stopping import report_of
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
-from lightning_hanayo.strategy.whole_model.saves_on_exception import SavesOnException
-from lightning_hanayo.strategy.whole_model.stops_on_signal import StopsOnSignal
+from lightning_hanayo.strategy.votes import SavesOnException
 
 
 class HanayoStrategy(MeshParallelStrategy):
@@ -359,7 +349,7 @@ class HanayoStrategy(MeshParallelStrategy):
         self._saves_on_exception.adapt_callbacks(self._session.attributes)
         if self.topology.replica_size > 1:
             self._session.averages.adapt_callbacks(self.module.trainer, self._session.attributes)
-        free_names.adapt_callbacks(self.module.trainer, self._checkpoints, self._session.attributes)
+        save.adapt_callbacks(self.module.trainer, self._checkpoints, self._session.attributes)
         self._stops_on_signal = StopsOnSignal(
             self.module.trainer,
             self.failures,
@@ -612,7 +602,7 @@ class HanayoStrategy(MeshParallelStrategy):
         """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""
         if self._session is not None and self._session.is_running:
             return self._session.guard.off()
-        return nullcontext() if self.lightning_module is None else after_run.released(self.module)
+        return nullcontext() if self.lightning_module is None else guards.released(self.module)
 
     # checkpoints
 
@@ -633,7 +623,7 @@ class HanayoStrategy(MeshParallelStrategy):
         """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
         ranks = self.pipeline.ownership.rank_by_name(self.module)
         if self.checkpoints.is_sharded:
-            return own_state.module_state(module, sharding, ranks, self.root_device)
+            return parts.module_state(module, sharding, ranks, self.root_device)
         if self.data_rank > 0 and not isinstance(sharding, OptimizerShards):  # one pipeline writes the checkpoint
             return module.state_dict()
         transport = self.session.pipe_relay.transport
@@ -644,7 +634,7 @@ class HanayoStrategy(MeshParallelStrategy):
         optimizer, sharding, shards = unwrapped(optimizer), self.session.state_sharding, self.session.shards
         with self._unguarded(), nullcontext() if shards is None else shards.states_in_use():
             if self.checkpoints.is_sharded:
-                return own_state.optimizer_state(optimizer, self._names, sharding)
+                return parts.optimizer_state(optimizer, self._names, sharding)
             if self.data_rank > 0 and shards is None:  # one pipeline writes the checkpoint
                 return optimizer.state_dict()
             transport = self.session.pipe_relay.transport
@@ -682,7 +672,7 @@ class HanayoStrategy(MeshParallelStrategy):
             try:
                 self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
                 # no batch may follow, before which an error could be raised
-                if not self.session.is_running or free_names.ends_job(filepath):
+                if not self.session.is_running or save.ends_job(filepath):
                     self.checkpoints.finish()
             except HanayoError as error:
                 error.is_common = not is_lost_connection(error)

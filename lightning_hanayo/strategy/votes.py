@@ -1,4 +1,29 @@
-"""Checkpoints that callbacks save because a run fails: only if all ranks have stopped at the same step.
+"""Lets the ranks agree whether the optimizer steps, where the user's `optimizer_step` decides it on each rank alone.
+
+rank 0    closure    gradients are finite: optimizer.step()    vote "step" --+-- skipped    vote "end"
+rank 1    closure    a gradient is NaN                         vote "end"  --+              vote "end"
+
+In one process the condition would see all gradients, so a step that one rank skips is skipped by all. Only modules that
+override `optimizer_step` vote; other ones always step.
+
+Gradients that a hook removes, by what it finds on one rank, are removed on all ranks, or it is an error.
+
+rank 0 of a cube finds a NaN in its shard    p.grad = None    --+-- removed on both: they hold shards of one gradient
+rank 1 of a cube finds none in its own       p.grad is kept   --+
+
+pipeline rank 0 finds a NaN                  zero_grad()      --+-- an error: it may be meant for these parameters alone
+pipeline rank 1 finds none                   grads are kept   --+
+
+Compares hashes of parameters between the ranks that must hold equal ones, every so many optimizer steps.
+
+              data 0    data 1               in a cube also the ranks that hold the same part
+stage 0       3f a2     3f a2    equal
+stage 1       77 b1     77 c9    differ: all ranks fail with an error that names the parameter and the ranks
+
+A hash is a sum of the bits of all elements, as integers, each times an odd number that depends on its place. It is
+computed where the parameter is, and only the sums come to the host.
+
+Checkpoints that callbacks save because a run fails: only if all ranks have stopped at the same step.
 
 rank 0   error in a hook, step 12   --+-- the same on both: the callback saves
 rank 1   error in a hook, step 12   --+
@@ -11,18 +36,317 @@ What goes wrong in callbacks after the error is shown in one line. The error sta
 
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_hanayo.errors import HanayoError, PeerFailed
+from lightning_hanayo.errors import HanayoError, PeerFailed, ReplicasDifferError, UnsupportedError
+from lightning_hanayo.packed_values import stored_tensors
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
+from lightning_hanayo.strategy.lightning.state import unwrapped
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to, overrides
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+Closure = Callable[[], Any]
+Unguarded = Callable[[], AbstractContextManager[None]]
+_END, _STEP = 0, 1
+
+
+@dataclass
+class _Override:
+    """A call of the user's `optimizer_step`: how often the closure has run, and how often the optimizer has stepped."""
+
+    unguarded: Unguarded
+    num_closures: int = 0
+    num_steps: int = 0
+
+    def counts(self, closure: Closure) -> Closure:
+        """The closure, which runs forward and backward of the batch."""
+
+        def run() -> Any:
+            self.num_closures += 1
+            with self.unguarded():
+                return closure()
+
+        return run
+
+    def on_step(self, *_: Any) -> None:
+        """Called after each step of the optimizer, however it was called."""
+        self.num_steps += 1
+
+
+class _Skipped(Exception):
+    """Leaves the optimizer's step after the closure."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("another rank skips this step")
+        self.result = result
+
+
+class StepVotes:
+    """The votes of one rank.
+
+    Args:
+        relay: tells a rank that doesn't vote from one that is late.
+        rank: of this process, in errors.
+        unguarded: entered while code runs that knows of parts and placeholders of parameters.
+    """
+
+    def __init__(self, relay: Relay, rank: int, unguarded: Unguarded = nullcontext) -> None:
+        self._relay = relay
+        self._rank = rank
+        self._unguarded = unguarded
+        self._override: _Override | None = None
+
+    def run_override(self, hook: Callable[[Closure], None], closure: Closure, optimizer: Optimizer) -> None:
+        """Run the user's `optimizer_step`. Called by all ranks.
+
+        Raises:
+            UnsupportedError: it hasn't run the closure, or the optimizer has stepped on some ranks only.
+        """
+        self._override = override = _Override(self._unguarded)
+        register = getattr(unwrapped(optimizer), "register_step_post_hook", None)  # Lightning takes other classes, too
+        counter = None if register is None else register(override.on_step)
+        try:
+            hook(override.counts(closure))
+        finally:
+            self._override = None
+            if counter is not None:
+                counter.remove()
+        self._check_closure(override)
+        self._end(override.num_steps)
+
+    def step(self, step: Callable[[Closure], Any], closure: Closure) -> Any:
+        """Step the optimizer, unless a rank skips: `step` runs the closure, and then updates the parameters."""
+        override = self._override
+        if override is None:
+            return step(closure)
+        if override.num_closures:
+            return step(closure) if self._all_step() else None
+        try:
+            return step(partial(self._run_and_vote, closure))
+        except _Skipped as skipped:
+            return skipped.result
+
+    def _run_and_vote(self, closure: Closure) -> Any:
+        result = closure()
+        if not self._all_step():
+            raise _Skipped(result)
+        return result
+
+    def _all_step(self) -> bool:
+        return all(vote == _STEP for vote, _ in self._exchange(_STEP, 0))
+
+    def _check_closure(self, override: _Override) -> None:
+        if not override.num_closures:
+            raise UnsupportedError(
+                f"optimizer_step didn't run optimizer_closure on rank {self._rank}. The closure runs forward and "
+                f"backward of the pipeline, for which all ranks wait. Run it on every rank, and then decide whether to "
+                f"call optimizer.step()."
+            )
+
+    def _end(self, num_steps: int) -> None:
+        """Vote until no rank wants to step any more, and check that all have stepped equally often."""
+        votes = self._exchange(_END, num_steps)
+        while any(vote == _STEP for vote, _ in votes):
+            votes = self._exchange(_END, num_steps)
+        counts = [count for _, count in votes]
+        if len(set(counts)) > 1:
+            raise UnsupportedError(
+                f"optimizer_step has stepped the optimizer {counts} times on ranks 0 to {len(counts) - 1}: the parts "
+                f"of the model would diverge. Call `optimizer.step()` of the optimizer that the hook gets, not of "
+                f"another one, so that the ranks can agree."
+            )
+
+    def _exchange(self, vote: int, num_steps: int) -> list[tuple[int, int]]:
+        """All ranks' votes, and how often each has stepped."""
+        self._relay.broadcast("vote")
+        own = torch.tensor([vote, num_steps])
+        votes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(votes, own)
+        return [(int(one[0]), int(one[1])) for one in votes]
+
+
+def vote_on_steps(module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:
+    """Let the ranks agree, until `attributes` are restored, if the module overrides `optimizer_step`."""
+    if overrides(module, "optimizer_step"):
+        hook = partial(_optimizer_step, module, vars(module).get("optimizer_step"))
+        attributes.set(module, "optimizer_step", hook)
+
+
+def _optimizer_step(
+    module: "pl.LightningModule",
+    instance_hook: Callable[..., None] | None,
+    epoch: int,
+    batch_idx: int,
+    optimizer: Any,
+    closure: Closure,
+) -> None:
+    """Takes the place of the module's hook. It holds nothing of the run, so that the module can be copied."""
+    hook = instance_hook or partial(type(module).optimizer_step, module)
+    votes: StepVotes = module.trainer.strategy.session.votes  # type: ignore[attr-defined]
+    votes.run_override(partial(hook, epoch, batch_idx, optimizer), closure, optimizer)
+
+
+_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+"""where users look at gradients and remove them; the module's own hook runs after those of the callbacks"""
+
+
+def agree_after_hooks(trainer: "pl.Trainer", module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:
+    """Let the ranks agree after each hook that is defined, until `attributes` are restored."""
+    for name in _HOOKS:
+        if is_listened_to(trainer, name):
+            attributes.set(module, name, partial(_hook, module, name, vars(module).get(name)))
+
+
+def agree_in_cube(parameters: Sequence[nn.Parameter], cube: dist.ProcessGroup) -> None:
+    """Remove the gradients that a rank of the cube lacks. Called by all of its ranks, with the same parameters."""
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    dist.all_reduce(present, dist.ReduceOp.MIN, group=cube)
+    for parameter, is_present in zip(parameters, present.tolist(), strict=True):
+        if not is_present:
+            parameter.grad = None
+
+
+def check_alike(hook: str, *, had_gradients: bool, has_gradients: bool, replica: dist.ProcessGroup) -> None:
+    """Check that a hook has removed all gradients on all ranks or on none. Called by all that train one copy.
+
+    Raises:
+        UnsupportedError: it has done so on some ranks only.
+    """
+    removed = had_gradients and not has_gradients
+    counts = torch.tensor([int(had_gradients), int(removed)])
+    dist.all_reduce(counts, group=replica)
+    num_had, num_removed = counts.tolist()
+    if 0 < num_removed < num_had:
+        raise UnsupportedError(
+            f"{hook} has {'removed' if removed else 'kept'} all gradients on rank {dist.get_rank()}, but not on all "
+            f"ranks, which hold different parameters. Decide by a value of the whole model, such as get_total_norm of "
+            f"all gradients, or in optimizer_step, where the ranks agree. If these parameters alone are meant, zero "
+            f"their gradients, or set requires_grad = False."
+        )
+
+
+def _hook(module: "pl.LightningModule", name: str, instance_hook: Callable[..., Any] | None, *args: Any) -> None:
+    """Takes the place of the module's hook. It holds nothing of the run, so that the module can be copied."""
+    hook = instance_hook or partial(getattr(type(module), name), module)
+    session: Any = module.trainer.strategy.session  # type: ignore[attr-defined]
+    with session.agreeing_on_gradients(name):
+        hook(*args)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x1E3779B97F4A7C15
+_CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**22
+"""elements that are read as 64-bit integers at a time: on a CPU few enough for its cache"""
+Key = tuple[str, str]
+"""a parameter's name, and which part of it"""
+
+
+class ReplicaCheck:
+    """One rank's part in it. Its methods are called by all ranks.
+
+    Args:
+        every: how many optimizer steps there are from one comparison to the next; None: it is never done.
+        parameters: those that this rank holds, by name and part.
+        groups: gloo groups whose ranks must have equal values under equal names and parts.
+        stage_of: the stage of a parameter, by its name.
+        place_of: where a rank is, for messages.
+    """
+
+    def __init__(
+        self,
+        every: int | None,
+        parameters: Mapping[Key, nn.Parameter],
+        groups: Sequence[dist.ProcessGroup],
+        stage_of: Callable[[str], int],
+        place_of: Callable[[int], str],
+    ) -> None:
+        self._every = every
+        self._parameters = dict(parameters)
+        self._groups = list(groups)
+        self._stage_of = stage_of
+        self._place_of = place_of
+        self._last = 0
+
+    def after(self, step: int) -> None:
+        """Compare, if it is time after `step` optimizer steps.
+
+        Raises:
+            ReplicasDifferError: a parameter isn't the same on all ranks that hold it.
+        """
+        if self._every is None or step % self._every or step == self._last or not self._groups:
+            return
+        self._last = step
+        hashes = hashes_of(self._parameters)
+        for group in self._groups:
+            found = all_gather_objects(group, (dist.get_rank(), hashes))
+            differing = first_difference(found)
+            if differing is not None:
+                raise ReplicasDifferError(self._message(step, *differing))
+
+    def close(self) -> None:
+        """Forget the other ranks: the run has ended."""
+        self._groups.clear()
+
+    def _message(self, step: int, name: str, ranks_by_hash: Mapping[int, Sequence[int]]) -> str:
+        held = "; ".join(
+            f"{value % 2**64:016x} on {' and '.join(f'rank {rank} ({self._place_of(rank)})' for rank in ranks)}"
+            for value, ranks in ranks_by_hash.items()
+        )
+        return (
+            f"after optimizer step {step} the copies of {name} (stage {self._stage_of(name)}) differ. Their hashes are "
+            f"{held}. Ranks that hold the same parameter must update it alike: look for code that changes weights or "
+            f"gradients on some ranks only, or with random numbers of its own, and for a faulty device. Go on from a "
+            f"checkpoint that is older than the difference."
+        )
+
+
+def first_difference(found: Sequence[tuple[int, Mapping[Key, int]]]) -> tuple[str, dict[int, list[int]]] | None:
+    """The first parameter whose hashes differ among ranks, and the ranks of each hash; None if there is none."""
+    ranks: dict[Key, dict[int, list[int]]] = defaultdict(dict)
+    for rank, hashes in found:
+        for key, value in hashes.items():
+            ranks[key].setdefault(value, []).append(rank)
+    return next(((name, held) for (name, _), held in ranks.items() if len(held) > 1), None)
+
+
+def hashes_of(parameters: Mapping[Key, nn.Parameter]) -> dict[Key, int]:
+    """The hash of each parameter. The host waits for the device once."""
+    if not parameters:
+        return {}
+    values = torch.stack([_hash(parameter) for parameter in parameters.values()]).tolist()
+    return dict(zip(parameters, values, strict=True))
+
+
+def _hash(parameter: nn.Parameter) -> Tensor:
+    """[], in int64, on the parameter's device."""
+    total = torch.zeros((), dtype=torch.int64, device=parameter.device)
+    for tensor in (one for one in stored_tensors(parameter) if one.numel()):
+        for bits in _bits(tensor.detach()).split(_CHUNK if total.device.type == "cpu" else _CHUNK_ON_DEVICE):
+            numbers = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+            total = total * _ODD + (bits.long() * numbers.mul_(_ODD)).sum()
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    real: Any = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.reshape(-1).view(_BITS[real.element_size()])  # type: ignore[no-any-return]
+
 
 _AGREED = "agreed"
 _ASK, _POLL = 0.5, 0.01

@@ -9,36 +9,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-    from lightning_hanayo.tensor3d.convert.specs.blocks import register_block
-    from lightning_hanayo.tensor3d.convert.specs.layers import elementwise, register_layer
-    from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup
-    from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D
-    from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
-    from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, Head3D
-    from lightning_hanayo.tensor3d.layers.feed_forward import FeedForward3D, SwiGLU3D
-    from lightning_hanayo.tensor3d.layers.linear import Linear3D
-    from lightning_hanayo.tensor3d.layers.loss import cross_entropy3d
-    from lightning_hanayo.tensor3d.layers.norm import LayerNorm3D, RMSNorm3D, parallelize_rms_norm
-    from lightning_hanayo.tensor3d.mesh import Mesh
-    from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-    from lightning_hanayo.tensor3d.sharding import ShardedModule, all_reduce_partial_gradients
-    from lightning_hanayo.tensor3d.stage_context import StageContext
+    from lightning_hanayo.tensor_parallel.convert.layer_specs import elementwise, register_layer
+    from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+    from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, register_block
+    from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D
+    from lightning_hanayo.tensor_parallel.layers.dropout import Dropout3D
+    from lightning_hanayo.tensor_parallel.layers.embedding import Embedding3D, Head3D, cross_entropy3d
+    from lightning_hanayo.tensor_parallel.layers.feed_forward import FeedForward3D, SwiGLU3D
+    from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+    from lightning_hanayo.tensor_parallel.layers.norm import LayerNorm3D, RMSNorm3D, parallelize_rms_norm
+    from lightning_hanayo.tensor_parallel.mesh import Mesh
+    from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
+    from lightning_hanayo.tensor_parallel.sharding import ShardedModule, all_reduce_partial_gradients
+    from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 _MODULES = {
     "convert.parallelize": ("plan_parallelize",),
-    "convert.specs.layers": ("elementwise", "register_layer"),
-    "convert.specs.blocks": ("register_block",),
-    "convert.specs.spec": ("BlockSpec", "ProjectionGroup"),
+    "convert.layer_specs": ("elementwise", "register_layer"),
+    "convert.specs": ("BlockSpec", "ProjectionGroup", "register_block"),
     "layers.attention": ("MultiheadAttention3D",),
     "layers.dropout": ("Dropout3D",),
-    "layers.embedding": ("Embedding3D", "Head3D"),
+    "layers.embedding": ("Embedding3D", "Head3D", "cross_entropy3d"),
     "layers.feed_forward": ("FeedForward3D", "SwiGLU3D"),
     "layers.linear": ("Linear3D",),
-    "layers.loss": ("cross_entropy3d",),
     "layers.norm": ("LayerNorm3D", "RMSNorm3D", "parallelize_rms_norm"),
     "mesh": ("Mesh",),
-    "parallel_style": ("BATCH", "SEQUENCE", "SEQUENCE_FIRST", "ParallelStyle"),
+    "product": ("BATCH", "SEQUENCE", "SEQUENCE_FIRST", "ParallelStyle"),
     "sharding": ("ShardedModule", "all_reduce_partial_gradients"),
     "stage_context": ("StageContext",),
 }

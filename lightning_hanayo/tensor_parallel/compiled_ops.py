@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_hanayo.tensor3d.mesh import MeshAxis
-from lightning_hanayo.tensor3d.product import BackwardRun, SavedInput, run_forward
-from lightning_hanayo.tensor3d.product_args import ProductArgs
-from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis
+from lightning_hanayo.tensor_parallel.product import BackwardRun, ProductArgs, SavedInput, run_forward
+from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
 _numbers = itertools.count(1)
 _found: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()

@@ -22,9 +22,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.collectives import padded, split_dim
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.sharding import DimShard, Shard
+from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 BUCKET_BYTES = 2**25

@@ -16,21 +16,122 @@ rank multiplies, each of the three reduce-scatters ends with it. Source: arXiv 2
 
 Several layers that read one input are one product, with their weights as the rows of one matrix: each of the three
 all-gathers and of the three reduce-scatters is one collective for all of them.
+
+What a 3-D product needs besides its input: the weight, the collectives of input and outputs, what is saved.
+
+How a linear layer is parallelized: which axis gathers its input, and which one sums its output.
+
+                         input                       output                        stored
+sequence, column-        [batch/x, seq/y, K/z]       [batch/x, seq, N/(y z)]       W: [N/(y x), K/z]
+sequence, row-parallel   [batch/x, seq, K/(y z)]     [batch/x, seq/y, N/z]         W: [N/(z x), K/y]
+
+batch, column-           [batch/(x y), seq, K/z]     [batch/(x z), seq, N/y]
+batch, row-parallel      [batch/(x z), seq, K/y]     [batch/(x y), seq, N/z]
+
+A column-parallel layer leads from the residual stream to sharded heads or inner features, a row-parallel layer leads
+back, as in Megatron. What 3-D parallelism changes: the input is sharded too, along y and z, and the weight also along
+x. Both layers all-gather their input and reduce-scatter their output; y and z trade roles between them.
+
+Source: arXiv 2105.14450, section 3.1. Its layout is `BATCH`; sharding the sequence, and the orientation of W, are ours.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
-from lightning_hanayo.tensor3d.mesh import Pending
-from lightning_hanayo.tensor3d.product_args import BoundCollective, ProductArgs, gather, gather_each, scatter_each
-from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
+from lightning_hanayo.tensor_parallel.collectives import (
+    start_all_gather,
+    start_all_gather_each,
+    start_reduce_scatter_each,
+)
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
+from lightning_hanayo.tensor_parallel.weights import ShardedWeight
+
+Keep = Literal["gathered", "shards"]
+"""what a product saves for its backward"""
+
+
+@dataclass(frozen=True)
+class BoundCollective:
+    """A collective of an input's or output's dimension `dim`, whose true length is `size` if its parts are padded."""
+
+    axis: MeshAxis
+    dim: int
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class ProductArgs:
+    """What one product needs besides its input.
+
+    Args:
+        weight: W, of one layer or of several.
+        all_gather: of the input; None: it is gathered already.
+        reduce_scatter: of the outputs; None: they are no partial sums.
+        keep: what is saved for the backward.
+        num_pieces: in how many pieces the product runs; in fewer if there are fewer rows.
+        has_empty_pieces: whether it runs in so many pieces even then, as all ranks of the mesh must.
+    """
+
+    weight: ShardedWeight
+    all_gather: BoundCollective | None
+    reduce_scatter: BoundCollective | None
+    keep: Keep = "gathered"
+    num_pieces: int = 1
+    has_empty_pieces: bool = False
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """Cut `x` along a dimension before the last one that no collective touches; whole if there is none."""
+        if self.num_pieces == 1:
+            return (x,)
+        touched = self._touched_dims(x)
+        free = [dim for dim in range(x.dim() - 1) if dim not in touched]
+        if not free:
+            return (x,)
+        count = self.num_pieces if self.has_empty_pieces else max(1, min(self.num_pieces, x.shape[free[0]]))
+        return x.tensor_split(count, free[0])
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Join what `split` has cut: the pieces of an input, an output or a gradient."""
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(list(pieces), min(set(range(pieces[0].dim() - 1)) - self._touched_dims(pieces[0])))
+
+    def join_each(self, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The pieces of several tensors, joined."""
+        return list(pieces[0]) if len(pieces) == 1 else [self.join(one) for one in zip(*pieces, strict=True)]
+
+    def _touched_dims(self, x: Tensor) -> set[int]:
+        return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter) if one is not None}
+
+
+def gather(collective: BoundCollective | None, x: Tensor) -> Pending[Tensor]:
+    """Start to gather the parts of `x`, if there is a collective for it."""
+    if collective is None:
+        return Pending.done(x)
+    return start_all_gather(x, collective.axis, collective.dim, collective.size)
+
+
+def gather_each(
+    collective: BoundCollective | None, tensors: Sequence[Tensor], sizes: Sequence[int | None]
+) -> Pending[list[Tensor]]:
+    """Start to gather the parts of several tensors, to these sizes."""
+    if collective is None:
+        return Pending.done(list(tensors))
+    return start_all_gather_each(tensors, collective.axis, collective.dim, sizes)
+
+
+def scatter_each(collective: BoundCollective | None, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    """Start to sum several tensors; each rank gets its part."""
+    if collective is None:
+        return Pending.done(list(tensors))
+    return start_reduce_scatter_each(tensors, collective.axis, collective.dim)
 
 
 def product(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> Tensor:
@@ -288,3 +389,65 @@ def _compute(gradients: Sequence[Sequence[Tensor]], x: SavedInput) -> list[Tenso
         dws = [weight_gradient(dy, part) for dy in of_matrices]
         total = [old.add_(dw) for old, dw in zip(total, dws, strict=True)] if total else dws
     return total
+
+
+@dataclass(frozen=True)
+class AxisCollective:
+    """A collective over the ranks of `axis`, which hold, or get, parts of dimension `dim`.
+
+    The parts of a sequence may be padded. The all-gather of such parts drops the padding.
+    """
+
+    axis: str
+    dim: int
+    is_sequence: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelStyle:
+    """The two collectives of a linear layer.
+
+    Args:
+        all_gather: of the input's parts.
+        reduce_scatter: of the output's partial sums.
+    """
+
+    all_gather: AxisCollective
+    reduce_scatter: AxisCollective
+
+    def row_parallel(self) -> "ParallelStyle":
+        """Returns the style of the row-parallel layer that leads back to where this column-parallel one began."""
+        return ParallelStyle(self.reduce_scatter, self.all_gather)
+
+    @property
+    def out_axes(self) -> str:
+        """The axes that the weight's out-features are sharded over, in order."""
+        return self.all_gather.axis + "x"
+
+    @property
+    def in_axes(self) -> str:
+        """The axis that the weight's in-features are sharded over."""
+        return self.reduce_scatter.axis
+
+    @property
+    def between_axes(self) -> str:
+        """The axes that the output's features are sharded over: a bias's, and the heads of q, k and v."""
+        return self.all_gather.axis + (self.reduce_scatter.axis if self.reduce_scatter.dim == -1 else "")
+
+    @property
+    def replicated_axes(self) -> str:
+        """The other axes, over which a bias's gradient is a partial sum."""
+        return "".join(axis for axis in "xyz" if axis not in self.between_axes)
+
+
+SEQUENCE = ParallelStyle(AxisCollective("y", 1, is_sequence=True), AxisCollective("z", -1))
+"""column-parallel; the residual stream is sharded over batch, sequence and features"""
+
+SEQUENCE_FIRST = ParallelStyle(AxisCollective("y", 0, is_sequence=True), AxisCollective("z", -1))
+"""the same for [seq, batch, features]"""
+
+BATCH = ParallelStyle(AxisCollective("y", 0), AxisCollective("z", 0))
+"""column-parallel; the residual stream is sharded over batch (twice) and features, as in the paper"""
+
+EXCHANGED_TOKENS = ParallelStyle(AxisCollective("y", 1), AxisCollective("z", 0))
+"""in a generic block: tokens [z, m, K/z] of all ranks, on their way to [y, m, N/y]"""

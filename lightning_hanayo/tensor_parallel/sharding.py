@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor_parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)

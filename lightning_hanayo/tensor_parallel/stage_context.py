@@ -6,13 +6,17 @@ from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.overlap.turns import DeviceTurns
-from lightning_hanayo.tensor3d.batch_weights import BatchWeights
-from lightning_hanayo.tensor3d.call_order import CallOrder
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.pair_weights import PairWeights
-from lightning_hanayo.tensor3d.parallel_style import AxisCollective
-from lightning_hanayo.tensor3d.product_args import BoundCollective, Keep
-from lightning_hanayo.tensor3d.sharded_weight import PendingGradients, PrefetchOrder, ShardedWeight, StoredWeight
+from lightning_hanayo.tensor_parallel.collectives import CallOrder
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import AxisCollective, BoundCollective, Keep
+from lightning_hanayo.tensor_parallel.weights import (
+    BatchWeights,
+    PairWeights,
+    PendingGradients,
+    PrefetchOrder,
+    ShardedWeight,
+    StoredWeight,
+)
 from lightning_hanayo.weight_gradients import WeightGradients
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.runtime.autograd.graph_boundary import run_backward
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.comm.message import MessageKey
-from lightning_hanayo.runtime.comm.transport import Transport, Work
-from lightning_hanayo.runtime.program import Communicate, Compute, Program
+from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import run_backward
+from lightning_hanayo.pipeline_parallel.engine import Communicate, Compute, Program
+from lightning_hanayo.pipeline_parallel.message import MessageKey
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.transport import Transport, Work
 from lightning_hanayo.schedule import Action, Kind
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import EmulatedStage, inputs, loss_of

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_hanayo.runtime.comm.message import MessageKey
-from lightning_hanayo.runtime.comm.transport import Transport, Work
-from lightning_hanayo.runtime.program import Communicate, Compute, Program
+from lightning_hanayo.pipeline_parallel.engine import Communicate, Compute, Program
+from lightning_hanayo.pipeline_parallel.message import MessageKey
+from lightning_hanayo.pipeline_parallel.transport import Transport, Work
 from lightning_hanayo.schedule import Kind
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import sleep_until

@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from lightning_hanayo.monitor.parent import end_with_parent
+from lightning_hanayo.monitor.processes import end_with_parent
 from recipes.benchmarks.machine import ProcessOptions
 
 GROUP_TIMEOUT_S = 1800.0  # the caller has a shorter limit and kills ranks that hang

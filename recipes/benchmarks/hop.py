@@ -10,8 +10,8 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.runtime.comm.message import Message, MessageKey
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from recipes.benchmarks.machine import sleep_until
 from recipes.benchmarks.ours import world_transport
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from recipes.benchmarks.result import Summary
 
 NUM_RANKS = 8

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_hanayo import chunked_cross_entropy
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes
-from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
+from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from recipes.h100.counting_group import Tally, counting_mesh
 from recipes.h100.models import Llama
 

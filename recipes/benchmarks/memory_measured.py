@@ -87,7 +87,7 @@ def _fit_ours(rank: int, num_ranks: int, *, sizes: Sizes, layout: Mapping[str, A
 def _fit_peer(_: int, num_ranks: int, *, sizes: Sizes, system: str) -> int:
     import torch
 
-    from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes
+    from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
     from recipes.benchmarks.memory_models import make_model
 
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.cut import Load, cut
 from lightning_hanayo.planner.layout import choose
 from lightning_hanayo.schedule import CostModel, MemoryModel, simulate
-from lightning_hanayo.strategy.memory.report import send_buffers
+from lightning_hanayo.strategy.memory import send_buffers
 from recipes.benchmarks import memory_counts
 from recipes.h100.models import Llama
 

@@ -8,15 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.runtime.comm.transport import Transport
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transport
 from lightning_hanayo.schedule import Schedule
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import EmulatedLoss, EmulatedStage, inputs

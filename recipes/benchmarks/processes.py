@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.monitor.parent import end_with_parent
+from lightning_hanayo.monitor.processes import end_with_parent
 from recipes.benchmarks.machine import ProcessOptions
 
 Work = Callable[[int, Any], Any]

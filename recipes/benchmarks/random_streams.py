@@ -47,7 +47,7 @@ def _measure(options: argparse.Namespace) -> Findings:
 def _cases(device: Any) -> dict[str, Callable[[], object]]:
     import torch
 
-    from lightning_hanayo.runtime.random_streams import RandomStreams
+    from lightning_hanayo.pipeline_parallel.rng import RandomStreams
     from lightning_hanayo.schedule import Kind
     from recipes.gpt.module import Block
 

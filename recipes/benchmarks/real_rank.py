@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.autograd import linear_patch
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.message import gradient_message
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.base import Stage
+from lightning_hanayo.pipeline_parallel import split_backward
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.message import gradient_message
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import Stage
 from lightning_hanayo.schedule import Schedule, build
 from recipes.benchmarks.ours import build_stage, world_transport
 from recipes.benchmarks.self_contained import SelfContainedFirstStage
@@ -132,7 +131,7 @@ def _ours(case: RealCase, name: str) -> _Runner:
         is_last = number == schedule.num_stages - 1
         everything.extend(blocks)
         queue = WeightGradientQueue()
-        linear_patch.patch_linear_layers(blocks, queue)
+        split_backward.patch_linear_layers(blocks, queue)
         whole = [*blocks[:-1], _WithLoss(blocks[-1])] if is_last else blocks
         runs[number] = build_stage(whole, number, schedule, queue, num_blocks=case.blocks * RANKS)
     batch = Batch(inputs=_batch(case), loss_weights=[1 / case.num_microbatches] * case.num_microbatches)
@@ -179,7 +178,7 @@ def _profile(case: RealCase, record: RealRecord) -> None:
     """Time this rank's blocks one by one: forward, backward, and split backward; all ranks at the same time."""
     queue = WeightGradientQueue()
     blocks = [_block(case, place) for place in range(case.blocks)]
-    linear_patch.patch_linear_layers(blocks, queue)
+    split_backward.patch_linear_layers(blocks, queue)
     stages = [SelfContainedFirstStage(blocks=[block], queue=queue, num_blocks=1) for block in blocks]
     x = _batch(case)[0].requires_grad_()
     taken: dict[str, list[float]] = {what: [] for what in ("forward", "backward", "backward_input", "backward_weight")}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
+from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.ours import OurRunner

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture.proxy import Proxy
-from lightning_hanayo.runtime.capture.stage_input import StageInput
-from lightning_hanayo.runtime.comm.message import Message, gradient_message
-from lightning_hanayo.runtime.comm.pytree import Flattener
-from lightning_hanayo.runtime.stages.base import MiddleStage
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.proxy import Proxy
+from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
+from lightning_hanayo.pipeline_parallel.message import Message, gradient_message
+from lightning_hanayo.pipeline_parallel.pytree import Flattener
+from lightning_hanayo.pipeline_parallel.stages import MiddleStage
 
 _CALL = Flattener().flatten(((Proxy(),), {}))
 """a block's call: the only argument is the output of the block before it"""

@@ -87,8 +87,8 @@ def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["C
 
 def _best(hosts: int, tokens: int, hidden: int) -> list[str]:
     """The mesh that moves the least, and the one that moves weights only, which the most compute can hide."""
+    from lightning_hanayo.planner.candidates import ranked_meshes
     from lightning_hanayo.planner.communication_volume import TransformerLayer
-    from lightning_hanayo.planner.meshes import ranked_meshes
 
     first = ranked_meshes(hosts, TransformerLayer(tokens, hidden, heads=hidden))[0]
     return list(dict.fromkeys([three_d(first), three_d((hosts, 1, 1))]))

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.planner.meshes import ranked_meshes
+from lightning_hanayo.planner.candidates import ranked_meshes
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.schemes.log import Replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d

@@ -1,6 +1,6 @@
 """A small BERT on real text. Its blocks are registered here, so that `cube=...` parallelizes them whole."""
 
-from lightning_hanayo.tensor3d import BlockSpec, ProjectionGroup, register_block
+from lightning_hanayo.tensor_parallel import BlockSpec, ProjectionGroup, register_block
 
 _ATTENTION = ProjectionGroup(
     "attention", ("query", "key", "value"), input="x", head_size="head_size", dropout="dropout"

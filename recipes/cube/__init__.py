@@ -2,7 +2,7 @@
 
 volumes     what a rank receives for a Transformer layer, on every mesh and in 1-D, 2-D and 2.5-D
 memory      what it stores
-model       a language model of the layers that `lightning_hanayo.tensor3d` exports, trained without Lightning
+model       a language model of the layers that `lightning_hanayo.tensor_parallel` exports, trained without Lightning
 
 `python -m recipes.cube` makes figures and tables in seconds, without torch.
 """

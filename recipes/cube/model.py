@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d import (
+from lightning_hanayo.tensor_parallel import (
     Embedding3D,
     FeedForward3D,
     Head3D,

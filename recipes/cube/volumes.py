@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.divisibility import MeshSizes
+from lightning_hanayo.planner.candidates import best_mesh, ranked_meshes
 from lightning_hanayo.planner.communication_volume import TransformerLayer
-from lightning_hanayo.planner.meshes import best_mesh, ranked_meshes
 from recipes.cube.schemes import OneD, TwoAndAHalfD, two_d
 from recipes.paper import figure
 from recipes.paper.table import markdown

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_hanayo.tensor3d import BlockSpec, ProjectionGroup, register_block
+from lightning_hanayo.tensor_parallel import BlockSpec, ProjectionGroup, register_block
 
 
 def _head_size(attention: Any) -> int:

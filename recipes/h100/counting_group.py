@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis
+from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
 
 
 class Tally:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from recipes.h100.counting_group import Tally, counting_mesh
 from recipes.h100.models import Llama
 

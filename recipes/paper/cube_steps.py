@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt, sqrt
 
+from lightning_hanayo.planner.candidates import ranked_meshes
 from lightning_hanayo.planner.communication_volume import TransformerLayer
-from lightning_hanayo.planner.meshes import ranked_meshes
 from recipes.benchmarks.schemes.log import Event, Replay, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
 

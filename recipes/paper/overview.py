@@ -8,7 +8,7 @@ hanayo-zb, 2 waves | ...                       |
 from pathlib import Path
 
 from lightning_hanayo.plotting.palette import DARK, KIND_COLOURS, KIND_NAMES
-from lightning_hanayo.plotting.timeline_axes import draw_actions
+from lightning_hanayo.plotting.timeline import draw_actions
 from lightning_hanayo.schedule import Timeline, build, simulate
 from recipes.paper.figure import SOFT, save
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_hanayo.checkpoint.convert.compare import compare
+from lightning_hanayo.dist_checkpointing.compare import compare
 from recipes.resume_drill.train import BATCHES, CHECKPOINTS, DATA
 
 _COMPARED = ("state_dict/", "optimizer_states/", "lr_schedulers/", "global_step", "epoch")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo.plotting.layouts import Dot
-from lightning_hanayo.plotting.pages.layouts import save_layouts_page
+from lightning_hanayo.plotting.pages import save_layouts_page
 from tests.browser.chromium import Page
 
 DOTS = [Dot(1.0 + 0.1 * number, 40e9 - 3e9 * number, number % 2 == 0, f"layout {number}") for number in range(10)]

@@ -13,11 +13,11 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_hanayo.runtime.comm.message import gradient_message
+from lightning_hanayo.pipeline_parallel.message import gradient_message
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session
-from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
+from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
 from tests.checking.verdicts import verdict_of
 from tests.habits.losses import WeighsClasses
 from tests.harness import models
@@ -201,7 +201,7 @@ def lost_gradients() -> Iterator[None]:
     def zeros(gradients: list[Tensor | None]) -> Any:
         return gradient_message([None if one is None else torch.zeros_like(one) for one in gradients])
 
-    with patch("lightning_hanayo.runtime.stages.first_last.gradient_message", zeros):
+    with patch("lightning_hanayo.pipeline_parallel.stages.gradient_message", zeros):
         yield
 
 

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_hanayo.checking.inputs import cast, select_callbacks, take_batches, topology_of
-from lightning_hanayo.checking.trainings.rank import make_loader as make_check_loader
+from lightning_hanayo.checking.case import cast, select_callbacks, take_batches, topology_of
+from lightning_hanayo.checking.trainings.layout import make_loader as make_check_loader
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.topology import Topology

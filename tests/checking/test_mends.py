@@ -12,8 +12,8 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_hanayo.runtime.batches.plan import BatchRule
-from lightning_hanayo.runtime.capture.carried import NO_CARRIERS
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS
 from tests.checking.verdicts import Break, verdict_of
 from tests.habits.step_state import Annealed
 from tests.harness import models
@@ -80,13 +80,13 @@ class SequenceFirst(models.MLP):
 
 @contextmanager
 def without_carriers() -> Iterator[None]:
-    with patch("lightning_hanayo.strategy.setup.build_stages._carriers", lambda *_: NO_CARRIERS):
+    with patch("lightning_hanayo.strategy.setup.build_pipeline._carriers", lambda *_: NO_CARRIERS):
         yield
 
 
 @contextmanager
 def without_whole_norms() -> Iterator[None]:
-    with patch("lightning_hanayo.strategy.whole_model.norm_functions._run_of", lambda *_: None):
+    with patch("lightning_hanayo.strategy.norms._run_of", lambda *_: None):
         yield
 
 

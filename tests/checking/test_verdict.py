@@ -10,11 +10,12 @@ import torch
 from rich.console import Console
 
 from lightning_hanayo.checking.case import RankFailure, RankResult, Stage
-from lightning_hanayo.checking.causes import Place
 from lightning_hanayo.checking.comparison import EXACT, Comparison, Key, Values, compare
-from lightning_hanayo.checking.report import as_json, print_verdict
 from lightning_hanayo.checking.verdict import (
+    Place,
     Verdict,
+    as_json,
+    print_verdict,
     verdict_of_failure,
     verdict_of_layout,
     verdict_of_microbatches,

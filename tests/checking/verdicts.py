@@ -10,9 +10,8 @@ from lightning import LightningModule
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.checking import Verdict
-from lightning_hanayo.checking.case import Case, RankFailure, Results, TrainerOptions
+from lightning_hanayo.checking.case import Case, RankFailure, Results, TrainerOptions, cast
 from lightning_hanayo.checking.examine import examine
-from lightning_hanayo.checking.inputs import cast
 from tests.harness.models import build
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.training import Layout

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from lightning_hanayo.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, Manifest
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, WholeTensor
-from lightning_hanayo.checkpoint.format.tensor_file import dtype_name, write_tensors
+from lightning_hanayo.dist_checkpointing.format import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    Manifest,
+    StoredFile,
+    StoredPart,
+    WholeTensor,
+)
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name, write_tensors
 
 Cut = Mapping[str, Sequence[Region]]
 """the regions of a tensor by its name; the i-th one is written by rank i"""

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from lightning_hanayo import cli
-from lightning_hanayo.checkpoint.format.plain_values import encode
-from lightning_hanayo.checkpoint.save.problems import size_text
-from lightning_hanayo.cli.ckpt import SUBCOMMANDS
-from lightning_hanayo.cli.ckpt.export import size
-from lightning_hanayo.cli.tables import print_table
+from lightning_hanayo.cli.ckpt import SUBCOMMANDS, size
+from lightning_hanayo.cli.common import print_table
+from lightning_hanayo.dist_checkpointing.state import encode
+from lightning_hanayo.dist_checkpointing.target import size_text
 from tests.checkpoint.folders import SAVE_ID, write_folder
 from tests.harness import limits
 

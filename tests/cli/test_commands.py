@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo import cli
-from lightning_hanayo.cli import error_messages
+from lightning_hanayo.cli import common
 from lightning_hanayo.errors import HanayoError
 from tests.harness import limits
 
@@ -48,7 +48,7 @@ def test_python_m_runs_the_command_line() -> None:
     ],
 )
 def test_global_rank_0_is_found_by_the_launchers_variables(environment: dict[str, str], expected: bool) -> None:
-    assert error_messages.is_rank_zero(environment) is expected
+    assert common.is_rank_zero(environment) is expected
 
 
 @pytest.fixture

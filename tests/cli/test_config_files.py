@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.cli.config_files import check_complete, check_config_files
+from lightning_hanayo.cli.trainer_start import check_complete, check_config_files
 from lightning_hanayo.errors import HanayoError
 
 BAD = {

@@ -12,13 +12,9 @@ import pytest
 
 from lightning_hanayo import cli
 from lightning_hanayo.cli import doctor
-from lightning_hanayo.cli.doctor import devices, disk, environment, host, link_report, links, measure, sockets, versions
-from lightning_hanayo.cli.doctor.devices import Gpu, Seen
-from lightning_hanayo.cli.doctor.finding import GIB, Finding, exit_code
-from lightning_hanayo.cli.doctor.host import Limits
-from lightning_hanayo.cli.doctor.link_report import Link, Measured
-from lightning_hanayo.cli.doctor.link_worker import pairs_of
-from lightning_hanayo.cli.doctor.sockets import Network
+from lightning_hanayo.cli.doctor import host, link_worker, links, measure
+from lightning_hanayo.cli.doctor.host import GIB, Finding, Gpu, Limits, Network, Seen, exit_code
+from lightning_hanayo.cli.doctor.link_worker import Link, Measured, pairs_of
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.machine import Machine
 
@@ -51,33 +47,33 @@ def test_only_a_problem_is_a_failure() -> None:
     ],
 )
 def test_versions_that_are_not_supported_are_problems(name: str, version: str | None, said: str) -> None:
-    found = list(versions.examine({**FINE, name: version}.get))
+    found = list(host.examine_versions({**FINE, name: version}.get))
     assert levels(found) == {name: "problem"}
     assert any(said in one.value for one in found)
 
 
 def test_supported_versions_are_well() -> None:
-    assert not levels(versions.examine(FINE.get, "3.10.0"))
-    assert not levels(versions.examine({"torch": "2.10.0rc1", "lightning": "2.7"}.get))
-    assert levels(versions.examine(FINE.get, "3.9.18")) == {"python": "problem"}
+    assert not levels(host.examine_versions(FINE.get, "3.10.0"))
+    assert not levels(host.examine_versions({"torch": "2.10.0rc1", "lightning": "2.7"}.get))
+    assert levels(host.examine_versions(FINE.get, "3.9.18")) == {"python": "problem"}
 
 
 def test_gpus_that_torch_cannot_use_are_problems() -> None:
     driver = ["550.54, Enabled"] * 2
-    assert not levels(devices.examine(Seen(())))
-    assert levels(devices.examine(Seen((), driver=driver))) == {"GPUs": "problem"}
-    assert levels(devices.examine(Seen((), cuda="12.8", driver=driver))) == {"GPUs": "problem"}
+    assert not levels(host.examine_devices(Seen(())))
+    assert levels(host.examine_devices(Seen((), driver=driver))) == {"GPUs": "problem"}
+    assert levels(host.examine_devices(Seen((), cuda="12.8", driver=driver))) == {"GPUs": "problem"}
     old = Seen([replace(GPU, has_kernels=False)], "12.8", "2.27", driver)
-    assert levels(devices.examine(old)) == {"GPU 0": "problem"}
+    assert levels(host.examine_devices(old)) == {"GPU 0": "problem"}
 
 
 def test_what_slows_gpus_down_is_noted() -> None:
     pair = Seen([replace(GPU, reached=(1,)), replace(GPU, reached=(0,))], "12.8", "2.27", ["550.54, Enabled"])
-    assert not levels(devices.examine(pair))
-    assert levels(devices.examine(replace(pair, nccl=""))) == {"CUDA of torch, NCCL": "problem"}
-    assert levels(devices.examine(replace(pair, driver=["550.54, Disabled"]))) == {"driver, persistence": "note"}
+    assert not levels(host.examine_devices(pair))
+    assert levels(host.examine_devices(replace(pair, nccl=""))) == {"CUDA of torch, NCCL": "problem"}
+    assert levels(host.examine_devices(replace(pair, driver=["550.54, Disabled"]))) == {"driver, persistence": "note"}
     apart = replace(pair, gpus=[replace(GPU, reached=()), replace(GPU, num_bytes=GIB, reached=(0,))])
-    assert levels(devices.examine(apart)) == {"kinds": "note", "direct access": "note"}
+    assert levels(host.examine_devices(apart)) == {"kinds": "note", "direct access": "note"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +92,7 @@ def test_what_slows_gpus_down_is_noted() -> None:
     ],
 )
 def test_limits_of_the_host(changes: dict[str, Any], expected: dict[str, str]) -> None:
-    assert levels(host.examine(replace(LIMITS, **changes))) == expected
+    assert levels(host.examine_host(replace(LIMITS, **changes))) == expected
 
 
 def test_the_limits_of_a_container_are_read(tmp_path: Path) -> None:
@@ -106,14 +102,14 @@ def test_the_limits_of_a_container_are_read(tmp_path: Path) -> None:
         (group / name).write_text(f"{text}\n")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2048 kB\n")
-    found = host.look(tmp_path)
+    found = host.look_at_host(tmp_path)
     assert (found.quota, found.group_memory, found.memory) == (1.5, 7 * GIB, 2 * 2**20)
     (group / "cpu.max").write_text("max 100000\n")
-    assert host.look(tmp_path).quota is None
+    assert host.look_at_host(tmp_path).quota is None
 
 
 def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
-    found = list(disk.examine(str(tmp_path / "runs" / "of" / "mine")))
+    found = list(host.examine_disk(str(tmp_path / "runs" / "of" / "mine")))
     assert not any(one.level == "problem" for one in found)
     assert found[0].value.startswith(f"{tmp_path}: ")
     assert list(tmp_path.iterdir()) == []
@@ -123,8 +119,8 @@ def test_a_folder_that_takes_no_files_is_a_problem(tmp_path: Path, monkeypatch: 
     def refuse(self: object, name: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(disk.LocalStorage, "create", refuse)
-    found = list(disk.examine_folder("TMPDIR", str(tmp_path)))
+    monkeypatch.setattr(host.LocalStorage, "create", refuse)
+    found = list(host.examine_folder("TMPDIR", str(tmp_path)))
     assert levels(found) == {"writing to TMPDIR": "problem"}
     assert "Permission denied" in found[-1].value
 
@@ -146,16 +142,16 @@ def test_a_folder_that_takes_no_files_is_a_problem(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_the_network(changes: dict[str, Any], variables: dict[str, str], expected: dict[str, str]) -> None:
-    assert levels(sockets.examine(replace(NETWORK, **changes), variables)) == expected
+    assert levels(host.examine_network(replace(NETWORK, **changes), variables)) == expected
 
 
 def test_a_port_that_is_taken_is_a_problem() -> None:
     with socket.create_server(("", 0)) as server:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        assert levels(sockets.examine(NETWORK, variables)) == {"MASTER_PORT": "problem"}
-        assert not levels(sockets.examine(NETWORK, variables | {"RANK": "1"}))
-    assert not levels(sockets.examine(NETWORK, variables))
-    assert levels(sockets.examine(NETWORK, variables | {"RANK": "1"})) == {"MASTER_ADDR": "note"}
+        assert levels(host.examine_network(NETWORK, variables)) == {"MASTER_PORT": "problem"}
+        assert not levels(host.examine_network(NETWORK, variables | {"RANK": "1"}))
+    assert not levels(host.examine_network(NETWORK, variables))
+    assert levels(host.examine_network(NETWORK, variables | {"RANK": "1"})) == {"MASTER_ADDR": "note"}
 
 
 @pytest.mark.parametrize(
@@ -175,27 +171,27 @@ def test_a_port_that_is_taken_is_a_problem() -> None:
     ],
 )
 def test_variables(variables: dict[str, str], expected: dict[str, str]) -> None:
-    assert levels(environment.examine({"OMP_NUM_THREADS": "1", **variables})) == expected
-    assert "OMP_NUM_THREADS" in levels(environment.examine(variables))
+    assert levels(host.examine_environment({"OMP_NUM_THREADS": "1", **variables})) == expected
+    assert "OMP_NUM_THREADS" in levels(host.examine_environment(variables))
 
 
 def test_the_worst_pair_is_named() -> None:
     all_links = [Link(a, b, 2e-5, 8.0 * GIB) for a, b in pairs_of(4)]
     fine = Measured("cpu", ["node1"] * 4, all_links, GIB)
-    assert not levels(link_report.examine(fine))
+    assert not levels(link_worker.examine(fine))
     slow = replace(fine, links=[replace(one, bandwidth=GIB) if one.second >= 2 else one for one in all_links])
-    (bandwidth,) = [one for one in link_report.examine(slow) if one.name.startswith("bandwidth")]
+    (bandwidth,) = [one for one in link_worker.examine(slow) if one.name.startswith("bandwidth")]
     assert bandwidth.level == "ok"  # most of the pairs: that is how this host is
     one_slow = replace(fine, links=[replace(one, bandwidth=GIB) if one.first == 2 else one for one in all_links])
-    (bandwidth,) = [one for one in link_report.examine(one_slow) if one.name.startswith("bandwidth")]
+    (bandwidth,) = [one for one in link_worker.examine(one_slow) if one.name.startswith("bandwidth")]
     assert bandwidth.level == "note" and "least: 2-3" in bandwidth.value
 
 
 def test_links_between_nodes_are_summed_up_apart() -> None:
     measured = Measured("cpu", ["node1", "node1", "node2"], [Link(a, b, 1e-5, GIB) for a, b in pairs_of(3)], GIB)
-    names = [one.name for one in link_report.examine(measured)]
+    names = [one.name for one in link_worker.examine(measured)]
     assert names[:4:2] == ["latency, 1 pairs in a node (cpu)", "latency, 2 pairs between nodes (cpu)"]
-    assert link_report.matrix(measured)[2] == ["2", "1024 MiB/s", "1024 MiB/s", ""]
+    assert link_worker.matrix(measured)[2] == ["2", "1024 MiB/s", "1024 MiB/s", ""]
 
 
 def test_two_processes_measure_their_link_and_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

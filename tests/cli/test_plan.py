@@ -12,8 +12,8 @@ import yaml
 from lightning_hanayo import cli
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import Choices
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import machine
-from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel
 from tests.harness.launch import launch
 
@@ -169,7 +169,7 @@ def test_samples_per_step_are_those_of_the_configuration(
     ids=str,
 )
 def test_choices_in_cubes(argv: list[str], choices: Choices) -> None:
-    with patch("lightning_hanayo.cli.plan.command.make_plan", side_effect=HanayoError) as make_plan:
+    with patch("lightning_hanayo.cli.plan_cli.make_plan", side_effect=HanayoError) as make_plan:
         run("--devices=4", "--device=cpu", "--model.encoder=true", *argv)
     assert make_plan.call_args.kwargs["choices"] == choices
 

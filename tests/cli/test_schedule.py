@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_hanayo import cli
-from lightning_hanayo.cli.schedule import SUBCOMMANDS, options, terminal
-from lightning_hanayo.planner.profile import Profile
+from lightning_hanayo.cli import schedule
+from lightning_hanayo.cli.schedule import SUBCOMMANDS
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.schedule import Schedule, build, schedule_names, simulate
 from tests.harness import limits
 
@@ -139,7 +140,7 @@ def test_a_trace_converts_the_unit_of_time(unit: str, factor: float) -> None:
 
 
 def test_a_profile_gives_costs_and_sizes(capsys: Captured) -> None:
-    measured = options.CostModel((0.001,) * 8, (0.002,) * 8, (0.001,) * 8, message=0.0005)
+    measured = schedule.CostModel((0.001,) * 8, (0.002,) * 8, (0.001,) * 8, message=0.0005)
     Profile("hanayo", 2, 2, 6, (1,) * 8, measured).save("profile.json")
     shown = printed("show hanayo --costs profile.json --json", capsys)
     wave = build("hanayo", num_ranks=2, num_microbatches=6, num_waves=2, costs=measured)
@@ -154,7 +155,7 @@ def test_a_profile_gives_costs_and_sizes(capsys: Captured) -> None:
 def test_show_as_json(capsys: Captured) -> None:
     shown = printed("show hanayo -P 2 -B 3 -W 2 --message 0.1 --steps 2 --json", capsys)
     timeline = simulate(
-        build("hanayo", num_ranks=2, num_microbatches=3, num_waves=2), options.CostModel(message=0.1), 2
+        build("hanayo", num_ranks=2, num_microbatches=3, num_waves=2), schedule.CostModel(message=0.1), 2
     )
     assert shown["makespan"] == timeline.makespan
     assert shown["bubble_ratio"] == timeline.bubble_ratio
@@ -246,7 +247,7 @@ def test_a_file_that_cannot_be_written_is_one_message(line: str, capsys: Capture
 
 
 def test_a_long_drawing_is_cut_with_a_note(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "MAX_LINES", 6)
+    monkeypatch.setattr(schedule, "MAX_LINES", 6)
     assert run("show 1f1b -P 4 -B 8 --columns 20") == 0
     *drawing, note = capsys.readouterr().out.splitlines()[3:]
     assert [line.split()[:2] for line in drawing] == [["rank", str(rank)] for rank in range(4)] + [[], ["rank", "0"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo import HanayoStrategy, cli
-from lightning_hanayo.cli.trainer_help import COMMANDS, GROUPS, strategy_options, usage
+from lightning_hanayo.cli.trainer_start import COMMANDS, GROUPS, strategy_options, usage
 from tests.harness import limits
 
 LARGE = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.cli.wandb_mode import default_to_offline
+from lightning_hanayo.cli.trainer import default_to_offline
 
 
 @pytest.mark.parametrize(

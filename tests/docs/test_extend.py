@@ -14,8 +14,8 @@ PAGE = ROOT / "docs" / "extend.md"
 
 def run_registered(snippet: str) -> dict[str, Any]:
     """Run the page's block on this rank of a mesh, and whole."""
-    from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-    from lightning_hanayo.tensor3d.stage_context import StageContext
+    from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+    from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
     names: dict[str, Any] = {"__name__": "readers_module"}
     exec(snippet, names)

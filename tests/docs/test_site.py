@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import lightning_hanayo
-from lightning_hanayo import tensor3d
-from lightning_hanayo.tensor3d.convert.specs import blocks
+from lightning_hanayo import tensor_parallel
+from lightning_hanayo.tensor_parallel.convert import specs
 from tests.test_words import ROOT
 
 DOCS = ROOT / "docs"
@@ -63,13 +63,15 @@ def test_the_api_has_the_public_names() -> None:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
     wanted = {f"lightning_hanayo.{name}" for name in lightning_hanayo.__all__ if name != "__version__"}
-    wanted |= {f"lightning_hanayo.tensor3d.{name}" for name in tensor3d.__all__ if name.lower().endswith("3d")}
+    wanted |= {
+        f"lightning_hanayo.tensor_parallel.{name}" for name in tensor_parallel.__all__ if name.lower().endswith("3d")
+    }
     assert wanted - documented == set()
 
 
 def test_the_table_of_models_names_every_registered_block() -> None:
     page = (DOCS / "supported" / "README.md").read_text(encoding="utf-8").lower().replace("-", "")
-    for name in blocks._BLOCKS:
+    for name in specs._BLOCKS:
         if name.startswith("tests."):  # one that a test before has registered
             continue
         family = name.split(".")[2] if name.startswith("transformers.") else name.rpartition(".")[2].lower()

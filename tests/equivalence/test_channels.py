@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.schedule import build
 from tests.harness import models
 from tests.harness.fake_groups import channels_over_gloo

@@ -17,8 +17,8 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hanayo.partition import after_run
-from lightning_hanayo.tensor3d.mesh import MeshAxis
+from lightning_hanayo.partition import guards
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
@@ -273,7 +273,7 @@ def held(layout: Layout) -> dict[str, Any]:
     trainer = make_trainer(layout, loss_weight="tokens", max_epochs=1)
     trainer.fit(module, DataLoader(Stream(), batch_size=None))
     state = trainer.optimizers[0].state
-    with after_run.released(module):
+    with guards.released(module):
         return {
             "batches": trainer.global_step,
             "parameters": {name: p.numel() for name, p in module.named_parameters() if not p.is_meta},

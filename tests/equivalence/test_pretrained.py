@@ -14,10 +14,10 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_hanayo.checkpoint.convert import import_checkpoint
-from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.dist_checkpointing.convert import import_checkpoint
+from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
 from lightning_hanayo.errors import CheckpointError, PeerFailed
-from lightning_hanayo.strategy.setup import pretrained
+from lightning_hanayo.strategy.setup import values
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool
@@ -133,18 +133,18 @@ def fit(module: LightningModule, layout: Layout, **options: Any) -> Outcome:
 def tuned(folder: Path, layout: Layout) -> tuple[Outcome, int]:
     """This rank's outcome, and how many bytes of tensors it has read."""
     read: list[int] = []
-    load = pretrained.load_pretrained
+    load = values.load_pretrained
 
     def counted(*arguments: Any) -> Any:
         reading = load(*arguments)
         read.append(reading.num_bytes)
         return reading
 
-    pretrained.load_pretrained = counted  # type: ignore[assignment]
+    values.load_pretrained = counted  # type: ignore[assignment]
     try:
         outcome = fit(Tuned(folder, reads=False), layout, init_from=str(folder))
     finally:
-        pretrained.load_pretrained = load
+        values.load_pretrained = load
     return outcome, read[0]
 
 

@@ -18,8 +18,8 @@ from torch.autograd.graph import increment_version
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.tensor3d.sharded_weight import PrefetchOrder, ShardedWeight
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.tensor_parallel.weights import PrefetchOrder, ShardedWeight
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain

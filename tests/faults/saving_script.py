@@ -15,14 +15,14 @@ from unittest.mock import patch
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_hanayo.checkpoint.save.folder.points import Point
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.target import Point
 from tests.harness import models
 from tests.harness.training import Layout, Outcome, OutcomeCallback
 from tests.strategy.checkpoints.saving_runs import Scored, fit, trainer_for
 
 STEPS = 8
-SAVER = "lightning_hanayo.strategy.checkpoints.saving.save.Saver"
+SAVER = "lightning_hanayo.strategy.checkpoints.save.Saver"
 
 
 @dataclass

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_hanayo.monitor.parent import command_ending_with_parent
+from lightning_hanayo.monitor.processes import command_ending_with_parent
 from tests.faults import agents_script
 from tests.harness.launch import MARKER, ROOT, marked
 from tests.harness.limits import wait_until

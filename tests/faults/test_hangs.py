@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.strategy.hangs import watch
+from lightning_hanayo.strategy import hangs
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.training import Layout
 
 WIDTH = 4
-LIMITS = watch.Limits(first=0.3, again=600.0, look=0.05)
+LIMITS = hangs.Limits(first=0.3, again=600.0, look=0.05)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Vectors(Dataset[Tensor]):
 def train(layout: Layout, hang: Hang, folder: Path) -> str:
     """What this rank prints as errors."""
     strategy = HanayoStrategy(layout.pipe, 1, layout.cube, layout.data, 4)
-    with patch.object(watch, "LIMITS", LIMITS), redirect_stderr(io.StringIO()) as printed:
+    with patch.object(hangs, "LIMITS", LIMITS), redirect_stderr(io.StringIO()) as printed:
         trainer = Trainer(
             accelerator="cpu", devices=layout.world_size, strategy=strategy, max_epochs=1, logger=False,
             default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
@@ -157,7 +157,7 @@ class SavesAlone(Model):
 def train_until_killed(layout: Layout, model: type[Model], hang: Hang, folder: Path, timeout: float) -> None:
     """Train with a time-out; the error reaches the script."""
     strategy = HanayoStrategy(layout.pipe, 1, layout.cube, layout.data, 4, timeout=timedelta(seconds=timeout))
-    with patch.object(watch, "LIMITS", LIMITS):
+    with patch.object(hangs, "LIMITS", LIMITS):
         trainer = Trainer(
             accelerator="cpu", devices=layout.world_size, strategy=strategy, max_epochs=1, logger=False,
             default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,

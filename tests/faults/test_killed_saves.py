@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.folder.points import Point
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.target import Point
 from tests.faults import saving_script
 from tests.faults.saving_script import STEPS, Killed
 from tests.harness.pool import Pool, RunFailed

@@ -20,7 +20,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_hanayo.strategy.stopping.end_run import CHECKPOINT_NAME
+from lightning_hanayo.strategy.stopping import CHECKPOINT_NAME
 from tests.equivalence.test_resume import (
     NUM_BATCHES,
     SIZE,

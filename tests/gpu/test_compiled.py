@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import mean_gap, on_devices, train_on

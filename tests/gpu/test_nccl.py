@@ -19,8 +19,7 @@ import torch.distributed as dist
 from lightning import Callback
 from torch import Tensor
 
-from lightning_hanayo.strategy.groups.factory import CHANNEL, CUBE, DATA
-from lightning_hanayo.strategy.groups.nccl import backend_for, group_factory
+from lightning_hanayo.strategy.groups import CHANNEL, CUBE, DATA, backend_for, group_factory
 from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import mean_gap, on_devices, train_on, trainer_on

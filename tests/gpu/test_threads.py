@@ -10,7 +10,7 @@ import torch
 from lightning import Callback
 from torch import Tensor
 
-from lightning_hanayo.runtime.capture.thread_state import ThreadState
+from lightning_hanayo.pipeline_parallel.capture.threads import ThreadState
 from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import on_devices, trainer_on

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_hanayo.checkpoint.format.state_document import STATE, StateDocument
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.state import STATE, StateDocument
 
 
 def read(path: Path | str) -> dict[str, Any]:

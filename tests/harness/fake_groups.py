@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hanayo.strategy.groups.factory import GlooGroups, GroupFactory, GroupSettings, Partition
+from lightning_hanayo.strategy.groups import GlooGroups, GroupFactory, GroupSettings, Partition
 from lightning_hanayo.strategy.lightning import parallel_strategy
 
 

@@ -16,7 +16,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 
-from lightning_hanayo.monitor.parent import end_with_parent
+from lightning_hanayo.monitor.processes import end_with_parent
 from tests.harness.rendezvous import wait_for_listener
 from tests.harness.worker import serve
 

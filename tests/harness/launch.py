@@ -13,7 +13,7 @@ from statistics import median
 
 import psutil
 
-from lightning_hanayo.monitor.parent import command_ending_with_parent
+from lightning_hanayo.monitor.processes import command_ending_with_parent
 from tests.harness.limits import CLOCK, VARIABLE, slowness, wait_until
 
 ROOT = Path(__file__).parents[2]

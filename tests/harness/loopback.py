@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.runtime.comm.transport import Transport, Work
+from lightning_hanayo.pipeline_parallel.transport import Transport, Work
 
 
 class Hub:

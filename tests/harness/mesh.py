@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
-from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis, Pending, Waitable
+from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis, Pending, Waitable
 
 Sizes = tuple[int, int, int]
 

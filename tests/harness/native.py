@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hanayo.strategy.groups.factory import GroupFactory, GroupSettings, Partition
+from lightning_hanayo.strategy.groups import GroupFactory, GroupSettings, Partition
 from lightning_hanayo.strategy.lightning import parallel_strategy
 
 BACKEND = "native"

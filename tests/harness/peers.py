@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from lightning_hanayo.checkpoint.save.peers import Peers, PeersLost
+from lightning_hanayo.dist_checkpointing.part import Peers, PeersLost
 
 _T = TypeVar("_T")
 

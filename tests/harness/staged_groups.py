@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Backend
 
-from lightning_hanayo.strategy.groups.nccl import NativeGroups
+from lightning_hanayo.strategy.groups import NativeGroups
 from lightning_hanayo.strategy.lightning import parallel_strategy
 from tests.harness.lanes import HostProgress, Lane, PinnedProgress, Progress, StreamLane, ThreadLane
 

@@ -12,7 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hanayo.partition import after_run
+from lightning_hanayo.partition import guards
 from lightning_hanayo.topology import Topology
 from tests.harness.models import Batch, build
 from tests.harness.pool import Pool
@@ -111,7 +111,7 @@ class OutcomeCallback(Callback):
 
 def own_weights(module: LightningModule, trainer: Trainer | None = None) -> dict[str, Tensor]:
     """Copies of the parameters that this rank owns, or that its cube owns; also after a run."""
-    with unguarded(trainer), after_run.released(module):
+    with unguarded(trainer), guards.released(module):
         return {name: full_copy(trainer, p.detach(), p) for name, p in module.named_parameters() if not p.is_meta}
 
 

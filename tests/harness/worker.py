@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_hanayo.monitor.parent import end_with_parent
+from lightning_hanayo.monitor.processes import end_with_parent
 from tests.harness.limits import VARIABLE, stretch_grace
 
 DUMP_STACKS = signal.SIGUSR1  # writes the stacks of all threads to the worker's log
@@ -143,7 +143,7 @@ def _reset(rank: int) -> None:
 
 
 def _restore(environment: dict[str, str]) -> None:
-    monitors = sys.modules.get("lightning_hanayo.strategy.groups.world_monitor")
+    monitors = sys.modules.get("lightning_hanayo.strategy.joining")
     if monitors is not None:
         monitors.close_monitor()
     distributed = sys.modules.get("torch.distributed")

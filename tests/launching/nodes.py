@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_hanayo.monitor.parent import command_ending_with_parent
+from lightning_hanayo.monitor.processes import command_ending_with_parent
 from tests.harness.launch import MARKER, ROOT, marked
 from tests.harness.limits import wait_until
 from tests.launching import script

@@ -9,9 +9,8 @@ import socket
 import pytest
 
 from lightning_hanayo.monitor import processes
-from lightning_hanayo.monitor.loop import Loop
-from lightning_hanayo.monitor.member import Member
-from lightning_hanayo.monitor.overlay import Overlay
+from lightning_hanayo.monitor.overlay import Loop, Overlay
+from lightning_hanayo.monitor.processes import Member
 
 
 def test_a_process_that_is_collected_between_two_looks_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:

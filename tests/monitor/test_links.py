@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.monitor.connection import LONGEST_HELLO
-from lightning_hanayo.monitor.member import Member
 from lightning_hanayo.monitor.monitor import Monitor
-from lightning_hanayo.monitor.overlay import MOST_STRANGERS
+from lightning_hanayo.monitor.overlay import LONGEST_HELLO, MOST_STRANGERS
+from lightning_hanayo.monitor.processes import Member
 from tests.harness.limits import Deadline, wait_until
 from tests.harness.monitors import QUICK, Worlds
 
 ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 OTHER_RANK = """
 import dataclasses, json, sys
-from lightning_hanayo.monitor.member import Member
+from lightning_hanayo.monitor.processes import Member
 from lightning_hanayo.monitor.monitor import Monitor
 monitor = Monitor(1, 2, "pipeline 1", "127.0.0.1")
 print(json.dumps(dataclasses.asdict(monitor.member)), flush=True)

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from lightning_hanayo.monitor.parent import command_ending_with_parent
+from lightning_hanayo.monitor.processes import command_ending_with_parent
 from tests.harness.limits import wait_until
 
 SLEEP = "import time; time.sleep(3600)"
@@ -20,7 +20,7 @@ ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="another system 
 
 def child_of_killed_parent(code: str) -> psutil.Process:
     """Let a process start `python -c code`, which asks for its end first, and kill it."""
-    own = "from lightning_hanayo.monitor.parent import command_ending_with_parent as of; "
+    own = "from lightning_hanayo.monitor.processes import command_ending_with_parent as of; "
     starts = STARTS.replace("sys.argv[1:]", "of(sys.argv[1:])")
     command = [sys.executable, "-c", own + starts, sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as one:

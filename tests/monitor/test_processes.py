@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hanayo.monitor import processes
-from lightning_hanayo.monitor.member import Member
+from lightning_hanayo.monitor.processes import Member
 from tests.harness.limits import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the files are Linux's")

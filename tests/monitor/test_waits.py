@@ -5,8 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hanayo.monitor.hangs.report import MAX_LINES, named, report, summary
-from lightning_hanayo.monitor.hangs.waits import Mismatch, Standstill, Status, Wait, circle_in, find_mismatch
+from lightning_hanayo.strategy.waits import (
+    MAX_LINES,
+    Mismatch,
+    Standstill,
+    Status,
+    Wait,
+    circle_in,
+    find_mismatch,
+    named,
+    report,
+    summary,
+)
 
 
 def drawn(drawing: str) -> Standstill:

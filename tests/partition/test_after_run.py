@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition import after_run
+from lightning_hanayo.partition import guards
+from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.ownership import Placeholder, replace_with_placeholders
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
 
 NAMES = ["block", "other"]
 
@@ -30,7 +30,7 @@ def model() -> nn.ModuleDict:
     guard = ParameterGuard(torch.device("cpu"))
     owners = {"block.weight": 0, "other.weight": 1}
     guard.watch(dict(model.named_parameters()), owners, {model.block.weight: (4, 2)}, set())
-    after_run.guard(guard.end())
+    guards.guard(guard.end())
     return model
 
 
@@ -64,9 +64,9 @@ def test_sizes_are_those_of_the_whole(model: nn.ModuleDict) -> None:
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_released_parameters_are_plain(model: nn.ModuleDict, copied: Callable[[Any], Any]) -> None:
     twin = copied(model)
-    with after_run.released(twin):
+    with guards.released(twin):
         assert [type(one) for one in twin.parameters()] == [nn.Parameter, Placeholder]
-        with after_run.released(model):
+        with guards.released(model):
             assert torch.equal(twin.block.weight, model.block.weight) and twin.other.weight.is_meta
     with pytest.raises(UnsupportedError):
         twin.state_dict()

@@ -7,7 +7,7 @@ copy     embedding.weight [5, 4] = head.weight      up.weight, plain     [6, 4] 
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.partition.meta_copy import MetaCopy
+from lightning_hanayo.partition.deferred_init import MetaCopy
 from tests.harness.quantized import Quantized
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.missing_values import MissingValues
+from lightning_hanayo.partition.guards import MissingValues, ParameterGuard, Scope
 from lightning_hanayo.partition.ownership import Placeholder, replace_with_placeholders
-from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
 
 Loop = Callable[[nn.Module], Any]
 

@@ -6,9 +6,8 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter
-from lightning_hanayo.partition.missing_values import GuardedPlaceholder
+from lightning_hanayo.partition.guards import GuardedPlaceholder, ParameterGuard
 from lightning_hanayo.partition.ownership import Placeholder, replace_with_placeholders
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
 
 
 class Special(nn.Parameter):

@@ -7,8 +7,7 @@ decoder   3 blocks   270 parameters   cut
 import pytest
 from torch import nn
 
-from lightning_hanayo.partition.stack import find_stack
-from lightning_hanayo.partition.uncut_stacks import describe_uncut, uncut_stacks
+from lightning_hanayo.partition.stack import describe_uncut, find_stack, uncut_stacks
 from tests.harness.pretrained_models import BART, MODELS, trained
 
 

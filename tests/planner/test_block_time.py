@@ -6,8 +6,8 @@ import pytest
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.overlap.pair_time import run_alone
+from lightning_hanayo.planner.block_time import segments, time_block
 from lightning_hanayo.planner.communication_volume import CubeWeights, LinearLayer
-from lightning_hanayo.planner.estimates.block_time import segments, time_block
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import BlockFacts, products_of
 from recipes.benchmarks.schemes.log import replay

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.files import Profile, costs_from
 from lightning_hanayo.planner.layout import COSTS, choose
-from lightning_hanayo.planner.profile import Profile, costs_from
 from lightning_hanayo.schedule import CostModel, simulate, validate
 
 SLOW_END = CostModel((1e-3,) * 7 + (3e-3,), (1e-3,) * 8, (5e-4,) * 8, message=2e-4)

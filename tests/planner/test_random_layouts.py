@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.estimates.step_time import StepModel
+from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from tests.planner.llamas import SEVEN_B

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import Choices, candidates
-from lightning_hanayo.planner.estimates.step_time import Estimate
+from lightning_hanayo.planner.estimates import Estimate
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.ranking import TOO_LARGE, make_plan
 from tests.planner.llamas import SEVEN_B, SEVENTY_B, llama

@@ -10,11 +10,10 @@ import pytest
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.estimates.measured import Measured
-from lightning_hanayo.planner.estimates.step_time import StepModel
+from lightning_hanayo.planner.estimates import Measured, StepModel
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.planner.ranking import make_plan
 from lightning_hanayo.schedule import CostModel
 from tests.planner.llamas import SEVEN_B, SEVENTY_B

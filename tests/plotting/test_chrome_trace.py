@@ -10,7 +10,7 @@ from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import chrome_trace, save_trace
-from lightning_hanayo.plotting.timeline_messages import timeline_messages
+from lightning_hanayo.plotting.timeline import timeline_messages
 from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate
 from tests.schedule.samples import schedules, unhurried
 

@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import draw_timeline, save_comparison, save_schedule, save_timeline
-from lightning_hanayo.plotting.image import _bands, _words
 from lightning_hanayo.plotting.palette import legend_entries
-from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations
+from lightning_hanayo.plotting.timeline import _bands, _words, draw_actions, draw_activations
 from lightning_hanayo.schedule import Action, CostModel, Span, Timeline, build, simulate, with_loss_stage
 
 

@@ -8,7 +8,7 @@ rank 0 |0F3 |    |0F4 |
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hanayo.plotting.lanes import Part, main_part, outline, span_lanes, span_parts
+from lightning_hanayo.plotting.timeline import Part, main_part, outline, span_lanes, span_parts
 from lightning_hanayo.schedule import Action, Span, build, simulate
 from tests.schedule.samples import unhurried
 

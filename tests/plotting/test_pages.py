@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import save_page
+from lightning_hanayo.plotting import pages, save_page
 from lightning_hanayo.plotting.layouts import Dot
-from lightning_hanayo.plotting.pages import timelines
-from lightning_hanayo.plotting.pages.layouts import save_layouts_page
+from lightning_hanayo.plotting.pages import save_layouts_page
 from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate
 from tests.schedule.samples import schedules, unhurried
 
@@ -121,7 +120,7 @@ def test_every_colour_is_in_the_legend(wave: Path) -> None:
 
 
 def test_too_many_actions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timelines, "MAX_SPANS", 7)
+    monkeypatch.setattr(pages, "MAX_SPANS", 7)
     timeline = simulate(build("gpipe", num_ranks=2, num_microbatches=2))
     with pytest.raises(HanayoError, match=r"at most 7 actions, got 8; .* write a trace \(.json\)"):
         save_page(tmp_path / "a.html", "it", {"it": timeline})

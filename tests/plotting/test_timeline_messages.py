@@ -2,9 +2,9 @@
 
 from hypothesis import given
 
-from lightning_hanayo.plotting.timeline_messages import idle_before, timeline_messages
+from lightning_hanayo.plotting.timeline import idle_before, timeline_messages
 from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
-from lightning_hanayo.schedule.passes.communication import messages_per_microbatch
+from lightning_hanayo.schedule.communication import messages_per_microbatch
 from tests.schedule.samples import schedules, unhurried
 
 

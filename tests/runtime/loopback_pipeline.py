@@ -9,18 +9,16 @@ from typing import Any
 from torch import nn
 
 from lightning_hanayo.partition.cut import Load, cut
-from lightning_hanayo.runtime.autograd import linear_patch
-from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture import forward_patch
-from lightning_hanayo.runtime.capture.user_step import UserStep
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
-from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
+from lightning_hanayo.pipeline_parallel import split_backward
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture import forward_patch
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, MiddleStage, Stage
 from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
@@ -65,7 +63,7 @@ class LoopbackPipeline:
         ]
         self.queues = [WeightGradientQueue() for _ in self.runs]
         for run, queue in zip(self.runs, self.queues, strict=True):
-            linear_patch.patch_linear_layers([self.blocks[i] for i in run], queue)
+            split_backward.patch_linear_layers([self.blocks[i] for i in run], queue)
         forward_patch.patch_blocks(self.blocks)
         self.reduced: list[int] = []
         self.user = UserStep(self.blocks, len(self.runs[0]), "blocks")
@@ -116,4 +114,4 @@ class LoopbackPipeline:
         """End the step threads and give the blocks their own forward back."""
         self.user.close()
         forward_patch.unpatch_blocks(self.blocks)
-        linear_patch.unpatch_linear_layers(self.blocks)
+        split_backward.unpatch_linear_layers(self.blocks)

@@ -1,6 +1,6 @@
 """The memory of what a weight-gradient queue keeps."""
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 
 
 def queued_bytes(queue: WeightGradientQueue) -> int:

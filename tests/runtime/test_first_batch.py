@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture import forward_patch
-from lightning_hanayo.runtime.first_batch import FirstBatch
-from lightning_hanayo.runtime.values import MadeValues
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture import forward_patch
+from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
+from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from tests.harness.models import Auxiliary
 
 WIDTH = 4

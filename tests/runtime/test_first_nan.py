@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.first_nan import FirstNaN
+from lightning_hanayo.pipeline_parallel.nan import FirstNaN
 
 FOUND: list[tuple[Callable[[Tensor], object], str]] = [
     (lambda x: (x - 2).log().exp(), "aten.log.default in here"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hanayo.runtime.generators import generator_states, set_generators
+from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 
 CPU = torch.device("cpu")
 

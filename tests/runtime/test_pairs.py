@@ -8,14 +8,12 @@ from torch import Tensor, nn
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.overlap.pair_time import Segment, best_order
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import MAX_SIGNATURES, RECORDED, Pairs, kinds_of
-from lightning_hanayo.runtime.profiling.measurement import stage_times
-from lightning_hanayo.runtime.profiling.trace import Event, Trace
-from lightning_hanayo.runtime.program import Pair, Program
-from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.engine import Engine, Pair, Program
+from lightning_hanayo.pipeline_parallel.pairs import MAX_SIGNATURES, RECORDED, Pairs, kinds_of
+from lightning_hanayo.pipeline_parallel.profiling.trace import Event, Trace, stage_times
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.schedule import Action, Kind
 from recipes.benchmarks.pairs.tables import ALONE, STEADY, TWINS, table_of
 from recipes.benchmarks.self_contained import SelfContainedSingleStage

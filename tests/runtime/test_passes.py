@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.passes import Passes
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.engine import Engine
+from lightning_hanayo.pipeline_parallel.passes import Passes
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.schedule import Schedule, build
 from tests.runtime.loopback_pipeline import LoopbackPipeline, run_in_threads
 from tests.runtime.test_engine import Block

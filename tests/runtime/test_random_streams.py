@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.runtime.capture import forward_patch
-from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.pipeline_parallel.capture import forward_patch
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import mix, seed_of
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.values import BEFORE_STACK, BlockValues, MadeValues, Place
+from lightning_hanayo.pipeline_parallel.nan import BEFORE_STACK, BlockValues, MadeValues, Place
 
 NAN, INF = float("nan"), float("inf")
 

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, build, register_schedule, registry, schedule_names, simulate
+from lightning_hanayo.schedule.communication import complete, messages_per_microbatch
 from lightning_hanayo.schedule.comparison import compare
-from lightning_hanayo.schedule.passes.communication import complete, messages_per_microbatch
 from lightning_hanayo.schedule.registry import sizes_for
 
 

@@ -9,7 +9,7 @@ zigzag, P = 3, W = 2             loop, P = 3, V = 2
 
 import pytest
 
-from lightning_hanayo.schedule.placement import loop, zigzag
+from lightning_hanayo.schedule.table import loop, zigzag
 
 
 def test_the_zigzag_of_the_drawing() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.runtime.batches.plan import BatchRule, BatchSource
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting
 from tests.habits.batches import CHANGED_IN_PLACE

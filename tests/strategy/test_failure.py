@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_hanayo.errors import PeerFailed
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.failure import Failure, Failures, leave_at_exit, leave_group
-from lightning_hanayo.strategy.groups.factory import DATA
+from lightning_hanayo.strategy.groups import DATA
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.session import Session
 from tests.faults import script

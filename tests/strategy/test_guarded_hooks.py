@@ -11,7 +11,7 @@ from lightning import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.strategy.guarded_hooks import guard_hooks, guarded_step_hooks
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 

@@ -24,7 +24,7 @@ from tests.harness.training import Layout, Training, data_rank, make_loader, mak
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "gpu.md"
 ALLOWED = set(re.findall(r"`(\w[\w/]*\.py:\w+)`", GUIDE.read_text(encoding="utf-8")))
-ON_CPUS_ONLY = {"runtime/autograd/deferred_gradients.py:_check", "runtime/autograd/deferred_gradients.py:apply"}
+ON_CPUS_ONLY = {"pipeline_parallel/grad_sync.py:_check", "pipeline_parallel/grad_sync.py:apply"}
 """they read a factor where it is in host memory, and don't where it is on a device"""
 
 

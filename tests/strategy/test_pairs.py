@@ -91,7 +91,7 @@ class Seen:
             put(queue, ticket)
 
         monkeypatch.setattr(DeviceTurns, "run", run_pair)
-        monkeypatch.setattr("lightning_hanayo.runtime.pairs.SIMULATED", 20_000)  # any order will do
+        monkeypatch.setattr("lightning_hanayo.pipeline_parallel.pairs.SIMULATED", 20_000)  # any order will do
         monkeypatch.setattr(LinkQueue, "_put", put_ticket)
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.strategy.process_groups import broadcast_values
+from lightning_hanayo.strategy.groups import broadcast_values
 from tests.harness.pool import Pool
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.sharding import Shard, shards_of
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.sharding import Shard, shards_of
 from tests.harness.mesh import error
 
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.tensor3d.call_order import END, CallOrder
-from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor_parallel.collectives import END, CallOrder
+from lightning_hanayo.tensor_parallel.mesh import Mesh
 from tests.harness.mesh import make_mesh, process_group
 from tests.harness.pool import Pool
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.overlap.turns import DeviceTurns
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kinds_of
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.pairs import RECORDED, Pairs, kinds_of
 from lightning_hanayo.schedule import Action, Kind
-from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.mesh import Mesh, Pending
-from lightning_hanayo.tensor3d.pair_weights import PairWeights
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+from lightning_hanayo.tensor_parallel.mesh import Mesh, Pending
+from lightning_hanayo.tensor_parallel.product import SEQUENCE
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.weights import PairWeights
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 

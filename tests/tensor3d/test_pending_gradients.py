@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.overlap.turns import DeviceTurns
-from lightning_hanayo.tensor3d.mesh import Pending
-from lightning_hanayo.tensor3d.sharded_weight import PendingGradients
+from lightning_hanayo.tensor_parallel.mesh import Pending
+from lightning_hanayo.tensor_parallel.weights import PendingGradients
 
 SIZE = 3
 

@@ -1,4 +1,4 @@
-"""What `lightning_hanayo.tensor3d` exports, how little registering a block imports, and the guide's example."""
+"""What `lightning_hanayo.tensor_parallel` exports, how little registering a block imports, and the guide's example."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo import tensor3d
+from lightning_hanayo import tensor_parallel
 from tests.harness.mesh import process_group
 from tests.harness.pool import Pool
 
@@ -19,12 +19,12 @@ EXAMPLE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
 
 def test_every_export_is_there_and_in_the_guide_or_on_the_cubes_page() -> None:
     pages = TEXT + (GUIDE.parents[1] / "concepts" / "cube.md").read_text(encoding="utf-8")
-    for name in tensor3d.__all__:
-        assert getattr(tensor3d, name) is not None
-    layers = [name for name in tensor3d.__all__ if name.lower().endswith("3d")]
+    for name in tensor_parallel.__all__:
+        assert getattr(tensor_parallel, name) is not None
+    layers = [name for name in tensor_parallel.__all__ if name.lower().endswith("3d")]
     assert [name for name in layers if f"`{name}`" not in pages] == []
     with pytest.raises(AttributeError, match="nothing"):
-        _ = tensor3d.nothing
+        _ = tensor_parallel.nothing
 
 
 def test_registering_a_block_imports_no_torch() -> None:

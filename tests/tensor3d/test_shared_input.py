@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.tensor3d.layers.linear import Linear3D, SharedInput
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
-from lightning_hanayo.tensor3d.product_args import Keep
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, SharedInput
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import SEQUENCE, Keep
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered

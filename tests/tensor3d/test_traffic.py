@@ -17,11 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.product_args import Keep
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, Keep, ParallelStyle
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import MESH_SIZES, CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 

@@ -6,10 +6,22 @@ loss              the sum of their losses, weighted as the strategy weighs them
 
 It shares with the strategy what defines the micro-batches: how a batch is cut, what counts as a weight, and which key
 each random number has.
+
+Gives the steps of one process the random numbers that a layout draws: each stream is seeded by its key.
+
+the step's own code    key: seed, data rank, batch, micro-batch
+block i                key: the same and i, and from its second call on the number of earlier ones;
+                       the step's own code draws one number at each call, and then continues
+
+Keeps back what a step logs for its pieces, and logs one value for them all, as a layout does.
+
+Watches a module in one process: in which order the forward uses parameters, and which attributes it changes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -19,24 +31,235 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import Metric
 
 from lightning_hanayo.checking.case import Case, RankResult
-from lightning_hanayo.checking.trainings.keyed_random import KeyedRandom
-from lightning_hanayo.checking.trainings.observer import Observer
-from lightning_hanayo.checking.trainings.piecewise_log import PiecewiseLog
-from lightning_hanayo.checking.trainings.prepare import prepare
-from lightning_hanayo.checking.trainings.rank import make_loader, make_trainer, rank_of_run
-from lightning_hanayo.checking.trainings.watch import ModuleWatch, RoundingWatch
+from lightning_hanayo.checking.trainings.layout import Observer, make_loader, make_trainer, prepare, rank_of_run
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack, modules_outside
-from lightning_hanayo.runtime.stages.first_last import detach_tree
+from lightning_hanayo.pipeline_parallel.stages import detach_tree
+from lightning_hanayo.seeds import mix, seed_of
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.lightning.loaders import source_of
-from lightning_hanayo.strategy.lightning.progress import batch_idx, batch_key
+from lightning_hanayo.strategy.lightning.state import batch_idx, batch_key
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.run_batch import UserStep
-from lightning_hanayo.strategy.user_code.collected import Collections
-from lightning_hanayo.strategy.user_code.merge_collected import keep_collected
+from lightning_hanayo.strategy.user_code.collected import Collections, keep_collected
+
+
+class KeyedRandom:
+    """The random streams of one process.
+
+    Args:
+        seed: of the run.
+        is_keyed: False: torch's generator is left as it is, as where nothing is cut.
+    """
+
+    def __init__(self, seed: int, *, is_keyed: bool) -> None:
+        self.has_drawn = False
+        """whether user code has drawn a number"""
+        self._seed = seed
+        self._is_keyed = is_keyed
+        self._batch = ""
+        self._microbatch = 0
+        self._block_seeds: dict[int, int] = {}
+        """by the number that was drawn at the block's call, so that a recomputed block finds its seed again"""
+        self._num_calls: Counter[int] = Counter()
+        """of each block, for the micro-batch under way"""
+        self._callers: list[tuple[Tensor, Tensor]] = []
+        """of each block under way: the state of its caller's stream, and with which its own has begun"""
+        self._untouched = torch.Generator()
+        """draws only what this class draws in the step's own stream"""
+
+    def attach(self, blocks: tuple[nn.Module, ...]) -> None:
+        """Give each block its own stream."""
+        if not self._is_keyed:
+            return
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, index=index: self._enter_block(index))
+            block.register_forward_hook(lambda *_: self._leave_block(), always_call=True)
+
+    @contextmanager
+    def batch(self, key: str) -> Iterator[None]:
+        """Inside, numbers are those of the batch that `key` names. Afterwards the generator is as it was before."""
+        self._batch = key
+        state = torch.get_rng_state()
+        yield
+        if self._is_keyed:
+            torch.set_rng_state(state)
+
+    def begin(self, data_rank: int, microbatch: int) -> None:
+        """Start the stream of the step's own code for a micro-batch."""
+        if self._is_keyed:
+            self._microbatch = seed_of(self._seed, data_rank, self._batch, microbatch)
+            torch.default_generator.manual_seed(self._microbatch)
+        self._num_calls.clear()
+        self._untouched.set_state(torch.get_rng_state())
+
+    def end(self) -> None:
+        """The step has ended."""
+        self.has_drawn |= not torch.equal(torch.get_rng_state(), self._untouched.get_state())
+
+    def _enter_block(self, index: int) -> None:
+        number = int(torch.randint(1 << 62, ()))
+        if number not in self._block_seeds:  # else the backward recomputes it
+            torch.randint(1 << 62, (), generator=self._untouched)
+            seed, call = mix(self._microbatch, index), self._num_calls[index]
+            self._block_seeds[number] = mix(seed, call) if call else seed
+            self._num_calls[index] += 1
+        seed = self._block_seeds[number]
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        self._callers.append((state, torch.get_rng_state()))
+
+    def _leave_block(self) -> None:
+        state, first = self._callers.pop()
+        self.has_drawn |= not torch.equal(torch.get_rng_state(), first)
+        torch.set_rng_state(state)
+
+
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("sum", torch.sum, sum), torch.sum),
+    **dict.fromkeys(("max", torch.max, max), torch.amax),
+    **dict.fromkeys(("min", torch.min, min), torch.amin),
+}
+"""by `reduce_fx`; all others are means"""
+
+
+@dataclass
+class _Logged:
+    """What was logged under one name: `values[data rank]` has a pair (weight, value) for each micro-batch."""
+
+    keywords: dict[str, Any]
+    values: list[list[tuple[float, Any]]]
+    batch_sizes: list[int]
+    """of each data rank"""
+
+
+class PiecewiseLog:
+    """Takes the place of `module.log` while pieces run. Only data rank 0's values count, or with sync_dist all."""
+
+    def __init__(self, module: pl.LightningModule, num_data: int) -> None:
+        self._not_merged: set[str] = set()
+        """what one call of `log` can't express: names in `trainer.callback_metrics`, and when they count"""
+        self._log: Callable[..., None] = module.log
+        self._num_data = num_data
+        self._piece: tuple[int, float, int] | None = None
+        self._logged: dict[str, _Logged] = {}
+        self._sums: list[list[float]] = []
+        object.__setattr__(module, "log", self._keep)
+
+    def begin(self, data_rank: int, weight: float, num_samples: int) -> None:
+        """A piece's step starts."""
+        self._piece = data_rank, weight, num_samples
+
+    def finish(self, sums: Sequence[Sequence[Tensor]] = ()) -> None:
+        """All pieces are done: log. `sums`: their losses by data rank, if these are sums; logged, they are added up."""
+        self._piece = None
+        self._sums = [[float(loss) for loss in row] for row in sums]
+        for name, logged in self._logged.items():
+            self._log(name, self._merged(name, logged), **logged.keywords | {"batch_size": logged.batch_sizes[0] or 1})
+        self._logged.clear()
+
+    def means_of(self, data_rank: int, piece: int) -> list[Any]:
+        """What the step has logged as means for a piece, of what it logs once for each."""
+        means = (one for one in self._logged.values() if one.keywords.get("reduce_fx", "mean") not in _REDUCTIONS)
+        rows = (one.values[data_rank] for one in means)
+        return [row[piece][1] for row in rows if piece < len(row)]
+
+    def has_merged(self, name: str) -> bool:
+        """Whether a value, such as "train_loss (epoch)", is that of all pieces."""
+        return f"{name.partition(' (')[0]} {'epoch' if name.endswith('(epoch)') else 'batch'}" not in self._not_merged
+
+    def _keep(self, name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
+        if self._piece is None or arguments:
+            return self._log(name, value, *arguments, **keywords)
+        data_rank, weight, num_samples = self._piece
+        if name not in self._logged:
+            self._logged[name] = _Logged(keywords, [[] for _ in range(self._num_data)], [0] * self._num_data)
+        logged = self._logged[name]
+        logged.values[data_rank].append((weight, value))
+        logged.batch_sizes[data_rank] += keywords.get("batch_size") or num_samples
+        return None
+
+    def _merged(self, name: str, logged: _Logged) -> Any:
+        first = next(value for row in logged.values for _, value in row)
+        if isinstance(first, Metric):
+            if sum(map(len, logged.values)) > 1:  # its value in a batch is that of the last piece
+                self._not_merged |= {f"{name} batch", f"{name}_step batch"}
+            return first
+        if logged.keywords.get("sync_dist") and len(set(logged.batch_sizes)) > 1:  # each data rank has its own weight
+            self._not_merged |= {f"{name} epoch", f"{name}_epoch epoch"}
+        reduction = _REDUCTIONS.get(logged.keywords.get("reduce_fx", "mean"))
+        rows = logged.values if logged.keywords.get("sync_dist") else logged.values[:1]
+        is_sum = bool(self._sums) and [[float(value) for _, value in row] for row in rows] == self._sums[: len(rows)]
+        merged = [_reduced(row, torch.sum if is_sum else reduction) for row in rows if row]
+        return _reduced([(1.0, value) for value in merged], reduction)
+
+
+def _reduced(pairs: Sequence[tuple[float, Any]], reduction: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """The weighted mean (None), or another reduction, of (weight, value). With weight 0 not even a NaN counts."""
+    values = torch.stack([torch.as_tensor(value, dtype=torch.get_default_dtype()).detach() for _, value in pairs])
+    if reduction is not None:
+        return reduction(values)
+    weights = torch.tensor([weight for weight, _ in pairs])
+    total = weights.sum()
+    return (values.nan_to_num() if not total else values[weights > 0] * weights[weights > 0] / total).sum()
+
+
+class ModuleWatch:
+    """What the first step of a module has done, as far as another process can't see it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: dict[str, None] = {}
+        """names, in the order of their modules' forwards"""
+        self._module = module
+        self._before = _attributes(module)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+
+        def note(part: nn.Module, _: Any) -> None:
+            self.parameters.update(dict.fromkeys(names[one] for one in part.parameters(recurse=False) if one in names))
+
+        self._hooks = [part.register_forward_pre_hook(note) for part in module.modules()]
+
+    def changed_attributes(self) -> list[str]:
+        """The attributes that differ from those before: a count, a stored tensor, a longer list. Ends the watch."""
+        for hook in self._hooks:
+            hook.remove()
+        now = _attributes(self._module)
+        return [name for name, value in now.items() if _differs(self._before.get(name), value)]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The public attributes of all modules, by qualified name; of containers the length."""
+    return {
+        f"{path}.{name}".removeprefix("."): len(value) if isinstance(value, (list, dict, set)) else value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if not name.startswith("_") and name not in ("training", "log", "training_step", "configure_model")
+    }
+
+
+def _differs(before: Any, now: Any) -> bool:
+    if before is now:
+        return False
+    return not (isinstance(now, (int, float, str)) and before == now)
+
+
+class RoundingWatch(TorchDispatchMode):
+    """While it is active: whether user code rounds a tensor of `dtype` to a lower precision, as norms of Llama do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.has_rounded = False
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and isinstance(result, Tensor) and result.is_floating_point():
+            self.has_rounded |= args[0].dtype == self._dtype and result.itemsize < args[0].itemsize
+        return result
 
 
 @rank_of_run

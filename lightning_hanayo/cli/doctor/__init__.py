@@ -17,12 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.cli.doctor.finding import Finding, exit_code
-from lightning_hanayo.cli.error_messages import OneLineErrors
-from lightning_hanayo.cli.tables import print_table
+from lightning_hanayo.cli.common import OneLineErrors, print_table
+from lightning_hanayo.cli.doctor.host import Finding, exit_code
 
 if TYPE_CHECKING:
-    from lightning_hanayo.cli.doctor.link_report import Measured
+    from lightning_hanayo.cli.doctor.link_worker import Measured
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
@@ -95,14 +94,18 @@ def _is_first() -> bool:
 
 def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding], list[list[str]]]:
     """What was found, and the rows of the table of links."""
-    from lightning_hanayo.cli.doctor import devices, disk, environment, host, sockets, versions
+    from lightning_hanayo.cli.doctor import host
     from lightning_hanayo.cli.doctor.links import place
 
-    findings = [*versions.examine(), *devices.examine(devices.look()), *host.examine(host.look())]
+    findings = [
+        *host.examine_versions(),
+        *host.examine_devices(host.look_at_devices()),
+        *host.examine_host(host.look_at_host()),
+    ]
     root, of_run = _recipe(rest)
-    findings += disk.examine(options.root or root)
-    findings += sockets.examine(sockets.look())
-    findings += environment.examine(is_rank=place() is not None)
+    findings += host.examine_disk(options.root or root)
+    findings += host.examine_network(host.look_at_network())
+    findings += host.examine_environment(is_rank=place() is not None)
     findings += of_run
     measured, links, table = _links(options, findings)
     if options.measure and _is_first():
@@ -133,7 +136,7 @@ def _links(
     options: argparse.Namespace, findings: Sequence[Finding]
 ) -> tuple["Measured | None", list[Finding], list[list[str]]]:
     """What was measured, what is said of it, and the rows of its table."""
-    from lightning_hanayo.cli.doctor.link_report import Measured, examine, matrix
+    from lightning_hanayo.cli.doctor.link_worker import Measured, examine, matrix
     from lightning_hanayo.cli.doctor.links import measure_given, measure_here, place
 
     given = place()

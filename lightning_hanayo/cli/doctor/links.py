@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_hanayo.cli.doctor.finding import Finding
-from lightning_hanayo.cli.doctor.link_report import Measured
+from lightning_hanayo.cli.doctor.host import Finding
+from lightning_hanayo.cli.doctor.link_worker import Measured
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.strategy.groups.joining import serve_store
+from lightning_hanayo.strategy.joining import serve_store
 
 _WORKER = "lightning_hanayo.cli.doctor.link_worker"
 _POLL = 0.05

@@ -8,8 +8,8 @@ from statistics import median
 
 import torch
 
-from lightning_hanayo.cli.doctor.finding import Finding
-from lightning_hanayo.cli.doctor.link_report import Measured
+from lightning_hanayo.cli.doctor.host import Finding
+from lightning_hanayo.cli.doctor.link_worker import Measured
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.machine import Link, Machine
 

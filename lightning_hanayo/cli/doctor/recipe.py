@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hanayo.cli.doctor.finding import Finding
+from lightning_hanayo.cli.doctor.host import Finding
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy

@@ -12,17 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_config
-from lightning_hanayo.checkpoint.convert.opened import open_checkpoint, tied_in_memory
-from lightning_hanayo.checkpoint.convert.run_state import as_in_a_folder
-from lightning_hanayo.checkpoint.convert.weights_folder import check_free
-from lightning_hanayo.checkpoint.format.state_document import STATE, OptimizerDocument, StateDocument
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
-from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, match_names, named_values, names_of
-from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.checkpoint.save.peers import NoPeers
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.compare import as_in_a_folder, open_checkpoint, tied_in_memory
+from lightning_hanayo.dist_checkpointing.export import check_free
+from lightning_hanayo.dist_checkpointing.huggingface import (
+    Merge,
+    SafetensorsFolder,
+    joined,
+    make_model,
+    match_names,
+    named_values,
+    names_of,
+    read_config,
+)
+from lightning_hanayo.dist_checkpointing.part import NoPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.state import STATE, OptimizerDocument, StateDocument
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 
 _VERSION = "pytorch-lightning_version"

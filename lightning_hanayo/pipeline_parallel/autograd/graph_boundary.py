@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.pipeline_parallel.message import Message
 
 
 class DetachedInputs:

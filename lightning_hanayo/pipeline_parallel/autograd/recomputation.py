@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.comm.objects import is_cache
+from lightning_hanayo.pipeline_parallel.pytree import is_cache
 from lightning_hanayo.versions import identity_of
 
 _ORIGINAL = "_forward_that_is_recomputed"

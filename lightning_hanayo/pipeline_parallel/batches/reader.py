@@ -2,26 +2,31 @@
 
 A batch has N samples for the N of which all its tensors make sense. The first tensor with more than one row leaves few
 candidates: its number of rows, and the lengths of the lists around it. docs/guides/batches.md has the rules.
+
+Whether a list of tensors or containers holds columns, one row per sample each, or samples.
+
+[x [8, 16], y [8]]   columns      [[2, 16], [5, 16], [3, 16]]   samples of different lengths
+
+What can't be cut into micro-batches: the errors, with the option that helps.
 """
 
+import warnings
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Number
 from typing import Any, Literal
 
-from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime.batches.containers import Array, Attribute, children, holds_arrays, own_rows
-from lightning_hanayo.runtime.batches.lists import (
-    ListShape,
-    are_alike,
-    are_columns,
-    is_list,
-    is_ragged,
-    shape_of,
-    warn_of_doubt,
-)
-from lightning_hanayo.runtime.batches.plan import (
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.pipeline_parallel.batches.plan import (
     ONE_LOADER,
     WHOLE,
+    Array,
+    Attribute,
     BatchPlan,
     BatchRule,
     BatchSource,
@@ -30,17 +35,88 @@ from lightning_hanayo.runtime.batches.plan import (
     Items,
     Part,
     Rows,
+    children,
+    holds_arrays,
     joined,
+    leaves,
+    own_rows,
 )
-from lightning_hanayo.runtime.batches.refusal import (
-    SPLIT_BATCH,
-    check_layout,
-    check_opaque,
-    disagreement,
-    step_to,
-    unbatched,
-    warn_of_unbatched,
-)
+
+
+@dataclass(frozen=True)
+class ListShape:
+    """The length of a list, the rows of the first tensor in it, and whether it is a list and not a tuple."""
+
+    length: int
+    rows: int
+    is_list: bool
+
+
+def is_list(value: Any) -> bool:
+    """A list or a tuple, but no named tuple."""
+    return isinstance(value, (list, tuple)) and children(value) is not None and not hasattr(value, "_fields")
+
+
+def are_columns(items: Sequence[Any], cut: Cut) -> bool:
+    """Whether items that can be cut look like columns.
+
+    All in them is cut. Containers hold a tensor of several dimensions and no single number, as samples do.
+    """
+    if not _cuts_all(cut):
+        return False
+    return all(isinstance(item, Array) or not _looks_like_a_sample(item) for item in items)
+
+
+def _cuts_all(cut: Cut) -> bool:
+    return all(map(_cuts_all, cut.cuts.values())) if isinstance(cut, Inside) else cut != WHOLE
+
+
+def _looks_like_a_sample(item: Any) -> bool:
+    """Whether a container has a single number, or tensors of one dimension only."""
+    inside = list(_leaves_near_arrays(item))
+    has_numbers = any(not leaf.ndim if isinstance(leaf, Array) else leaf is not None for leaf in inside)
+    return has_numbers or all(leaf.ndim < 2 for leaf in inside if isinstance(leaf, Array))
+
+
+def _leaves_near_arrays(value: Any) -> Iterator[Any]:
+    """The values in containers with tensors: a list of names is none of them."""
+    items = children(value)
+    if items is None:
+        yield value
+    elif holds_arrays(value):
+        for item in items.values():
+            yield from _leaves_near_arrays(item)
+
+
+def are_alike(items: Sequence[Any]) -> bool:
+    """Whether they may be samples: of one type, and tensors with the same number of dimensions and dtype."""
+    kinds = {(type(item), item.ndim, item.dtype) if isinstance(item, Array) else type(item) for item in items}
+    return len(kinds - {type(None)}) <= 1
+
+
+def is_ragged(items: Sequence[Any]) -> bool:
+    """Whether the tensors in the items differ in their rows, so that they can't be columns."""
+    return len(set(_rows(items))) > 1
+
+
+def shape_of(items: Sequence[Any]) -> ListShape:
+    """Describes a list for the warning."""
+    return ListShape(len(items), next(iter(_rows(items)), 0), isinstance(items, list))
+
+
+def warn_of_doubt(path: str, shape: ListShape) -> None:
+    """Tuples of a few columns are usual: a collate_fn returns `(x, y)`. Lists are more often lists of samples."""
+    if shape.is_list or shape.length >= shape.rows:
+        warnings.warn(
+            f"{path} is a list of {shape.length} items with {shape.rows} rows each, which may be columns or samples; "
+            f"they are cut as columns. If they are samples, use {SPLIT_BATCH}.",
+            stacklevel=2,
+        )
+
+
+def _rows(items: Sequence[Any]) -> list[int]:
+    return [leaf.shape[0] for leaf in leaves(items) if isinstance(leaf, Array) and leaf.ndim]
+
 
 Meaning = Literal["columns", "samples"] | int
 """What a list holds: columns of all samples, or samples. For a tensor: the dimension of its samples."""
@@ -322,3 +398,121 @@ def _lengths(value: Any, rule: BatchRule) -> Iterator[int]:
     for key, item in (children(value) or {}).items():
         if not rule.keeps_whole(key):
             yield from _lengths(item, rule)
+
+
+SPLIT_BATCH = "HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at most n micro-batches"
+_READY = "If it is a batch, say so by DataLoader(collate_fn=lambda batch: batch)."
+MAX_SHAPES = 12
+"""how many shapes a message lists"""
+
+
+def step_to(container: Any, key: Any) -> str:
+    """How Python code gets from a container to an item."""
+    if isinstance(key, Attribute):
+        return f".{key.name}"
+    return f"[{key!r}]" if isinstance(container, Mapping) or isinstance(key, int) else f".{key}"
+
+
+def check_layout(value: Any, path: str) -> None:
+    """Reject tensors without rows of one size.
+
+    Raises:
+        UnsupportedError: a nested tensor, or a sparse one that has no rows.
+    """
+    if isinstance(value, Tensor) and (value.is_nested or value.layout not in (torch.strided, torch.sparse_coo)):
+        layout = "jagged or nested" if value.is_nested else str(value.layout)
+        raise _uncuttable(f"{path} is a tensor with the layout {layout}", path)
+
+
+def check_opaque(value: Any, path: str) -> None:
+    """Reject an object that is no container and holds tensors: what else in it depends on the samples isn't known.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if isinstance(value, (str, bytes, Number, type(None))):  # most values: they need no search
+        return
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+    slots = {name: getattr(value, name, None) for cls in type(value).__mro__ for name in _slots(cls)}
+    items = list(value) if isinstance(value, (set, frozenset, deque)) else []
+    if isinstance(value, PackedSequence) or holds_arrays([attributes, slots, items]):
+        raise _uncuttable(f"{path} is a {type(value).__qualname__} that holds tensors", path)
+
+
+def unbatched(path: str, shapes: list[tuple[int, ...]]) -> UnsupportedError:
+    """The error for tensors of one dimension that a dataset has given without a collate_fn."""
+    return UnsupportedError(
+        f"{path} comes from a DataLoader with batch_size=None, and its tensors have one dimension: "
+        f"{', '.join(map(str, shapes[:MAX_SHAPES]))}. That may be the features of one sample, which can't be cut into "
+        f"micro-batches, or the samples of a batch. {_READY} Otherwise set batch_size."
+    )
+
+
+def warn_of_unbatched(path: str, shape: tuple[int, ...], samples: int) -> None:
+    """Nothing but one tensor says how many samples there are."""
+    warnings.warn(
+        f"{path} comes from a DataLoader with batch_size=None. It is cut as a batch of {samples} samples, by its only "
+        f"tensor with rows, of shape {shape}. {_READY} If it is one sample, set batch_size, or num_microbatches=1 "
+        f"without a cube.",
+        stacklevel=2,
+    )
+
+
+def disagreement(
+    batch: Any, path: str, possible: list[int], rule: BatchRule, *, is_sequence_first: bool
+) -> UnsupportedError:
+    """The error for tensors that don't agree on a number of samples, with all shapes by key path.
+
+    Args:
+        batch: or one loader's part of it.
+        path: of it, in Python.
+        possible: the numbers of samples that would explain all tensors, if there are several.
+        rule: how it was to be cut.
+        is_sequence_first: whether `batch_dim=1` would help.
+    """
+    shapes = {where: tuple(array.shape) for where, array in named_arrays(batch, rule, path)}
+    shown = [f"{where} {shape}" for where, shape in shapes.items()]
+    rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
+    numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
+    problem = numbers if possible else "has tensors with different numbers of rows"
+    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else _whole(shapes, rule)
+    return UnsupportedError(
+        f"{path} {problem}, and can't be cut into micro-batches: {', '.join(shown[:MAX_SHAPES])}{rest}. "
+        f"Use {advice}{SPLIT_BATCH}."
+    )
+
+
+def _whole(shapes: dict[str, tuple[int, ...]], rule: BatchRule) -> str:
+    """Advice to leave the tensors whole whose rows differ from those of most others."""
+    rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
+    counts = Counter(rows.values()).most_common(2)
+    odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
+    if "" in odd or not 0 < len(odd) <= 3 or (len(counts) == 2 and counts[0][1] == counts[1][1]):
+        return ""
+    return f"HanayoStrategy(whole={odd!r}) if all samples share {'it' if len(odd) == 1 else 'them'}, or "
+
+
+def _uncuttable(what: str, path: str) -> UnsupportedError:
+    whole = f", or HanayoStrategy(whole=({_name(path)!r},)) if all samples share it" if _name(path) else ""
+    return UnsupportedError(f"{what}, which can't be cut into micro-batches. Use {SPLIT_BATCH}{whole}.")
+
+
+def _name(path: str) -> str:
+    """The key or field that a path ends with; "" for an index, and for the batch itself."""
+    last = path.replace("]", "").replace("[", ".").rpartition(".")[2].strip("'")
+    return "" if last.isdigit() or last == path else last
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = cls.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def named_arrays(value: Any, rule: BatchRule, path: str) -> Iterator[tuple[str, Any]]:
+    """All tensors and arrays that may be cut, each with its key path."""
+    if isinstance(value, Array):
+        yield path, value
+        return
+    for key, item in (children(value) or {}).items():
+        if not rule.keeps_whole(key):
+            yield from named_arrays(item, rule, path + step_to(value, key))

@@ -9,15 +9,24 @@ last one suspends the step. Code in between that uses their outputs raises an er
 that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that block's output.
 
 After its last block the step may call the first one again: a further pass, with or without gradients, like the first.
+
+What a block on another rank gets of a key/value cache of transformers: the layers of it that the block uses.
+
+    cache before the stack   [k0, v0] [k1, v1] [k2, v2] [k3, v3]     made by a prefix encoder
+    block 2 gets                               [k2, v2]              None, if they are empty: it only would fill them
+    cache after the stack    filled   filled   x        x            x: reading it is an error
+
+Blocks fill their layers where they run, and these stay there: a cache lives inside one forward.
 """
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +34,23 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number, edges_of
-from lightning_hanayo.runtime.capture.around_stack.cache_argument import cache_for
-from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
-from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
-from lightning_hanayo.runtime.capture.proxy import SKIPPED_BLOCKS, proxies_like, user_line
-from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
-from lightning_hanayo.runtime.capture.suspended_call import suspend
-from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.objects import is_cache, with_ragged_dims_of
-from lightning_hanayo.runtime.comm.pytree import VALUE, Flattener, Skeleton, holds, map_leaves, structure_of
+from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import current_sequence_number, edges_of
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import randomness_of, run_block, run_original
+from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, Valueless, proxies_like, user_line
+from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, StageInput
+from lightning_hanayo.pipeline_parallel.capture.threads import suspend
+from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.pytree import (
+    VALUE,
+    Flattener,
+    Skeleton,
+    holds,
+    is_cache,
+    map_leaves,
+    structure_of,
+    with_ragged_dims_of,
+)
 
 
 class BlockTracer:
@@ -234,3 +250,70 @@ def _in_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+class FilledElsewhere(Valueless):
+    """A layer of a cache that a block on another rank fills."""
+
+    __slots__ = ("index",)
+    index: int
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"FilledElsewhere({self.index})"
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for code that uses the layer again."""
+        raise UnsupportedError(
+            f"{user_line()} uses layer {self.index} of a key/value cache ({operation}), which a block on another rank "
+            f"has filled. A cache lives inside one forward: pass use_cache=False to the model, also to generate; or, "
+            f"where the step itself makes a cache, a new one to each call."
+        )
+
+
+def cache_for(block: nn.Module, cache: Any) -> Any:
+    """A cache with the layers that `block` uses, by the `layer_idx` of its modules; None if there is nothing in them.
+
+    In the cache itself these layers can't be used any more.
+
+    Raises:
+        UnsupportedError: another forward has used the cache.
+    """
+    indices = (vars(part).get("layer_idx") for part in block.modules())
+    own = {index for index in indices if isinstance(index, int)}
+    found = _with_layers(cache, own)
+    return found if _holds_values(found) else None
+
+
+def _with_layers(cache: Any, own: set[int]) -> Any:
+    """A copy with these layers (all, if none is named), also of the caches in it."""
+    copied = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if name == "layers":
+            vars(copied)[name] = [layer if i in own or not own else None for i, layer in enumerate(value)]
+            _mark(value, own)
+        elif hasattr(value, "layers"):
+            vars(copied)[name] = _with_layers(value, own)
+    return copied
+
+
+def _mark(layers: list[Any], own: set[int]) -> None:
+    for index in own:
+        layers.extend(FilledElsewhere(i) for i in range(len(layers), index + 1))
+        layers[index] = FilledElsewhere(index)
+
+
+def _holds_values(value: Any) -> bool:
+    match value:
+        case FilledElsewhere():
+            value.refuse("update")
+        case Tensor():
+            return value.numel() > 0
+        case list() | tuple():
+            return any(map(_holds_values, value))
+        case dict():
+            return any(map(_holds_values, value.values()))
+        case _:
+            return hasattr(value, "__dict__") and not isinstance(value, type) and _holds_values(vars(value))

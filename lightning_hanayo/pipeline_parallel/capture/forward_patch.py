@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.proxy import user_line
-from lightning_hanayo.runtime.capture.suspended_call import current_tracer
-from lightning_hanayo.runtime.first_nan import FirstNaN
-from lightning_hanayo.runtime.profiling.ranges import block_range
-from lightning_hanayo.runtime.random_streams import BlockRandomness, RandomStreams
-from lightning_hanayo.runtime.values import BlockValues, MadeValues
+from lightning_hanayo.pipeline_parallel.capture.proxy import user_line
+from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
+from lightning_hanayo.pipeline_parallel.nan import BlockValues, FirstNaN, MadeValues
+from lightning_hanayo.pipeline_parallel.profiling.trace import block_range
+from lightning_hanayo.pipeline_parallel.rng import BlockRandomness, RandomStreams
 
 _ORIGINAL = "_hanayo_original_forward"
 _COMPILED = "_hanayo_compiled_call"

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.suspended_call import current_tracer
-from lightning_hanayo.runtime.comm.pytree import OutputReference
+from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
+from lightning_hanayo.pipeline_parallel.pytree import OutputReference
 
 _NOT_USER_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
 """file names that begin so are not the user's code"""

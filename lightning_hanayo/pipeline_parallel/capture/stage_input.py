@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, BlockRun, Carriers, carried_after
-from lightning_hanayo.runtime.capture.proxy import subtree
-from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.objects import values_of
-from lightning_hanayo.runtime.comm.pytree import (
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, BlockRun, Carriers, carried_after
+from lightning_hanayo.pipeline_parallel.capture.proxy import subtree
+from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.pytree import (
     NONE,
     VALUE,
     Flattener,
@@ -40,6 +39,7 @@ from lightning_hanayo.runtime.comm.pytree import (
     renumber,
     tensor_indices,
     unflatten,
+    values_of,
 )
 
 NO_OUTPUT: Skeleton = NONE

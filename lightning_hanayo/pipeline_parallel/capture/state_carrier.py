@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter, PartialValues
-from lightning_hanayo.runtime.capture.carried import BlockRun
-from lightning_hanayo.runtime.capture.holder import (
+from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun
+from lightning_hanayo.pipeline_parallel.capture.proxy import Unavailable, Valueless
+from lightning_hanayo.pipeline_parallel.capture.state import (
     BUFFERS,
     CONTENT,
     MODULES,
@@ -35,11 +36,10 @@ from lightning_hanayo.runtime.capture.holder import (
     REPLACED,
     Holder,
     Key,
+    ModuleState,
     Scanner,
 )
-from lightning_hanayo.runtime.capture.module_state import ModuleState
-from lightning_hanayo.runtime.capture.proxy import Unavailable, Valueless
-from lightning_hanayo.runtime.comm.pytree import Flattener
+from lightning_hanayo.pipeline_parallel.pytree import Flattener
 
 MODES = frozenset({"training", "_disable_adapters"})
 """attributes that the step sets for one pass and then sets back: `eval()`, and `disable_adapter()` of PEFT"""

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from lightning_hanayo.runtime.comm.codec import ALIGN, SendBuffer, Spec, spec_of, unpack
-from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.pipeline_parallel.message import ALIGN, Message, SendBuffer, Spec, spec_of, unpack
 
 _SAME_EVERYWHERE = ("cpu", "meta")
 """devices that mean the same on all ranks"""

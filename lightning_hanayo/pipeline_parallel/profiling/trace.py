@@ -1,16 +1,159 @@
-"""Computes a timeline from all ranks' traces, and the costs that a simulation needs to predict it."""
+"""Records when each action of the last batches ran on this rank, and gathers a batch's records on pipeline rank 0.
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+rank 0   batch 50 | posts receives | batch 51 | waits for them: received long ago
+rank 1   batch 50 | sends          | batch 51 |             |reached start end| of each action, in the table's order
+
+Computes a timeline from all ranks' traces, and the costs that a simulation needs to predict it.
+
+Ranges in the traces of torch's profiler: which stage works on which micro-batch, and which block runs.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import inf
 from statistics import fmean, median
+from typing import Any
 
-from lightning_hanayo.runtime.profiling.trace import BatchTrace, Event
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+
+from lightning_hanayo.clock import Clock, HostClock
+from lightning_hanayo.pipeline_parallel.transport import Transport, Work
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, Timeline
 from lightning_hanayo.schedule.dependency import producers
+
+_TAG = (1 << 31) - 1
+"""no message of a batch has this tag"""
+
+
+@dataclass(slots=True)
+class Event:
+    """One action on this rank. Times are seconds of `time.perf_counter`, which processes on one machine share.
+
+    On a GPU they are those of the device: it reaches an action, waits for its message, and ends it, while the host is
+    ahead of it.
+    """
+
+    action: Action
+    reached: float
+    """when the rank got to the action, and began to wait for its message"""
+    start: float
+    """when its message was received"""
+    end: float
+
+
+BatchTrace = Sequence[Sequence[Event]]
+"""One batch's events, one list for each pipeline rank."""
+
+
+class RecordedBatch:
+    """The actions of one batch, and a clock's marks: reached, start and end of each of them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._actions: list[Action] = []
+        self._marks: list[Any] = []
+
+    def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
+        """Record an action by its marks."""
+        self._actions.append(action)
+        self._marks += (reached, start, end)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """When the actions ran. Waits until the device has run them: call it a batch later."""
+        times = iter(self._clock.seconds(self._marks))
+        self._marks = []
+        return [Event(action, *three) for action, *three in zip(self._actions, times, times, times, strict=True)]
+
+
+class Trace:
+    """The last `keep` training batches, oldest first. Marks are made while a batch runs, and read when it is asked for.
+
+    `clock` is that of the device that runs the batches.
+    """
+
+    def __init__(self, clock: Clock | None = None, keep: int = 16) -> None:
+        self.clock = HostClock() if clock is None else clock
+        self.recorded: deque[RecordedBatch] = deque(maxlen=keep)
+        self._current = RecordedBatch(self.clock)
+
+    @property
+    def batches(self) -> list[list[Event]]:
+        """The events of all batches that are kept. Waits until the device has run the last one."""
+        return [batch.events for batch in self.recorded]
+
+    def begin(self) -> None:
+        """Start a batch."""
+        self._current = RecordedBatch(self.clock)
+
+    def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
+        """Record an action by the clock's marks, in the order of the table."""
+        self._current.add(action, reached, start, end)
+
+    def end(self) -> None:
+        """Keep the batch."""
+        self.recorded.append(self._current)
+
+
+@dataclass
+class TraceGather:
+    """Gathers traces on rank 0. All ranks of the pipeline call `start` for the same batches, then `finish`.
+
+    `table` returns the schedule of a batch of that many micro-batches, which gives each rank's order of events.
+    """
+
+    transport: Transport
+    table: Callable[[int], Schedule]
+    _transfers: Sequence[tuple[Tensor, Work]] = ()
+    _own: Sequence[Event] = ()
+
+    def start(self, events: Sequence[Event]) -> None:
+        """Start to send this rank's events of a batch; on rank 0, start to receive the others'. Does not wait."""
+        self._own = events
+        if self.transport.rank > 0:
+            buffer = pack(events)
+            self._transfers = [(buffer, self.transport.send(0, _TAG, buffer))]
+            return
+        rows = self.table(num_microbatches(events)).actions
+        buffers = [torch.empty(3 * len(row), dtype=torch.float64) for row in rows[1:]]
+        self._transfers = [(b, self.transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
+
+    def finish(self) -> BatchTrace | None:
+        """Wait, and return the events of all ranks on rank 0; None on other ranks, or if nothing was started."""
+        own, transfers = self._own, self._transfers
+        self.forget()
+        for _, work in transfers:
+            work.wait()
+        if not own or self.transport.rank > 0:
+            return None
+        rows = self.table(num_microbatches(own)).actions[1:]
+        return [own, *(unpack(row, buffer) for row, (buffer, _) in zip(rows, transfers, strict=True))]
+
+    def forget(self) -> None:
+        """Drop what is under way, after a failure."""
+        self._own = self._transfers = ()
+
+
+def pack(events: Sequence[Event]) -> Tensor:
+    """Return the times: [3 * events], float64. The actions are those of the table."""
+    return torch.tensor([(e.reached, e.start, e.end) for e in events], dtype=torch.float64).flatten()
+
+
+def unpack(actions: Sequence[Action], times: Tensor) -> list[Event]:
+    """Return the events that `pack` was given."""
+    return [Event(action, *three) for action, three in zip(actions, times.view(-1, 3).tolist(), strict=True)]
+
+
+def num_microbatches(events: Sequence[Event]) -> int:
+    """Return the number of micro-batches of a batch, from one rank's events: every rank works on each of them."""
+    return 1 + max(event.action.microbatch or 0 for event in events)
+
 
 MIN_WAIT = 5e-5
 """seconds: with shorter waits, the delay of a message does not tell how long the message took"""
@@ -169,3 +312,26 @@ def _begin(batch: BatchTrace) -> float:
 
 def _end(batch: BatchTrace) -> float:
     return max(event.end for events in batch for event in events)
+
+
+RANGE = "_hanayo_range"
+"""the attribute of a block with the name that a profiler of the user's has given it"""
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler is on; `torch.autograd._profiler_enabled` is false if it records all threads."""
+    return profiler._is_profiler_enabled
+
+
+def action_range(action: Action) -> AbstractContextManager[object]:
+    """While torch's profiler is on, a range such as "F stage 3 micro-batch 2"; otherwise nothing."""
+    if not is_profiling():
+        return nullcontext()
+    return profiler.record_function(f"{action.kind} stage {action.stage} micro-batch {action.microbatch}")
+
+
+def block_range(block: nn.Module) -> AbstractContextManager[object]:
+    """While torch's profiler is on, a range with the block's name, if it has one."""
+    if not is_profiling() or RANGE not in vars(block):
+        return nullcontext()
+    return profiler.record_function(vars(block)[RANGE])

@@ -1,4 +1,15 @@
-"""interleaved, interleaved-zb and zb-h1: stages in a loop over the ranks, with whole or split backwards, for any B.
+"""gpipe: all forwards, then all backwards (GPipe, arXiv 1811.06965).
+
+rank 0   F0 F1 F2 F3 .  .  .  .     .     .     B0    B1    B2    B3
+rank 1      F0 F1 F2 F3 .  .     .        B0    B1    B2    B3
+
+1f1b: one forward and one backward in turn, after a warm-up (DAPPLE, PipeDream-flush).
+
+P = 3     rank 0   F0 F1 F2 .  .     .     B0    F3 B1    ...      warm-up of P - rank forwards
+          rank 1      F0 F1 .     B0    F2 B1    F3 B2    ...
+          rank 2         F0 B0    F1 B1    F2 B2    F3 B3
+
+interleaved, interleaved-zb and zb-h1: stages in a loop over the ranks, with whole or split backwards, for any B.
 
 Micro-batches run in groups of G: a rank runs its first stage for the whole group, then its second, and so on. G is P
 where P divides B. Where torch.distributed.pipelining has an order for these sizes, this is the same one.
@@ -31,11 +42,41 @@ three, and it is the largest where T_W is at most T_F and T_I. With F = I = W th
 fewer micro-batches it is 2B + 2P - 1, at F = I = W = 1. The peak is min(B, P) M_a.
 """
 
-from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.builders.one_f_one_b import alternate
-from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
+from lightning_hanayo.schedule.table import Action, Kind, loop
+
+
+@register_schedule("gpipe")
+def gpipe(request: Request) -> Schedule:
+    """One stage per rank; activations grow to B M_a."""
+    request.stages_per_rank(1)
+    microbatches = range(request.num_microbatches)
+    rows = tuple(
+        tuple(Action(rank, kind, m) for kind in (Kind.F, Kind.B) for m in microbatches)
+        for rank in range(request.num_ranks)
+    )
+    return Schedule(request.name, loop(request.num_ranks), rows, request.num_microbatches)
+
+
+@register_schedule("1f1b")
+def one_f_one_b(request: Request) -> Schedule:
+    """One stage per rank; activations of at most P - rank M_a."""
+    request.stages_per_rank(1)
+    num_ranks, microbatches = request.num_ranks, range(request.num_microbatches)
+    rows = []
+    for rank in range(num_ranks):
+        forward, backward = ([Action(rank, kind, m) for m in microbatches] for kind in (Kind.F, Kind.B))
+        rows.append(tuple(alternate(forward, backward, num_ranks - rank)))
+    return Schedule(request.name, loop(num_ranks), tuple(rows), len(microbatches))
+
+
+def alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
+    """`warm_up` forwards, then backward and forward in turn until both are through."""
+    row = forward[:warm_up]
+    for position, action in enumerate(backward, warm_up):
+        row += [action, *forward[position : position + 1]]
+    return row
 
 
 @register_schedule("interleaved", depth="stages")

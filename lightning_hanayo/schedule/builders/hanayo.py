@@ -23,15 +23,14 @@ from itertools import accumulate
 from math import inf
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.search.evaluator import Evaluator
 from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, ListScheduler
 from lightning_hanayo.schedule.search.problem import SchedulingProblem
-from lightning_hanayo.schedule.simulation.simulate import simulate
+from lightning_hanayo.schedule.simulate import simulate
+from lightning_hanayo.schedule.table import Action, Kind, zigzag
 
 CLOSE = 1.005
 """an order at most this factor slower than one that idles no longer than the paper's single group ends the search"""

@@ -28,19 +28,16 @@ from math import inf
 from operator import itemgetter
 from random import Random
 
-from lightning_hanayo.schedule.action import Kind
 from lightning_hanayo.schedule.builders.hanayo import budget_of, paper_order, wave_orders
-from lightning_hanayo.schedule.builders.v_half_v_min import v_half, v_min
-from lightning_hanayo.schedule.builders.zbv import zbv
+from lightning_hanayo.schedule.builders.v_schedules import v_half, v_min, zbv
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.search.evaluator import Evaluator
 from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, ListScheduler
-from lightning_hanayo.schedule.search.pattern import Pattern, Pauses
 from lightning_hanayo.schedule.search.problem import SchedulingProblem
-from lightning_hanayo.schedule.search.search import Search
+from lightning_hanayo.schedule.search.search import Pattern, Pauses, Search
+from lightning_hanayo.schedule.table import Kind, zigzag
 
 
 @register_schedule("hanayo-zb", depth="waves")

@@ -1,4 +1,20 @@
-"""v-half and v-min: V schedules in a half and in a third of 1f1b's activations (arXiv 2405.15362, section 3).
+"""zbv: one wave with the backward split, in a fixed order (ZB-V, arXiv 2401.10241, section 6).
+
+The order of torch.distributed.pipelining's ScheduleZBVZeroBubble. A rank's two stages are 0 (on the way down)
+and 1 (on the way up). Rank d:
+
+    2(P-d) - 1 times       F0
+    d times                F1 F0
+    P - d times            F1 I1 W1
+    until all have begun   F0 I0 W0  F1 I1 W1
+    d times                I0 I1                delays weight gradients, so that no rank waits for its input gradients
+    P - d times            I0 W0
+    the delayed W          W1 ... W0 ...
+
+The peak is min(B, P) M_a. With F = I = W = 1 the makespan is the larger of 3B + (P-1)/2, the least that one wave can
+take (so from B = 2P-1 on), and 2B + 2P-1: fewer micro-batches run in the order of 2P-1, without those beyond the last.
+
+v-half and v-min: V schedules in a half and in a third of 1f1b's activations (arXiv 2405.15362, section 3).
 
 A building block, the cells of one micro-batch, is repeated for all. A rank of a V holds stage 0 on the way down and
 stage 1 on the way up. Its two F, I and W are six cells of one length, so the block repeats every six cells; W0 and W1
@@ -46,16 +62,58 @@ later where 3 divides P-1, else 3: of the pauses of 0 to 3 cells these idle leas
 The peaks are those the authors print, and they print idle times of about 3P/2 and 2P. Their program idles as long for
 v-half, and for v-min 2 longer where 3 divides P+1. Unequal costs leave v-half's steady state without a gap as long as
 T_W + 2 T_I >= 2 T_F and T_W + 2 T_F >= 2 T_I; from P = 4 on they slow every period of v-min, as the authors say too.
+
+dualpipev: one wave in which a forward and a backward run at once (DualPipe, arXiv 2412.19437; its V-shaped variant).
+
+The order of torch.distributed.pipelining's ScheduleDualPipeV. A rank's two stages are 0 (on the way down) and 1 (on the
+way up). Rank d, with r = P - 1 - d ranks below it; + runs both at once:
+
+    2r times              F0
+    d + 1 times           F0 F1
+    r times               I1 W1 F1
+    B - 2P + d + 1 times  F0+B1  F1+B0        the last rank's first F0 and B1 one after the other
+    r times               B1  F1+B0
+    d + 1 times           B1 B0               whole backwards, then split ones: I1 I0
+    r times               W I0                a weight gradient that was left, and B0 while backwards are whole
+    the rest              W ...
+
+A rank holds at most P + 1/2 M_a: a micro-batch of one stage more than in zbv, which a pair needs.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
-from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.dependency import waits_for
-from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
+from lightning_hanayo.schedule.table import Action, Kind, zigzag
+
+_F0, _I0, _W0 = _DOWN = tuple((0, kind) for kind in (Kind.F, Kind.I, Kind.W))
+_F1, _I1, _W1 = _UP = tuple((1, kind) for kind in (Kind.F, Kind.I, Kind.W))
+
+
+@register_schedule("zbv", depth="two")
+def zbv(request: Request) -> Schedule:
+    """Two stages per rank."""
+    request.stages_per_rank(2)
+    rows = tuple(_row(rank, request.num_ranks, request.num_microbatches) for rank in range(request.num_ranks))
+    return Schedule(request.name, zigzag(request.num_ranks, 1), rows, request.num_microbatches)
+
+
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Each stage and kind takes its micro-batches in order; those beyond the last are left out."""
+    below = num_ranks - rank
+    whole = max(num_microbatches, 2 * num_ranks - 1)
+    order = [_F0] * (2 * below - 1) + [_F1, _F0] * rank + [_F1, _I1, _W1] * below
+    order += [*_DOWN, *_UP] * (whole - num_ranks)
+    order += [_I0, _I1] * rank + [_I0, _W0] * below + [_W1] * rank + [_W0] * rank
+    stages = (rank, 2 * num_ranks - 1 - rank)
+    microbatch = {leg_and_kind: count() for leg_and_kind in (*_DOWN, *_UP)}
+    actions = (Action(stages[leg], kind, next(microbatch[leg, kind])) for leg, kind in order)
+    return tuple(action for action in actions if action.microbatch in range(num_microbatches))
+
 
 PERIOD = 6
 
@@ -170,3 +228,71 @@ def _waits(node: Node, stages: int) -> list[Node]:
     """The F and I that an F or I waits for."""
     groups = waits_for(Action(*node, 0), stages)
     return [next((other.stage, other.kind) for other in one_of if other.kind in (Kind.F, Kind.I)) for one_of in groups]
+
+
+_Cell = tuple[tuple[int, Kind], ...]
+"""one or two computations: of each whether its stage is on the way up, and its kind"""
+_DOWN_F, _UP_F, _B0, _B1 = ((leg, kind) for kind in (Kind.F, Kind.B) for leg in (0, 1))
+_W = (-1, Kind.W)
+"""the weight gradient that has waited longest, of either stage"""
+
+
+@register_schedule("dualpipev", depth="two")
+def dualpipev(request: Request) -> Schedule:
+    """Two stages per rank, and at least as many micro-batches as stages."""
+    request.stages_per_rank(2)
+    num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
+    if num_microbatches < 2 * num_ranks:
+        raise HanayoError(
+            f"schedule 'dualpipev' needs at least one micro-batch per stage, {2 * num_ranks} on {num_ranks} ranks, got "
+            f"{num_microbatches}; 'hanayo-zb' takes any number"
+        )
+    rows, pairs = [], []
+    for rank in range(num_ranks):
+        cells = list(_actions(rank, num_ranks, num_microbatches))
+        rows.append(tuple(action for cell in cells for action in cell))
+        pairs += [(cell[0], cell[1]) for cell in cells if len(cell) == 2]
+    stage_ranks = zigzag(num_ranks, 1)
+    return Schedule(request.name, stage_ranks, tuple(rows), num_microbatches, pairs=frozenset(pairs))
+
+
+def _actions(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[Action, ...]]:
+    """The cells of a rank's row. Each stage and kind takes its micro-batches in order."""
+    stages = rank, 2 * num_ranks - 1 - rank
+    done: Counter[tuple[int, Kind]] = Counter()
+    left: list[Action] = []
+    for cell in _cells(rank, num_ranks, num_microbatches):
+        made = []
+        for leg, kind in cell:
+            if kind is Kind.W:
+                if left:
+                    made.append(left.pop(0))
+                continue
+            direction = Kind.F if kind is Kind.F else Kind.B
+            action = Action(stages[leg], kind, done[leg, direction])
+            done[leg, direction] += 1
+            made.append(action)
+            if kind is Kind.I:
+                left.append(Action(action.stage, Kind.W, action.microbatch))
+        if made:
+            yield tuple(made)
+
+
+def _cells(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[_Cell]:
+    below = num_ranks - 1 - rank
+    yield from [(_DOWN_F,)] * (2 * below)
+    yield from [(_DOWN_F,), (_UP_F,)] * (rank + 1)
+    yield from [((1, Kind.I),), (_W,), (_UP_F,)] * below
+    for place in range(num_microbatches - 2 * num_ranks + rank + 1):
+        yield from [(_DOWN_F,), (_B1,)] if place == 0 and below == 0 else [(_DOWN_F, _B1)]
+        yield (_UP_F, _B0)
+    yield from [(_B1,), (_UP_F, _B0)] * below
+    splits = False
+    for place in range(rank + 1):
+        is_middle = place == (rank + 1) // 2
+        splits |= is_middle and rank % 2 == 1
+        yield ((1, Kind.I if splits else Kind.B),)
+        splits |= is_middle and rank % 2 == 0
+        yield ((0, Kind.I if splits else Kind.B),)
+    yield from [(_W,), ((0, Kind.I if splits else Kind.B),)] * below
+    yield from [(_W,)] * (rank + 1)

@@ -14,10 +14,10 @@ from itertools import chain
 from math import inf
 from random import Random
 
-from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.communication import AnyTable
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.passes.subset import AnyTable
 from lightning_hanayo.schedule.search.evaluator import CodeRows, Evaluator
+from lightning_hanayo.schedule.table import Action, Kind
 
 EFFORT = 100_000
 """how many actions are run in total, in all orders that are tried"""

@@ -3,12 +3,11 @@
 from collections import defaultdict
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.completeness import reject
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import Dependencies, cell_waits, executable_order
-from lightning_hanayo.schedule.passes.table_error import reject
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.table import Action, Kind, Table
 
 _PAIR_ORDER = (Kind.F, Kind.B, Kind.I)
 _WHOLE_BACKWARDS = ({Kind.B}, {Kind.I, Kind.W})

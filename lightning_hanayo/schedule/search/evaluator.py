@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 
-from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
-from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.table import COMPUTE, Action, Kind, Table
 
 _KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 _BASE = {kind: base for base, kind in enumerate(_KINDS)}

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from lightning_hanayo.schedule.search.budget import Budget
 from lightning_hanayo.schedule.search.evaluator import CodeRows
-from lightning_hanayo.schedule.search.problem import SchedulingProblem
+from lightning_hanayo.schedule.search.problem import Budget, SchedulingProblem
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.number_checks import check_numbers
-from lightning_hanayo.schedule.simulation.timeline import Curve, Span, Timeline
+from lightning_hanayo.schedule.simulate import Curve, Span, Timeline
+from lightning_hanayo.schedule.table import COMPUTE, Action, Kind
 
 Bytes = float | tuple[float, ...]
 

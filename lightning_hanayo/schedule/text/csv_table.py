@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError, writing
-from lightning_hanayo.schedule.action import Action, Rows
+from lightning_hanayo.schedule.table import Action, Rows
 
 MAX_BYTES = 64 << 20
 MAX_CELLS = 600_000

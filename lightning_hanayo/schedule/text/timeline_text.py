@@ -7,8 +7,7 @@ from itertools import groupby, islice, repeat, zip_longest
 from operator import attrgetter, itemgetter
 
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.simulation.simulate import simulate
-from lightning_hanayo.schedule.simulation.timeline import Span, Timeline
+from lightning_hanayo.schedule.simulate import Span, Timeline, simulate
 from lightning_hanayo.schedule.table import Table
 
 MAX_COLUMNS = 20_000

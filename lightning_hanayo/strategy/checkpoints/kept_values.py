@@ -11,11 +11,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.load import module_state
-from lightning_hanayo.checkpoint.load.model_check import Source, check_fit, compare, names_translated_in
-from lightning_hanayo.checkpoint.load.module_state import Sharding
+from lightning_hanayo.dist_checkpointing import load_state
+from lightning_hanayo.dist_checkpointing.load_state import Sharding, Source, check_fit, compare, names_translated_in
 from lightning_hanayo.errors import CheckpointError, listed
-from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.versions import identity_of
 
@@ -65,7 +64,7 @@ class KeptValues:
             CheckpointError: on all ranks, what doesn't fit.
         """
         has_masters = self._options.master_weights is not None
-        expected = module_state.entries(module, cube, has_masters=has_masters)
+        expected = load_state.entries(module, cube, has_masters=has_masters)
         differences = compare(expected, self._state, names_translated_in(module))
         accepted = check_fit(
             differences, self._source, type(module).__name__, strict=self._strict, accept=self._options.load_anyway
@@ -80,11 +79,11 @@ class KeptValues:
             CheckpointError: on all ranks, if one can't read its part, or would get weights that are no numbers.
         """
         if not self._is_scanned:
-            values = module_state.own_values(module, self._state, cube)
-            found = on_all_ranks(lambda: module_state.not_finite(module, values))
+            values = load_state.own_values(module, self._state, cube)
+            found = on_all_ranks(lambda: load_state.not_finite(module, values))
             self._check_finite(sorted({name for names in found for name in names}))
             self._is_scanned = True
-        with_common_errors(lambda: module_state.load(module, self._state, cube, self._source, strict=self._strict))
+        with_common_errors(lambda: load_state.load(module, self._state, cube, self._source, strict=self._strict))
 
     def _check_finite(self, names: list[str]) -> None:
         if not names:

@@ -3,28 +3,41 @@
 a folder        manifest, hashes of all bytes, values without pickle; tensors are read when they are used
 a plain file    its CRCs, then torch.load: only tensors and plain values, of which only the pages used are read
 anything else   the Trainer's CheckpointIO: old files, remote ones
+
+Gives the optimizers of a run the states of a checkpoint: checked on all ranks, then each rank reads its part.
+
+Refuses a checkpoint to start from that isn't there, or can't be read, before any process starts.
 """
 
+import os
 import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.load import plain_file
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.load.folder_content import folder_content
-from lightning_hanayo.checkpoint.load.model_check import Source
-from lightning_hanayo.checkpoint.load.verify import verify_on_all_ranks
-from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError
-from lightning_hanayo.strategy.checkpoints.resume import KEY
-from lightning_hanayo.strategy.checkpoints.resume_storage import saved_in_folder
-from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
+from lightning_hanayo.dist_checkpointing import plain_file
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_on_all_ranks
+from lightning_hanayo.dist_checkpointing.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Source
+from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, nearest
+from lightning_hanayo.strategy.checkpoints.resume import KEY, saved_in_folder
+from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.lightning.state import unwrapped
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.setup.optimizers import is_elementwise
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 
@@ -139,3 +152,101 @@ def _is_local(path: str | Path) -> bool:
 def _place() -> tuple[int, int]:
     """This rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def load_optimizers(
+    module: "pl.LightningModule",
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    names: Mapping[Tensor, str],
+    sharding: Cube | OptimizerShards | None,
+    options: Options,
+) -> None:
+    """Load all optimizers' states, by the `names` of their parameters. Called by all ranks of the world.
+
+    Raises:
+        CheckpointError: on all ranks, before any state changes: they are another optimizer's, of other parameters, or
+            missing.
+    """
+    source, states = Checkpoint.source_of(checkpoint), checkpoint["optimizer_states"]
+    if len(states) != len(optimizers):
+        raise CheckpointError(
+            f"{source} has the states of {len(states)} optimizers, this {type(module).__name__} has {len(optimizers)}. "
+            f"Configure the same ones, or load its weights alone, with init_from or in configure_model."
+        )
+    shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
+    checked = [
+        OptimizerState(
+            unwrapped(optimizer),
+            state,
+            names,
+            source,
+            accept=options.load_anyway,
+            shapes=shapes,
+            elementwise=is_elementwise(optimizer),
+        )
+        for optimizer, state in zip(optimizers, states, strict=True)
+    ]
+    for line in (line for one in checked for line in one.warnings):
+        rank_zero_warn(line)
+    for one in checked:
+        with_common_errors(lambda one=one: one.load(sharding))  # type: ignore[misc]
+
+
+_CHOSEN_LATER = ("last", "hpc")
+"""Lightning finds them when the run starts, and starts anew if there is no last one."""
+_FIRST_BYTES = (b"PK", b"\x80")
+"""of a file in torch's format, and of its format before torch 1.6"""
+
+
+def check_start(path: Any, trainer: "pl.Trainer", io: CheckpointIO) -> None:
+    """Check the `ckpt_path` of a run. What is remote, or written by another CheckpointIO, is checked when it is read.
+
+    Raises:
+        CheckpointError: it is no path, there is nothing, or nothing that can be read.
+    """
+    if path is None or path in _CHOSEN_LATER or str(path).startswith("registry"):
+        return
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise CheckpointError(f"ckpt_path={path!r}: expected the path of a checkpoint, 'last', 'best' or None")
+    if path == "best":
+        if not getattr(trainer.checkpoint_callback, "best_model_path", ""):
+            raise CheckpointError(
+                "ckpt_path='best': no ModelCheckpoint of this Trainer has saved a best one. Give the path of one."
+            )
+    elif isinstance(get_filesystem(str(path)), LocalFileSystem):
+        check_local(url_to_fs(str(path))[1], io)
+
+
+def check_local(path: str, io: CheckpointIO | None = None) -> None:
+    """Check a path in a local file system.
+
+    Raises:
+        CheckpointError: there is nothing, or nothing that can be read.
+    """
+    if not os.path.exists(path):
+        raise CheckpointNotFoundError(
+            f"Checkpoint file not found: ckpt_path={path}: there is no such file or folder{_others(Path(path))}"
+        )
+    if io is not None and type(io) is not TorchCheckpointIO:
+        return
+    if os.path.isdir(path):
+        CheckpointFolder(path)
+        return
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(2)
+    except OSError as error:
+        raise CheckpointError(f"ckpt_path={path} can't be read: {error.strerror}") from None
+    if not begin.startswith(_FIRST_BYTES):
+        what = "is no checkpoint: it is not in torch's format" if begin else "is empty"
+        raise CheckpointError(f"ckpt_path={path} {what}. Give another one.")
+
+
+def _others(path: Path) -> str:
+    """What is there instead."""
+    try:
+        found = sorted(one.name for one in path.parent.iterdir() if one.suffix == path.suffix)
+    except OSError:
+        return f", nor a folder {path.parent}"
+    return f"; {nearest(path.name, found[-5:])}" if found else ""

@@ -7,22 +7,66 @@
     values that are no tensors          sent to rank 0, which writes them into one document
 
 Which rank writes a parameter follows from its place and the order of names. So no rank need ask another.
+
+Collects what each rank writes of a checkpoint: its tensors, and on rank 0 the documents.
+
+hooks      Lightning asks each rank for its state, and hooks change it
+collect    each rank sorts what it holds, and tells the others what they can't know: values that are no tensors
+document   rank 0 puts those and its own together
+
+Makes the two documents of a checkpoint's folder: its state, and what the manifest says of the whole.
+
+What a rank gives Lightning of the state of model and optimizers, when a checkpoint is a folder.
+
+rank 0                                              rank 1, of the same pipeline
+    "embedding.weight"   a tensor                       "embedding.weight"   without values
+    "blocks.0.weight"    a tensor, or its part          "blocks.0.weight"    without values
+    "blocks.1.weight"    without values                 "blocks.1.weight"    a tensor, or its part
+
+Every rank has all names, so that a hook that deletes or renames entries does the same on all of them. A part, in a
+cube, keeps the name of its parameter through copies, and refuses what would be wrong on parts.
+
+Finds tensors deep in a checkpoint that several ranks hold together, such as a callback's average of the weights.
+
+rank 0    {"average": {"blocks.0.weight": a tensor, "blocks.1.weight": without values}}
+rank 1    {"average": {"blocks.0.weight": without values, "blocks.1.weight": a tensor}}
+
+Rank 0 writes the document, and has the same keys as all others. It says where in it a value is missing or a part, and
+each rank writes what it has there.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from math import prod
 from typing import Any
 
+import lightning
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_hanayo.checkpoint.format.plain_values import DistributedTensor
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.save.part import Kind, TensorPart
+from lightning_hanayo.dist_checkpointing.load_state import Sharding
+from lightning_hanayo.dist_checkpointing.part import Kind, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.plain_file import numbered_state_dict
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.state import STATE, DistributedTensor, OptimizerDocument, StateDocument
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
-from lightning_hanayo.partial_values import PartialParameter, PartialValues, plain_alias
+from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, plain_alias
+from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, run_entry, with_resume
+from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.lightning.state import unwrapped
+from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.topology import Topology
 
@@ -243,3 +287,286 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return one.is_meta and other.is_meta or one.data_ptr() == other.data_ptr()
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A module that is cut into stages, and what trains it."""
+
+    module: "pl.LightningModule"
+    pipeline: Pipeline
+    cube: Cube | None
+    shards: OptimizerShards | None
+    optimizers: Sequence[Optimizer]
+    names: Mapping[Tensor, str]
+    """of the parameters, also of those that only the optimizers have"""
+
+
+def rank_part(
+    checkpoint: Mapping[str, Any], model: CutModel, place: Place, resume: ResumeState | None = None
+) -> RankPart:
+    """What this rank writes of a checkpoint. Called by all ranks of the world.
+
+    Args:
+        checkpoint: Lightning's, as hooks have left it, with the state dicts of `own_state`.
+        model: whose parameters are not guarded.
+        place: this rank's.
+        resume: what this rank adds for a run that goes on from the checkpoint.
+
+    Raises:
+        UnsupportedError: on all ranks, if one has something that can't be stored.
+    """
+    module = model.module
+    checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
+    listed = [(one, names_of(parameters_of(one), model.names)) for one in map(unwrapped, model.optimizers)]
+    tied = tied_names(module, checkpoint[MODEL])
+    parameters = {name: p for p, name in model.names.items()} | dict(module.named_parameters(remove_duplicate=False))
+    tensors = RankTensors(parameters, model.pipeline.ownership.rank_by_name(module), place)
+
+    def collect() -> OwnValues:
+        tensors.add_module(checkpoint[MODEL], tied)
+        for index, ((one, found), state) in enumerate(zip(listed, checkpoint.get(OPTIMIZERS, ()), strict=False)):
+            by_name = dict(zip(found, parameters_of(one), strict=True))
+            tensors.add_optimizer(index, by_name, state.get("state", {}))
+        return tensors.values
+
+    gathered = on_all_ranks(collect)
+    tensors.add_new(first_with([own.added for own in gathered]))
+    texts: dict[str, Any] = {}
+
+    def write_document() -> dict[int, DistributedTensor]:
+        if place.rank > 0:
+            return {}
+        document = state_document(checkpoint, tied, listed, gathered)
+        texts[STATE], found = document.encode()
+        for number, one in enumerate(found):
+            if isinstance(one, Tensor):
+                tensors.add_state(number, one)
+        return {number: one for number, one in enumerate(found) if isinstance(one, DistributedTensor)}
+
+    distributed = on_all_ranks(write_document)[0]
+
+    def add_distributed() -> None:
+        for number, one in distributed.items():
+            tensors.add_distributed(number, one, value_at(checkpoint, one.path))
+
+    if distributed:
+        with_common_errors(add_distributed)
+    facts = {}
+    if place.rank == 0:
+        facts = about(checkpoint, module, place.cube, place.topology, model.pipeline.layout, tied)
+    part = RankPart(tensors.parts, texts, facts)
+    return part if resume is None else with_common_errors(lambda: with_resume(part, resume, place.data_rank))
+
+
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
+
+
+def state_document(
+    checkpoint: Mapping[str, Any],
+    tied: Mapping[str, str],
+    optimizers: Sequence[tuple[Optimizer, Sequence[str]]],
+    gathered: Sequence[OwnValues],
+) -> StateDocument:
+    """The state of rank 0, with the values that other ranks have sent.
+
+    Args:
+        checkpoint: Lightning's, as hooks have left it.
+        tied: entries of the state dict that are stored under another name.
+        optimizers: with the names of their parameters.
+        gathered: of all ranks.
+    """
+    state = checkpoint[MODEL]
+    names = dict.fromkeys((*state, *(name for own in gathered for name in (*own.names, *own.model))))
+    states = checkpoint.get(OPTIMIZERS)
+    return StateDocument(
+        checkpoint=with_distributed_marked(
+            {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+        ),
+        names=list(names),
+        tied=dict(tied),
+        values={name: value for own in gathered for name, value in own.model.items()},
+        versions=dict(getattr(state, "_metadata", {})),
+        optimizers=None if states is None else [
+            _optimizer_document(optimizer, parameters, one, gathered, index)
+            for index, ((optimizer, parameters), one) in enumerate(zip(optimizers, states, strict=False))
+        ],
+    )  # fmt: skip
+
+
+def _optimizer_document(
+    optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Any], gathered: Sequence[OwnValues], index: int
+) -> OptimizerDocument:
+    kind = type(optimizer)
+    groups = state.get("param_groups", ())  # Lightning's stand-in for no optimizer has none
+    without = dict.fromkeys(name for own in gathered for name in own.without_state[index])
+    return OptimizerDocument(
+        class_name=f"{kind.__module__}.{kind.__qualname__}",
+        param_groups=[{**group, "params": [names[i] for i in group["params"]]} for group in groups],
+        values={parameter: values for own in gathered for parameter, values in own.optimizers[index].items()},
+        without_state=[name for name in names if name in without] if len(without) < len(names) else [],
+        rest={key: value for key, value in state.items() if key not in ("state", "param_groups")},
+    )
+
+
+def about(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    cube: Cube | None,
+    topology: Topology,
+    layout: Layout,
+    tied: Mapping[str, str],
+) -> dict[str, Any]:
+    """What the manifest says of a checkpoint, for those who list and export it. JSON."""
+    return {
+        "step": checkpoint.get("global_step", 0),
+        "epoch": checkpoint.get("epoch", 0),
+        "layout": {**asdict(topology), "waves": layout.num_waves, "schedule": layout.schedule},
+        "module": type(module).__qualname__,
+        "num_parameters": num_parameters(module, cube),
+        "versions": {
+            "lightning_hanayo": version("lightning-hanayo"),
+            "lightning": lightning.__version__,
+            "torch": torch.__version__,
+        },
+        "tied": dict(tied),
+        "huggingface": list(_huggingface(module)),
+    }
+
+
+def num_parameters(module: nn.Module, cube: Cube | None) -> int:
+    """How many the whole model has."""
+    shapes = {} if cube is None else cube.whole_shapes
+    return sum(prod(shapes.get(parameter, parameter.shape)) for parameter in module.parameters())
+
+
+def _huggingface(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The models of transformers that aren't inside another one, with what `from_pretrained` needs of them."""
+    library = sys.modules.get("transformers.modeling_utils")  # else none of its models exists
+    outer: list[str] = []
+    for name, part in module.named_modules():
+        is_inside = any(not prefix or name.startswith(f"{prefix}.") for prefix in outer)
+        if library is not None and isinstance(part, library.PreTrainedModel) and not is_inside:
+            outer.append(name)
+            config = json.loads(part.config.to_json_string(use_diff=False))
+            yield {"prefix": name, "class": type(part).__name__, "config": config}
+
+
+_WAY_OUT = (
+    "Each rank saves what it holds: delete, rename, copy or convert entries, or save one file with "
+    "HanayoStrategy(save_full=True)"
+)
+
+
+def module_state(
+    module: nn.Module, sharding: Sharding | None, ranks: Mapping[str, int], device: torch.device
+) -> dict[str, Any]:
+    """The module's state dict on this rank. Its parameters are this rank's, and not guarded.
+
+    Args:
+        module: cut into stages.
+        sharding: of the parameters as they are now; None if they are whole.
+        ranks: the pipeline rank that owns each entry.
+        device: of each rank's values.
+    """
+    with nullcontext() if sharding is None else _guarded_parts(module, sharding):
+        state = module.state_dict()
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            state[name] = without_values(value, Owner(name, ranks.get(name, 0), device, _WAY_OUT))
+    return state
+
+
+@contextmanager
+def _guarded_parts(module: nn.Module, sharding: Sharding) -> Iterator[None]:
+    """Inside it, what hooks of modules make of a part is a part, too, under whatever name, or is refused."""
+    shapes = sharding.whole_shapes
+    parts = [(name, one) for name, one in module.named_parameters() if one in shapes]
+    classes, parts_before = [type(one) for _, one in parts], [vars(one).get("_part") for _, one in parts]
+    for name, one in parts:
+        vars(one)["_part"] = Part(name, shapes[one], _is_of_data_rank(sharding, one))
+        one.__class__ = PartialParameter
+    try:
+        yield
+    finally:
+        for (_, one), own_class, before in zip(parts, classes, parts_before, strict=True):
+            one.__class__ = own_class
+            vars(one)["_part"] = before
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[Tensor, str], sharding: Cube | OptimizerShards | None
+) -> dict[str, Any]:
+    """The optimizer's state dict on this rank: with the states of its own parameters. They are not guarded.
+
+    Args:
+        optimizer: torch's, not Lightning's.
+        names: of the module's parameters.
+        sharding: of the states; None if they are whole.
+
+    Raises:
+        UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
+    """
+    state = numbered_state_dict(optimizer, is_cut=sharding is not None or any(parameter.is_meta for parameter in names))
+    parameters = parameters_of(optimizer)
+    if not parameters:  # Lightning's, for `configure_optimizers` that returns None
+        return state
+    listed = names_of(parameters, names)
+    own = {}
+    for index, values in state["state"].items():
+        parameter = parameters[index]
+        if not parameter.is_meta:  # some, such as Adagrad, make states of placeholders in their constructor
+            own[index] = as_parts(values, parameter, listed[index], sharding)
+    return {**state, "state": own}
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters, in the order in which its state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(parameters: Sequence[nn.Parameter], names: Mapping[Tensor, str]) -> list[str]:
+    """The names of an optimizer's parameters.
+
+    Raises:
+        UnsupportedError: one has none.
+    """
+    if strange := [parameter for parameter in parameters if parameter not in names]:
+        raise UnsupportedError(
+            f"the optimizer has a parameter of the shape {tuple(strange[0].shape)} that isn't one of the module's, so "
+            f"that a checkpoint has no name for it. Make it a parameter of the module."
+        )
+    return [names[parameter] for parameter in parameters]
+
+
+def _is_of_data_rank(sharding: Any, parameter: Tensor) -> bool:
+    return isinstance(sharding, OptimizerShards) and parameter in sharding
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+
+
+def with_distributed_marked(value: Any, path: tuple[Any, ...] = ()) -> Any:
+    """The value, with a `DistributedTensor` in place of each tensor of which this rank has a part or nothing."""
+    if isinstance(value, MissingValues | PartialValues | PartialParameter):
+        return DistributedTensor(path, value._owner.rank if isinstance(value, MissingValues) else None)
+    if type(value) not in _CONTAINERS:
+        return value
+    marked = {key: with_distributed_marked(one, (*path, key)) for key, one in _items(value)}
+    if all(marked[key] is one for key, one in _items(value)):
+        return value
+    return type(value)(marked if isinstance(value, dict) else marked.values())
+
+
+def value_at(checkpoint: Any, path: tuple[Any, ...]) -> Tensor | None:
+    """What this rank's checkpoint has at a path; None if it is nothing, or no tensor."""
+    for key in path:
+        try:
+            checkpoint = checkpoint[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return checkpoint if isinstance(checkpoint, Tensor) else None
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(value.items() if isinstance(value, dict) else enumerate(value))

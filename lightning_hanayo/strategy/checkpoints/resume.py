@@ -6,24 +6,43 @@ tensors                             random/<rank>/now/<generator>, random/<rank>
                                     that was read ahead, gradient/<number>/<parameter> between two steps
 
 `resume_state` collects it on each rank; `Resume` puts it back, on any layout, and says what can't be put back.
+
+Where a checkpoint stores what a resume needs: in a folder each rank its part; in one file all of it, under one key.
+
+             a folder                                               one file
+the run      state.json: checkpoint["lightning_hanayo"]["run"]      checkpoint["lightning_hanayo"]["run"]
+data ranks   state-data-00001.json, written where data is read      ["data"][1]
+tensors      random/..., gradient/..., data/1/<n>: in any file      ["tensors"], gathered on rank 0, whole
+
+Gradients that have been added up since the last optimizer step, by name, as they are before the sum over ranks.
+
+    data rank 0     gradient/0/head.weight        each data rank has a sum over its own batches; in a cube there may be
+    data rank 1     gradient/1/head.weight        one for each rank along the axes over which it is still partial
+
+Of as many ranks each gets its own back, so that later sums are the same to the last bit. Else all are added up on as
+many ranks as there are: 4 read by 2 are 0 + 2 and 1 + 3.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.state_document import RUN
-from lightning_hanayo.checkpoint.save.part import TensorPart
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.part import RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.state import RUN, data_stem, decode, encode
 from lightning_hanayo.errors import CheckpointError, HanayoError
-from lightning_hanayo.runtime.generators import generator_states, set_generators
-from lightning_hanayo.strategy.checkpoints.gradients import PREFIX, AccumulatedGradients
-from lightning_hanayo.strategy.lightning.loops import resumed
-from lightning_hanayo.strategy.lightning.loops.loader_states import (
+from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
+from lightning_hanayo.strategy.lightning import resumed_loops
+from lightning_hanayo.strategy.lightning.resumed_loops import (
     batch_size,
     generators_of_loaders,
     has_persistent_workers,
@@ -33,10 +52,95 @@ from lightning_hanayo.strategy.lightning.loops.loader_states import (
     stateful_loaders,
 )
 from lightning_hanayo.strategy.losses.step_samples import WAY_OUT, StepSamples, accumulation
+from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.topology import Topology
+from lightning_hanayo.weight_gradients import gradient_dtype
 
 if TYPE_CHECKING:
     from lightning_hanayo.strategy.session import Session
+
+
+PREFIX = "gradient/"
+_NAME = re.compile(r"gradient/[0-9]{1,9}/.")
+
+Read = Callable[[str, Region], Tensor]
+"""reads a region of a tensor by its name"""
+
+
+class AccumulatedGradients:
+    """The gradients of one rank between two batches.
+
+    Args:
+        parameters: the module's, by name; placeholders too.
+        cube: None without one.
+        data_rank: this rank's.
+        num_data: the number of data ranks.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], cube: Cube | None, data_rank: int, num_data: int
+    ) -> None:
+        self._parameters = {name: one for name, one in parameters.items() if not one.is_meta and one.requires_grad}
+        self._cube = cube
+        self._data_rank = data_rank
+        self._num_data = num_data
+
+    def parts(self) -> Iterator[TensorPart]:
+        """What this rank writes of them: what no other rank has, or has written."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and self._writes(parameter):
+                shape, region = self._place(parameter)
+                number, _ = self._number(parameter)
+                yield TensorPart(f"{PREFIX}{number}/{name}", parameter.grad.detach(), shape, region, "optimizer")
+
+    def restore(self, names: Collection[str], read: Read) -> None:
+        """Set the gradients to what was saved. `names` are those of all tensors of the checkpoint."""
+        saved = _numbers_by_parameter(names)
+        for name, parameter in self._parameters.items():
+            number, count = self._number(parameter)
+            own = [one for one in saved.get(name, ()) if one % count == number]
+            if own:
+                _, region = self._place(parameter)
+                parameter.grad = self._sum(parameter, (read(f"{PREFIX}{one}/{name}", region) for one in own))
+
+    @staticmethod
+    def _sum(parameter: nn.Parameter, parts: Iterable[Tensor]) -> Tensor:
+        options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
+        total: Tensor | None = None
+        for part in parts:
+            total = part.to(**options) if total is None else total.add_(part.to(**options))
+        assert total is not None
+        return torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)  # with the parameter's strides
+
+    def _number(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """This rank's number among those whose gradients are summed before a step, and how many there are."""
+        if self._cube is None:
+            return self._data_rank, self._num_data
+        mesh, axes = self._cube.mesh, self._cube.partial_axes(parameter)
+        return self._data_rank * mesh.size(axes) + mesh.index(axes), self._num_data * mesh.size(axes)
+
+    def _place(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], Region]:
+        """The shape of the whole parameter, and this rank's entries."""
+        if self._cube is None:
+            return tuple(parameter.shape), Region.whole(parameter.shape)
+        return self._cube.whole_shapes.get(parameter, tuple(parameter.shape)), self._cube.region(parameter)
+
+    def _writes(self, parameter: nn.Parameter) -> bool:
+        """Whether this is the first of the ranks that have the same gradient."""
+        if self._cube is None:
+            return True
+        differing = self._cube.sharded_axes(parameter) + self._cube.partial_axes(parameter)
+        return self._cube.mesh.index("".join(axis for axis in "xyz" if axis not in differing)) == 0
+
+
+def _numbers_by_parameter(names: Collection[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for full_name in names:
+        if _NAME.match(full_name):
+            number, _, name = full_name.removeprefix(PREFIX).partition("/")
+            found.setdefault(name, []).append(int(number))
+    return {name: sorted(numbers) for name, numbers in found.items()}
+
 
 KEY = RUN
 """of Lightning's dictionary"""
@@ -115,7 +219,7 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         "seed": session.seed,
         "samples": vars(_samples(trainer, session)),
         "layout": _layout(session),
-        "metrics": resumed.metrics(trainer),
+        "metrics": resumed_loops.metrics(trainer),
     }
     states: list[Any] = []
     random: dict[str, dict[str, Tensor]] = {}
@@ -125,7 +229,7 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         before = random_states_before(trainer) if states else {}
         random = {"now": generator_states(session.device) | of_loaders, "before": before}
     with session.guard.off():
-        accumulates = resumed.num_accumulated(trainer) and not resumed.was_in_batch(trainer)
+        accumulates = resumed_loops.num_accumulated(trainer) and not resumed_loops.was_in_batch(trainer)
         gradients = list(_gradients(trainer, session).parts()) if accumulates else []
     tensors = [
         TensorPart.whole(f"{RANDOM}{rank}/{when}/{name}", state, "state")
@@ -150,9 +254,9 @@ class Resume:
         # Read now: a Tuner removes its checkpoint before training starts.
         self._loader_states, self._have_more = self._states()
         self._set_random = self._random_states()
-        self._is_before_plateau = resumed.is_before_plateau(trainer)
-        self._is_after_last_batch = resumed.is_after_last_batch(trainer)
-        resumed.correct_loops(trainer)
+        self._is_before_plateau = resumed_loops.is_before_plateau(trainer)
+        self._is_after_last_batch = resumed_loops.is_after_last_batch(trainer)
+        resumed_loops.correct_loops(trainer)
 
     def start(self, accept: Collection[str]) -> None:
         """Called by all ranks in `on_train_start`. `accept`: what "load_anyway" names.
@@ -161,7 +265,7 @@ class Resume:
             HanayoError: optimizer steps would take other samples than they did.
         """
         trainer, session, saved = self._trainer, self._session, self._saved
-        self._is_scheduled = resumed.follow_accumulation_schedule(trainer)
+        self._is_scheduled = resumed_loops.follow_accumulation_schedule(trainer)
         lines = list(_lines(trainer, session, saved, has_position=bool(self._loader_states)))
         if self._is_after_last_batch:
             lines.append(
@@ -174,10 +278,12 @@ class Resume:
             session.samples.largest = max(session.samples.largest, saved.samples.batch)
             session.reseed(saved.document["seed"])
             lines += self._restore_gradients(saved)
-            resumed.set_metrics(trainer, saved.document.get("metrics", {}))
+            resumed_loops.set_metrics(trainer, saved.document.get("metrics", {}))
             if self._is_before_plateau:
-                resumed.update_plateau_schedulers(trainer)
-        resumed.read_data_anew(trainer, session.attributes, self._loader_states, self._have_more, self._set_random)
+                resumed_loops.update_plateau_schedulers(trainer)
+        resumed_loops.read_data_anew(
+            trainer, session.attributes, self._loader_states, self._have_more, self._set_random
+        )
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
@@ -203,7 +309,7 @@ class Resume:
         if not _reads_data(topology, rank):
             return (), ()
         if self._saved is None:  # a plain Trainer stores those of one process
-            return (resumed.plain_loader_states(self._trainer), ()) if topology.data == 1 else ((), ())
+            return (resumed_loops.plain_loader_states(self._trainer), ()) if topology.data == 1 else ((), ())
         data_rank = topology.coordinates(rank)[0]
         return self._saved.loader_states(data_rank), self._saved.have_more(data_rank)
 
@@ -232,7 +338,7 @@ class Resume:
 
     def _restore_gradients(self, saved: SavedRun) -> Iterator[str]:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
-        if before == now and resumed.num_accumulated(self._trainer):
+        if before == now and resumed_loops.num_accumulated(self._trainer):
             with self._session.guard.off():
                 _gradients(self._trainer, self._session).restore(saved.names, saved.read)
         elif before != now and any(name.startswith(PREFIX) for name in saved.names):
@@ -244,7 +350,7 @@ class Resume:
 
 def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
     """What can't be as in the uninterrupted run. `has_position`: the checkpoint holds the loaders' states."""
-    accumulated, in_epoch = resumed.num_accumulated(trainer), resumed.is_in_epoch(trainer)
+    accumulated, in_epoch = resumed_loops.num_accumulated(trainer), resumed_loops.is_in_epoch(trainer)
     if saved is None:
         yield "the checkpoint holds no random states: shuffled data and random numbers may differ from then on."
     elif (layout := saved.layout) != _layout(session):
@@ -254,8 +360,8 @@ def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *,
         )
     if in_epoch:
         yield (
-            f"{resumed.num_batches(trainer)} batches of the epoch have been trained: metrics logged with on_epoch=True "
-            f"are of the rest alone, and on_train_epoch_start is not called again."
+            f"{resumed_loops.num_batches(trainer)} batches of the epoch have been trained: metrics logged with "
+            f"on_epoch=True are of the rest alone, and on_train_epoch_start is not called again."
         )
     if in_epoch and not (has_position and stateful_loaders(trainer)):
         has_state = bool(stateful_loaders(trainer))
@@ -268,7 +374,7 @@ def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *,
         yield "the loader has persistent_workers: they draw other random numbers than workers that have gone on."
     if accumulated and not any(name.startswith(PREFIX) for name in (saved.names if saved is not None else ())):
         yield f"the checkpoint holds no gradients of the {accumulated} batches accumulated since the last step."
-    if resumed.was_in_batch(trainer):
+    if resumed_loops.was_in_batch(trainer):
         yield "the checkpoint was saved inside a batch, which a loader with a state does not give again."
 
 
@@ -279,10 +385,10 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
         HanayoError: the epoch can't go on: each data rank has read its own samples, or no whole number of batches fits.
     """
     before = saved.samples
-    if not resumed.is_in_epoch(trainer) or (before.batch, before.data) == (now.batch or before.batch, now.data):
+    if not resumed_loops.is_in_epoch(trainer) or (before.batch, before.data) == (now.batch or before.batch, now.data):
         return None
-    num_batches, size = resumed.num_batches(trainer), now.batch * now.data
-    is_whole = size > 0 and resumed.can_scale_batches(trainer, before.batch * before.data, size)
+    num_batches, size = resumed_loops.num_batches(trainer), now.batch * now.data
+    is_whole = size > 0 and resumed_loops.can_scale_batches(trainer, before.batch * before.data, size)
     if saved.loader_states(0) or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
             f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
@@ -292,11 +398,11 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
         )
     if size == before.batch * before.data:
         return None
-    resumed.scale_batches(trainer, before.batch * before.data, size)
+    resumed_loops.scale_batches(trainer, before.batch * before.data, size)
     return (
         f"{num_batches} batches of {before.batch} samples on {before.data} data ranks count as "
-        f"{resumed.num_batches(trainer)} of {now.batch} on {now.data}. A sampler that shuffles has another order on "
-        f"another number of data ranks: in this epoch some samples may come twice, and others not at all."
+        f"{resumed_loops.num_batches(trainer)} of {now.batch} on {now.data}. A sampler that shuffles has another order "
+        f"on another number of data ranks: in this epoch some samples may come twice, and others not at all."
     )
 
 
@@ -325,3 +431,84 @@ def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradient
     data_rank = session.topology.coordinates(session.rank)[0]
     parameters = dict(trainer.lightning_module.named_parameters())
     return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
+
+
+_DATA = "data/"
+
+
+def with_resume(part: RankPart, state: ResumeState, data_rank: int) -> RankPart:
+    """What this rank writes into a folder, with what a resume needs; not the document of the run, `run_entry`.
+
+    Raises:
+        UnsupportedError: a loader's state can't be stored without pickle.
+    """
+    if state.data_document is None:
+        return replace(part, tensors=[*part.tensors, *state.tensors])
+    document, found = encode(state.data_document, "state of the training loaders")
+    tensors = [TensorPart.whole(f"{_DATA}{data_rank}/{n}", tensor, "state") for n, tensor in enumerate(found)]
+    texts = {**part.texts, data_stem(data_rank): document}
+    return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts=texts)
+
+
+def run_entry(state: ResumeState) -> dict[str, Any]:
+    """The entry of Lightning's dictionary, under `KEY`, of a checkpoint that is a folder."""
+    return {"run": dict(state.document)}
+
+
+def saved_in_folder(folder: CheckpointFolder, entry: Mapping[str, Any]) -> SavedRun:
+    """What a folder says of the run; `entry` is what `run_entry` has made."""
+
+    def data_document(data_rank: int) -> Mapping[str, Any]:
+        if data_stem(data_rank) not in folder.manifest.texts:
+            return {}
+        found: dict[str, Any] = decode(
+            folder.text(data_stem(data_rank)), lambda n: folder.read(f"{_DATA}{data_rank}/{n}")
+        )
+        return found
+
+    return SavedRun(entry["run"], data_document, folder.manifest.tensors.keys(), folder.read)
+
+
+def gathered(state: ResumeState, data_rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    """The entry of the file, on rank 0.
+
+    Args:
+        state: of this rank.
+        data_rank: this rank's.
+        gather: gives every rank's value on rank 0. Called by all ranks.
+    """
+    ranks = gather((data_rank, state.data_document, [_in_host_memory(part) for part in state.tensors]))
+    documents = {number: document for number, document, _ in ranks if document is not None}
+    tensors = _joined(part for *_, parts in ranks for part in parts)
+    return {"run": dict(state.document), "data": documents, "tensors": tensors}
+
+
+def saved_run(checkpoint: Mapping[str, Any]) -> SavedRun | None:
+    """What the dictionary of a checkpoint says of the run; None if it says nothing."""
+    found = checkpoint.get(KEY)
+    if found is None or isinstance(found, SavedRun):
+        return found
+    tensors = found["tensors"]
+
+    def read(name: str, region: Region | None) -> Tensor:
+        return StoredTensor.around(tensors[name]).read(region)
+
+    return SavedRun(found["run"], lambda data_rank: found["data"].get(data_rank, {}), list(tensors), read)
+
+
+def _in_host_memory(part: TensorPart) -> TensorPart:
+    return replace(part, tensor=part.tensor.detach().cpu())
+
+
+def _joined(parts: Iterable[TensorPart]) -> dict[str, Tensor]:
+    wholes: dict[str, Tensor] = {}
+    for part in parts:
+        whole = wholes.setdefault(part.name, torch.zeros(part.shape, dtype=part.tensor.dtype))
+        whole[_indices(part.region)] = part.tensor
+    return wholes
+
+
+def _indices(region: Region) -> Any:
+    """Indexes the region of a whole tensor."""
+    along = [np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)]) for runs in region.runs]
+    return tuple(torch.from_numpy(indices) for indices in np.ix_(*along)) if along else ...

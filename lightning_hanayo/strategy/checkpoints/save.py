@@ -1,27 +1,136 @@
-"""Finds before training what would make every save fail: folders that can't be written, values that can't be stored.
+"""Saves and removes the checkpoints of one run: folders in which each rank writes its part, or single files.
+
+one rank, or save_full=True    rank 0 has the whole checkpoint, and writes it into one file
+several ranks                  each writes what it holds, into a folder
+
+Finds before training what would make every save fail: folders that can't be written, values that can't be stored.
 
 All ranks look, and raise one error, so that nobody trains for hours and then can't save.
+
+Hyperparameters that a folder can't hold, since they can't be stored without pickle: they are left out, and named.
+
+Lets `ModelCheckpoint` find out which names are taken while a checkpoint is written in the background.
+
+same.ckpt       being written: it gets its name when it is whole
+same.ckpt?      Lightning asks: waits for it, then it is taken, so same-v1.ckpt. The save that follows would wait, too
 """
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import fspath
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_hanayo.checkpoint.format.plain_values import encode
-from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.dist_checkpointing.part import GroupPeers, NoPeers, Peers
+from lightning_hanayo.dist_checkpointing.plain_file import write_file
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.state import encode
+from lightning_hanayo.dist_checkpointing.storage import Storage
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
-from lightning_hanayo.strategy.checkpoints.saving.distributed_tensors import with_distributed_marked
-from lightning_hanayo.strategy.checkpoints.saving.hyperparameters import warn_of_unstorable
-from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
-from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
+from lightning_hanayo.strategy.checkpoints.parts import CutModel, Place, rank_part, with_distributed_marked
+from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, gathered
+from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.topology import Topology
+
+_ALL = ("data", "pipe", "x", "y", "z")
+
+
+class Checkpoints:
+    """Those of one run. All ranks of the world call each method alike.
+
+    Args:
+        options: of the strategy.
+        topology: of the ranks.
+        rank: this one.
+        groups: from which a group of all ranks is made.
+        io: the user's way to write files; Lightning's own is replaced.
+    """
+
+    def __init__(
+        self, options: Options, topology: Topology, rank: int, groups: ProcessGroups, io: CheckpointIO
+    ) -> None:
+        self.is_sharded = topology.world_size > 1 and not options.save_full
+        """whether a checkpoint is a folder"""
+        self._topology, self._rank = topology, rank
+        self._io = io
+        world, factory = topology.groups(*_ALL), groups.factory
+        is_alone = topology.world_size == 1
+        self._peers: Peers = NoPeers() if is_alone else GroupPeers(factory.control(world))
+        self.newest: str | None = None
+        """the path of the last one that was saved; in the background of the one before, which is there for certain"""
+        self._begun: str | None = None
+        self.in_background = options.save_async and self.is_sharded
+        self._saver = Saver(self._peers, GroupPeers(factory.background(world)) if self.in_background else None)
+        self.poll, self.wait = self._saver.poll, self._saver.wait
+        self.finish, self.abandon = self._saver.finish, self._saver.abandon
+
+    @property
+    def uses_own_files(self) -> bool:
+        """Whether files are written and removed here, not by a plugin of the user's."""
+        return type(self._io) is TorchCheckpointIO
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        model: CutModel | None,
+        resume: ResumeState | None,
+        storage_options: Any = None,
+    ) -> None:
+        """Save Lightning's checkpoint. In the background it may be complete only after this has returned.
+
+        Args:
+            checkpoint: as hooks have left it.
+            path: of the folder or file.
+            model: None if the module is whole on each rank, as before the run.
+            resume: what this rank adds for a run that goes on from the checkpoint; None for weights alone.
+            storage_options: for a plugin of the user's.
+
+        Raises:
+            CheckpointError: it wasn't saved; on all ranks alike.
+            UnsupportedError: something in it can't be stored; on all ranks alike.
+        """
+        if self.uses_own_files and storage_options is not None:
+            raise TypeError("storage_options are for a CheckpointIO plugin, and this Trainer has none")
+        if self.is_sharded and model is not None:
+            place = Place(self._topology, self._rank, model.cube, model.shards)
+            self._saver.save(fspath(path), rank_part(without_unstorable(checkpoint), model, place, resume))
+            self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
+            return
+        if resume is not None:
+            state = gathered(resume, self._topology.coordinates(self._rank)[0], self._peers.gather)
+            checkpoint = {**checkpoint, KEY: state}  # hooks may have kept the dictionary that they were given
+        on_all_ranks(partial(self._write_file, checkpoint, fspath(path), storage_options))
+        self.newest = fspath(path)
+
+    def remove(self, path: str | Path) -> None:
+        """Remove a checkpoint, after the save in flight."""
+        self.newest = None if self.newest == fspath(path) else self.newest
+        if self.uses_own_files:
+            self._saver.remove(fspath(path))
+        elif self._rank == 0:
+            self._io.remove_checkpoint(path)
+
+    def _write_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        if self._rank == 0 and self.uses_own_files:
+            write_file(path, partial(torch.save, checkpoint))
+        elif self._rank == 0:
+            self._io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
 
 _ONE_FILE = "or save one file: HanayoStrategy(save_full=True)."
 
@@ -123,3 +232,79 @@ def _check_writable(folder: str, rank: int) -> None:
             f"ModelCheckpoint: rank {rank} can't write to {folder} ({error.strerror or error}). Set dirpath to a "
             f"folder that all ranks can write to."
         ) from error
+
+
+_KEYS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
+"""where a checkpoint has them"""
+_TYPES = (LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE)
+"""where it has the class of OmegaConf's containers, which come back as dicts"""
+
+
+def unstorable(values: Mapping[str, Any]) -> dict[str, str]:
+    """Of hyperparameters that can't be stored the names, and in short what they are."""
+    return {name: type(value).__name__ for name, value in values.items() if not _is_storable(name, value)}
+
+
+def without_unstorable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint without the hyperparameters that can't be stored."""
+    kept = {key: value for key, value in checkpoint.items() if key not in _TYPES}
+    for key in _KEYS:
+        if isinstance(kept.get(key), Mapping):
+            left_out = unstorable(kept[key])
+            kept[key] = {name: value for name, value in kept[key].items() if name not in left_out}
+    return kept
+
+
+def warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
+    """Name those that checkpoints will not hold."""
+    left_out = unstorable(values)
+    if left_out:
+        listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
+        arguments = ", ".join(f"{name}=..." for name in left_out)
+        rank_zero_warn(
+            f"Checkpoints will not hold these hyperparameters of {owner}, as they can't be stored without pickle: "
+            f"{listed}. Give them when you load one, or they have the defaults of __init__: "
+            f"load_from_checkpoint(path, {arguments}). To leave them out yourself: "
+            f"save_hyperparameters(ignore={[*left_out]})."
+        )
+
+
+def _is_storable(name: str, value: Any) -> bool:
+    try:
+        encode(value, name)
+    except HanayoError:
+        return False
+    return True
+
+
+_SLURM_PREFIX = "hpc_ckpt_"
+
+
+def adapt_callbacks(trainer: "pl.Trainer", checkpoints: Checkpoints, attributes: TemporaryAttributes) -> None:
+    """Let callbacks look for a name once the save in flight has ended. Their questions are asked by all ranks."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelCheckpoint) and checkpoints.in_background:
+            attributes.set(callback, "file_exists", _AfterSave(callback.file_exists, checkpoints.wait))
+
+
+def ends_job(path: str | os.PathLike[str]) -> bool:
+    """Whether it is the checkpoint after which Lightning lets SLURM end this job at once, and start it again."""
+    return os.path.basename(os.fspath(path)).startswith(_SLURM_PREFIX)
+
+
+class _AfterSave:
+    """Takes the place of a callback's `file_exists`. Copies of the callback have its own again."""
+
+    def __init__(self, ask: Callable[..., bool], wait: Callable[[], object]) -> None:
+        self._ask, self._wait = ask, wait
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        self._wait()
+        return self._ask(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._ask,)
+
+
+def _itself(ask: Any) -> Any:
+    return ask

@@ -1,9 +1,25 @@
-"""Lets Lightning's model summaries show the whole model where this rank holds a part of it.
+"""Counts FLOPs of the whole model on the meta device, and what the device could do.
+
+Lets Lightning's model summaries show the whole model where this rank holds a part of it.
 
 set-up      the module, still whole      ->  a copy with all tensors on the meta device
 summary     `example_input_array` runs through the copy: sizes and FLOPs, without values or devices
+
+Lets Lightning's `PyTorchProfiler` see a pipeline: all threads, and steps that are under way at the same time.
+
+main thread    F stage 0 micro-batch 0 | F stage 0 micro-batch 1 | ...      ranges of the engine
+step's thread    [pl][module]...: embedding   ... suspended ...   head      ranges of modules, one set per thread
+
+Says in one line what a run does with its ranks, its samples and their memory.
+
+ddp on 4 devices         4 batches of the loader in each step
+a pipeline of 4 ranks    1 batch
+
+Lets Lightning's `ThroughputMonitor` count a batch once, although several ranks work on it.
 """
 
+import threading
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,10 +27,44 @@ from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 
-from lightning_hanayo.partition.meta_copy import MetaCopy
+from lightning_hanayo.partition.deferred_init import MetaCopy
+from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.partition.stack import Stack
+from lightning_hanayo.pipeline_parallel.profiling.trace import RANGE
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.topology import Topology
+
+
+def forward_flops(module: "pl.LightningModule") -> int:
+    """The FLOPs of a forward of `example_input_array`; 0 if it depends on more than shapes.
+
+    Only what torch counts: products of matrices, convolutions, attention. Nothing is computed.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ModelSummary(whole_on_meta(module), max_depth=0).total_flops
+    except Exception:  # the user's forward, with tensors that have no values
+        return 0
+
+
+def peak_flops(trainer: "pl.Trainer") -> int | None:
+    """FLOP/s of this rank's device at the run's precision; None if Lightning doesn't know the chip."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
+
 
 _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """weak references to copies of modules from before they were cut: a copy leads to the Trainer, and so to its module"""
@@ -94,3 +144,114 @@ def _follow(whole: "pl.LightningModule", module: "pl.LightningModule") -> None:
     for name, parameter in module.named_parameters():
         if name in parameters:
             parameters[name].requires_grad_(parameter.requires_grad)
+
+
+def record_all_threads(module: "pl.LightningModule") -> None:
+    """Let the profiler of the module's Trainer record all threads, unless the user has set its `experimental_config`.
+
+    Called before the profiler starts. By default torch records the thread that starts it.
+    """
+    trainer = vars(module).get("_trainer")
+    if trainer is not None and (profiler := _profiler_of(trainer)) is not None:
+        profiler._profiler_kwargs.setdefault("experimental_config", _ExperimentalConfig(profile_all_threads=True))
+
+
+def follow_steps(trainer: "pl.Trainer", stack: Stack, attributes: TemporaryAttributes) -> None:
+    """Let the profiler name modules in steps that overlap, and the blocks of a cut stack where they really run.
+
+    A step only records its calls of the blocks, so Lightning's hooks on them would time something else.
+    """
+    profiler = _profiler_of(trainer)
+    register = None if profiler is None else profiler._register
+    if register is None:
+        return
+    register._records = _RecordsByThread()
+    for name, block in zip(stack.block_names, stack.blocks, strict=True):
+        for handle in register._handles.pop(name, ()):
+            handle.remove()
+        attributes.set(block, RANGE, f"[pl][module]{type(block).__module__}.{type(block).__name__}: {name}")
+
+
+class _RecordsByThread(dict[str, Any]):
+    """The ranges that are open, by name, in the calling thread: several steps are in a module at the same time."""
+
+    def __setitem__(self, name: str, record: Any) -> None:
+        super().__setitem__(self._key(name), record)
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(self._key(name))
+
+    @staticmethod
+    def _key(name: str) -> str:
+        return f"{threading.get_ident()} {name}"
+
+
+def _profiler_of(trainer: "pl.Trainer") -> PyTorchProfiler | None:
+    profiler = vars(trainer)["profiler"]  # a function of Lightning's sets it
+    return profiler if isinstance(profiler, PyTorchProfiler) else None
+
+
+def describe_run(trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, fullest: int) -> str:
+    """One line for the user, at the start of a training whose model is cut.
+
+    Args:
+        trainer: whose training loader is known.
+        layout: of the pipeline.
+        ownership: which stage has which blocks.
+        topology: of all ranks.
+        fullest: bytes of weights and gradients on the rank that holds the most.
+    """
+    stack, cube = ownership.stack, "x".join(map(str, topology.cube))
+    parts = f"{layout.num_stages} stages on {topology.pipe} pipeline rank{'s' * (topology.pipe > 1)}"
+    parts += f" in a {cube} cube" if topology.cube != (1, 1, 1) else ""
+    waves = f", {layout.num_waves} wave{'s' * (layout.num_waves > 1)}" if layout.num_waves else ""
+    return (
+        f"{stack.name}: {len(stack)} blocks, {parts}, x {topology.data} data = {topology.world_size} ranks. "
+        f"Schedule {layout.schedule}{waves}, {layout.num_microbatches} micro-batches, predicted bubble "
+        f"{layout.predict():.0%}. {_samples(trainer, topology)} Learning rates scale with "
+        f"trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size. Weights and gradients: "
+        f"{_size(fullest)} on the fullest rank."
+    )
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of this rank's parameters and of the gradients that they will have."""
+    own = [one for one in module.parameters() if not one.is_meta]
+    return sum(one.numel() * one.element_size() * (1 + one.requires_grad) for one in own)
+
+
+def samples_per_rank(trainer: "pl.Trainer") -> int | None:
+    """How many samples of each data rank make an optimizer step, where the loader tells."""
+    loader: Any = trainer.train_dataloader
+    batch = getattr(loader, "batch_size", None)
+    return batch * trainer.accumulate_grad_batches if isinstance(batch, int) else None
+
+
+def _samples(trainer: "pl.Trainer", topology: Topology) -> str:
+    of_rank, accumulated, data = samples_per_rank(trainer), trainer.accumulate_grad_batches, topology.data
+    if of_rank is None:
+        per_step = accumulated * data
+        count = "one batch" if per_step == 1 else f"{per_step} batches"
+        return f"A step takes {count} of the loader; ddp would take {accumulated * topology.world_size}."
+    return (
+        f"A step takes {of_rank * data} samples, {of_rank} for each data rank; ddp would take "
+        f"{of_rank * topology.world_size}."
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """As people write it: 0.3 MB, 12.5 GB."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def count_batches_once(trainer: "pl.Trainer", topology: Topology) -> None:
+    """Let totals be over data ranks, and a "device" be all ranks that hold one copy of the model.
+
+    Lightning multiplies what rank 0 has seen by the number of ranks, but only the data ranks see different batches.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                throughput.world_size = topology.data
+                if callback.available_flops is not None:
+                    throughput.available_flops = callback.available_flops * topology.replica_size

@@ -27,10 +27,10 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor import processes
-from lightning_hanayo.monitor.parent import command_ending_with_parent
+from lightning_hanayo.monitor.processes import command_ending_with_parent
 from lightning_hanayo.strategy.failure import GRACE, STOPPED_TIME
-from lightning_hanayo.strategy.groups.joining import serve_store
-from lightning_hanayo.strategy.stopping.stopped import INTERRUPTED, REQUEUE
+from lightning_hanayo.strategy.joining import serve_store
+from lightning_hanayo.strategy.stopping import INTERRUPTED, REQUEUE
 
 KILL_AFTER = GRACE + 3.0
 """seconds after a process has failed until those that still run are killed"""

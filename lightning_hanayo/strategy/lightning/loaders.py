@@ -27,14 +27,14 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.monitor.parent import end_with_parent, heed_signals_of_parent_alone
-from lightning_hanayo.runtime.batches.plan import BatchSource
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.generators import SharedGenerators, generator_states
-from lightning_hanayo.strategy.lightning.loops.same_length import SameLength
+from lightning_hanayo.monitor.processes import end_with_parent, heed_signals_of_parent_alone
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.rng import SharedGenerators, generator_states
+from lightning_hanayo.pipeline_parallel.transport import Relay
+from lightning_hanayo.strategy.lightning.loops import SameLength
 from lightning_hanayo.strategy.temporary_attributes import Substitute, TemporaryAttributes
-from lightning_hanayo.strategy.user_code.stand_ins import Missing
+from lightning_hanayo.strategy.user_code.collected import Missing
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)

@@ -1,20 +1,53 @@
-"""All ranks ask for the same number of loaders, or the run ends with an error that says which rank has how many.
+"""Lets `validate`, `test` and `predict` run in inference mode over gloo, too, if the Trainer was asked for it.
+
+Lightning uses `torch.no_grad` with gloo, whose collectives once failed in inference mode. A validation within `fit`
+never runs in inference mode.
+
+All ranks ask for the same number of loaders, or the run ends with an error that says which rank has how many.
 
 rank 0   val_dataloader() -> [a, b]      2 and 1: an error on both ranks, before Lightning adds up the lengths of b
 rank 1   val_dataloader() -> a
+
+Data ranks agree how many training batches an epoch has: as many as the one with the fewest.
+
+data rank 0    b0  b1  b2  b3  b4       lengths known: 5 and 3, agreed before training
+data rank 1    b0  b1  b2               unknown: "I have one more" before each batch, until one has none
+both           b0  b1  b2  end
+
+All ranks validate after the same batch if `val_check_interval` is a time, which each rank measures by its own clock.
+
+rank 0   59.998 s   not yet        rank 1   60.001 s   now        both   now
+
+Also says when the validations of `fit` begin, to all ranks, whether they have batches for them or not.
+
+Lets a run start from another checkpoint than the one that `fit` was given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
 from lightning_hanayo.errors import HanayoError, listed
-from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
-from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+
+def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
+    """Run the loops in the mode that the Trainer was given, until `attributes` are restored."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        if loop.inference_mode:
+            attributes.set(loop, "run", partial(_in_inference_mode, loop.run))
+
+
+def _in_inference_mode(run: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return run()
 
 
 def agree_on_counts(
@@ -64,3 +97,107 @@ def _of_all_ranks(rank: int, count: int, get_groups: Callable[[], ProcessGroups]
             gathered = all_gather_objects(group, counts)
             counts = {rank: count for part in gathered for rank, count in part.items()}
     return counts
+
+
+_ADVICE = (
+    "Gradients are averaged over all data ranks, so all end the epoch there, and the rest is left out. Give all data "
+    "ranks the same number of batches (a DistributedSampler, drop_last=True) to use all."
+)
+
+
+class SameLength:
+    """One data rank's side of the agreement for one training loader. Called by all of them.
+
+    Args:
+        own: the number of this rank's batches; None: not known.
+        is_certain: whether the loader surely gives as many.
+        get_group: returns the data ranks with this rank's place, over gloo. No group is kept: it would outlive a
+            failure.
+    """
+
+    def __init__(self, own: int | None, is_certain: bool, get_group: Callable[[], dist.ProcessGroup]) -> None:
+        self._get_group = get_group
+        found = all_gather_objects(get_group(), (own, is_certain))
+        lengths = [length for length, _ in found if length is not None]
+        self.length = min(lengths) if len(lengths) == len(found) else None
+        """the number of batches on all data ranks; None if one of them doesn't know its own"""
+        self.is_certain = all(certain for _, certain in found)
+        """whether each data rank surely has as many"""
+        if self.length is not None:
+            _warn(lengths)
+
+    def all_have_one_more(self, has_one: bool, num_read: int) -> bool:
+        """Whether all data ranks have a batch, after `num_read` that all had. Waits for the slowest of them."""
+        have_one = torch.tensor(int(has_one))
+        dist.all_reduce(have_one, dist.ReduceOp.MIN, self._get_group())
+        if not have_one:
+            _warn([num_read + int(one) for one in all_gather_objects(self._get_group(), has_one)], or_more=True)
+        return bool(have_one)
+
+
+def _warn(lengths: list[int], *, or_more: bool = False) -> None:
+    """Say which data rank has the fewest batches, if not all have as many."""
+    fewest, most = min(lengths), max(lengths)
+    if fewest < most:
+        others = f"{most} or more" if or_more else f"up to {most}"
+        rank_zero_warn(
+            f"Data rank {lengths.index(fewest)} has {fewest} training batches in this epoch, other data ranks have "
+            f"{others}. {_ADVICE}"
+        )
+
+
+def validate_together(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
+    """Validate as soon as one rank would: its vote is asked for after each batch. Called by all ranks of several."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
+        decide = partial(_as_one_rank, epoch_loop._should_check_val_fx, trainer)
+        attributes.set(epoch_loop, "_should_check_val_fx", decide)
+
+
+def before_validations(trainer: "pl.Trainer", attributes: TemporaryAttributes, call: Callable[[], object]) -> None:
+    """Call `call` at the start of each validation of `fit`, until `attributes` are restored."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    attributes.set(loop, "run", partial(_after, call, loop.run))
+
+
+def _after(call: Callable[[], object], run: Callable[[], Any]) -> Any:
+    call()
+    return run()
+
+
+def _as_one_rank(decide: Any, trainer: "pl.Trainer", fetcher: Any) -> bool:
+    return trainer.strategy.reduce_boolean_decision(decide(fetcher), all=False)
+
+
+Load = Callable[[Any, bool | None], None]
+"""loads a checkpoint from a path, with `weights_only` as for `torch.load`; None: there is nothing to load"""
+
+
+def load_instead(
+    trainer: "pl.Trainer", attributes: TemporaryAttributes, load: Callable[[Load, Any, bool | None], None]
+) -> None:
+    """Call `load` where Lightning would load the checkpoint that the user gave.
+
+    Args:
+        trainer: of a run that has not loaded anything so far.
+        attributes: restored at the end of the run.
+        load: gets Lightning's own function, which it may call with other arguments, and the user's path.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        load(original, checkpoint_path, weights_only)
+
+    attributes.set(connector, "resume_start", resume_start)
+
+
+def loaded(trainer: "pl.Trainer") -> Mapping[str, Any]:
+    """The checkpoint that was loaded."""
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def was_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether it was saved in the middle of an epoch."""
+    batches = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(batches.get("current", {}).get("processed")) and not batches.get("is_last_batch")

@@ -1,18 +1,161 @@
-"""Keeps back what a step logs for its micro-batches, merges it, and logs it once, as for one undivided batch."""
+"""Makes the metrics that pipeline rank 0 has logged known on every rank of its pipeline.
+
+Keeps back what a step logs for its micro-batches, merges it, and logs it once, as for one undivided batch.
+
+Carries calls of `self.log` inside blocks to the rank where the step runs, which logs them for its micro-batch.
+
+torchmetrics: over which ranks metrics sync, and what they have seen, to be restored.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+from typing_extensions import override
 
-from lightning_hanayo.runtime.capture.user_step import missing_values_error
+from lightning_hanayo.errors import NotAvailableError, UnsupportedError
+from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun
+from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
+from lightning_hanayo.pipeline_parallel.transport import MessageKind, Relay
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.lightning.torchmetrics_state import copy_state, restore_state
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+
+class SharedMetrics(_LoggerConnector):
+    """Lightning's logger connector, which relays finished metrics to the ranks that saw no loss.
+
+    The Trainer's own connector takes this class for the time of a run: callbacks, loops and loggers hold references to
+    that object, so another one in its place would not be asked.
+    """
+
+    relay: Relay
+    """over all ranks that train one copy of the model"""
+    computes: bool
+    """whether this rank's steps have logged what rank 0's have: pipeline rank 0 of each cube rank"""
+    warns: bool
+    at_epoch_end: Callable[[], None]
+    """called by all ranks, before and after the hooks"""
+
+    def share(self, result: Any = None) -> Any:
+        """Give all ranks of the pipeline rank 0's metrics; return its `result`. Called by all of them."""
+        names = ("_callback_metrics", "_logged_metrics")
+        own = {name: getattr(self, name) for name in names}
+        received, result = self._broadcast("metrics", (own, result) if self._is_first else None)
+        for name, metrics in received.items() if not self._is_first else ():
+            getattr(self, name).update(metrics)
+        return result
+
+    def share_step(self, loss: Tensor) -> Tensor:
+        """Share what the step has logged; return its loss, rank 0's on every rank."""
+        self.share_current()
+        shared: Tensor = self._broadcast("loss", loss if self._is_first else None)
+        return shared
+
+    @property
+    def _is_first(self) -> bool:
+        return self.relay.transport.rank == 0
+
+    def _broadcast(self, kind: MessageKind, value: Any) -> Any:
+        """The first rank's value, on each rank's own device: one copy to the host, for all tensors in it."""
+        if self.relay.transport.num_ranks == 1:
+            return value
+        text = self.relay.broadcast(kind, to_text(value) if self._is_first else None)
+        return value if self._is_first else from_text(text, self.relay.transport.device)
+
+    def share_current(self) -> None:
+        """Share what can be read at this moment, within a batch or at the end of an epoch."""
+        if self.computes:
+            _ = self.callback_metrics, self.logged_metrics  # reading them brings them up to date
+        self.share()
+
+    @property
+    @override
+    def metrics(self) -> Any:
+        with warnings.catch_warnings():
+            if not self.warns:  # one data rank: there is nothing to sync
+                warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
+            return super().metrics
+
+    @override
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        self.share_current()  # what the steps logged, for the callbacks' epoch ends
+        self.at_epoch_end()
+
+    @override
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self.share()
+        self.at_epoch_end()  # what a hook on pipeline rank 0 alone has changed
+
+    @override
+    def update_eval_epoch_metrics(self) -> Any:
+        metrics = super().update_eval_epoch_metrics()
+        shared = self.share(metrics)  # of one loader: what others have logged is in `_logged_metrics`, too
+        return metrics if self.computes else shared
+
+    @property
+    @override
+    def callback_metrics(self) -> Any:
+        return super().callback_metrics if self.computes else self._callback_metrics
+
+    @property
+    @override
+    def logged_metrics(self) -> Any:
+        return super().logged_metrics if self.computes else self._logged_metrics
+
+
+def share_metrics(
+    trainer: "pl.Trainer",
+    relay: Relay,
+    attributes: TemporaryAttributes,
+    *,
+    computes: bool,
+    warns: bool,
+    at_epoch_end: Callable[[], None],
+) -> None:
+    """Make the trainer's metrics known on every rank of the pipeline and of its cubes, for the time of a run."""
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    attributes.set(connector, "__class__", SharedMetrics)
+    for name, value in {"relay": relay, "computes": computes, "warns": warns, "at_epoch_end": at_epoch_end}.items():
+        attributes.set(connector, name, value)
+    hook = partial(_on_train_epoch_end, module, vars(module).get("on_train_epoch_end"))
+    attributes.set(module, "on_train_epoch_end", hook)
+
+
+def shared_metrics_of(trainer: "pl.Trainer") -> SharedMetrics:
+    """The trainer's connector, after `share_metrics`.
+
+    Raises:
+        NotAvailableError: `share_metrics` was not called in this run.
+    """
+    connector: Any = trainer._logger_connector
+    if not isinstance(connector, SharedMetrics):
+        raise NotAvailableError("metrics are shared between ranks only while the Trainer runs")
+    return connector
+
+
+def _on_train_epoch_end(module: "pl.LightningModule", instance_hook: Callable[[], object] | None) -> None:
+    """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after it.
+
+    `instance_hook` is what the user has set on the instance in place of the method.
+    """
+    if instance_hook is None:
+        type(module).on_train_epoch_end(module)
+    elif callable(instance_hook):  # Lightning ignores anything else
+        instance_hook()
+    connector = module.trainer._logger_connector
+    if isinstance(connector, SharedMetrics):
+        connector.share_current()
 
 
 class LogCall(NamedTuple):
@@ -218,3 +361,110 @@ class MicrobatchLog:
 
 def _is_number(value: Any, number: float) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and float(value) == number
+
+
+Call = list[Any]
+"""hook, name, value, and the options of `self.log` as a dictionary"""
+_NOT_SENT = ("sync_dist_fn", "sync_dist_group")
+
+
+class BlockLogs:
+    """Carries log calls, on one rank; in some cubes it `rejects` them, as blocks compute with parts of values there."""
+
+    def __init__(self, module: Any, *, rejects: bool = False) -> None:
+        self._module = module
+        self._rejects = rejects
+
+    def begin_batch(self) -> None:
+        """Do nothing."""
+
+    enter = undo = begin_recording = begin_batch
+
+    def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[None, None]:
+        """Leave nothing: blocks in the step's thread have logged like the step itself."""
+        return None, None
+
+    @contextmanager
+    def running(self, tree: list[Call] | None, run: BlockRun) -> Iterator[list[list[Call] | None]]:
+        """Keep what the blocks log."""
+        result = [tree]
+        results: Any = self._module.trainer._results
+        if results is None:  # predict logs nothing
+            yield result
+            return
+        calls: list[Call] = []
+        results.log = lambda hook, name, value, **options: calls.append(self._call(hook, name, value, options))
+        try:
+            yield result
+        finally:
+            del results.log
+        if calls:
+            result[0] = [*(tree or []), *calls]
+
+    def deliver(self, tree: list[Call] | None, left: Any) -> None:
+        """Log what blocks elsewhere have logged."""
+        if tree:
+            reduce = self._module.trainer.strategy.reduce
+            results: Any = self._module.trainer._results
+            for hook, name, value, options in tree:
+                results.log(hook, name, value, sync_dist_fn=reduce, sync_dist_group=None, **options)
+
+    def end(self, delivered: Any) -> None:
+        """Do nothing."""
+
+    def _call(self, hook: str, name: str, value: Any, options: dict[str, Any]) -> Call:
+        """The call, as far as it can be sent.
+
+        Raises:
+            UnsupportedError: it logs a metric object, or has a function as `reduce_fx`; or this is a cube.
+        """
+        way_out = f"Store the value in the block (self.value = {name}), and log it in the step."
+        if self._rejects:
+            raise UnsupportedError(
+                f"a block calls self.log({name!r}), but in this cube blocks work on other parts of the samples or "
+                f"features than the step. Log it in the step."
+            )
+        if not isinstance(value, Tensor) or not isinstance(options.get("reduce_fx"), str):
+            raise UnsupportedError(
+                f"a block calls self.log({name!r}) with a {type(value).__name__} and reduce_fx="
+                f"{options.get('reduce_fx')!r}; only numbers, with the name of a reduction, can be sent to the rank "
+                f"that logs. {way_out}"
+            )
+        return [hook, name, value.detach(), {key: own for key, own in options.items() if key not in _NOT_SENT}]
+
+
+class GatherOver:
+    """torchmetrics' gather function over `group`. Copies of a metric share it; pickled ones lose the group."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        """One tensor per rank of the group."""
+        return gather_all_tensors(result, self._group)
+
+    def __deepcopy__(self, _: Any) -> "GatherOver":
+        return self
+
+    def __reduce__(self) -> Any:
+        return GatherOver, ()
+
+
+def sync_metrics_over(module: nn.Module, group: Any, attributes: TemporaryAttributes) -> None:
+    """Let torchmetrics sync over the ranks of `group` only."""
+    for part in module.modules():
+        if isinstance(part, Metric) and isinstance(part.dist_sync_fn, GatherOver | None):
+            part.dist_sync_fn = None  # a copy that was made during another run still holds that run's
+            attributes.set(part, "dist_sync_fn", GatherOver(group))
+
+
+def copy_state(metric: Metric) -> Any:
+    """What a metric has seen so far."""
+    return metric._copy_state_dict(), (metric._update_count, metric._computed, metric._forward_cache)
+
+
+def restore_state(metric: Metric, state: Any) -> None:
+    """Let a metric forget what it has seen since `copy_state`."""
+    values, (metric._update_count, metric._computed, metric._forward_cache) = state
+    for name, value in values.items():
+        setattr(metric, name, value)

@@ -23,16 +23,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, available
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures, leave_at_exit, leave_group, pause_at_exit, store_after_failure
-from lightning_hanayo.strategy.groups.joining import store_of_start
-from lightning_hanayo.strategy.groups.nccl import backend_for, forget_groups, group_factory
-from lightning_hanayo.strategy.groups.world_monitor import close_monitor, monitor_of_world
+from lightning_hanayo.strategy.groups import AllGather, ProcessGroups, backend_for, forget_groups, group_factory
+from lightning_hanayo.strategy.joining import close_monitor, monitor_of_world, store_of_start
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups
-from lightning_hanayo.strategy.user_code.collectives import UserCollectives
-from lightning_hanayo.strategy.user_code.raw_collectives import world_size_watched
+from lightning_hanayo.strategy.user_code.collectives import UserCollectives, world_size_watched
 from lightning_hanayo.topology import Topology, resolve
 
 _LIBRARIES = ("lightning.", "lightning_hanayo.", "torch.")

@@ -2,6 +2,18 @@
 
 SIGTERM, SIGINT     once: all ranks stop after the same batch; again: all end at once
 SLURM's signal      the same; then Lightning saves, and lets SLURM start the job again
+
+Where a run can be stopped by a signal: before each batch of training and evaluation, and where an evaluation ends.
+
+fit_loop     epoch_loop.advance                 before the batch is read
+val_loop     _evaluation_step                   after it is read: a validation that is stopped is run anew
+             _store_dataloader_outputs          data ranks may have different numbers of batches
+predict_loop _predict_step, on_run_end
+
+A run that a signal stops: from its handler to the checkpoint, on one rank.
+
+handler          ->  all ranks agree on a batch  ->  stop point after it  ->  save  ->  the error that ends the run
+signals.py           strategy/stopping.py                signals.py           strategy/stopping.py
 """
 
 import os
@@ -9,19 +21,38 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lightning_hanayo.monitor.monitor import Monitor
-from lightning_hanayo.strategy.stopping.stop_together import LOOK, StopTogether
-from lightning_hanayo.strategy.stopping.stopped import exit_code_of, name_of
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
+from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.strategy.joining import on_all_ranks
+from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
+from lightning_hanayo.strategy.stopping import (
+    LOOK,
+    Decision,
+    Place,
+    StopTogether,
+    exit_code_of,
+    name_of,
+    no_agreement,
+    report_of,
+    save,
+    stopped,
+    what_stopped,
+)
+from lightning_hanayo.strategy.temporary_attributes import Substitute, TemporaryAttributes
+from lightning_hanayo.topology import Topology
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -214,3 +245,213 @@ def _free(number: int | None) -> int | None:
 
 def _no_op(*_: Any) -> None:
     """A function of this module, so that a patched loop can be pickled."""
+
+
+_MANY = 1 << 32
+"""more batches than one evaluation has"""
+
+
+class StopPoints:
+    """Asks before each batch whether the run goes on.
+
+    Args:
+        trainer: whose loops run.
+        stop: this rank's.
+        device: this rank's.
+        end: ends the run; called on all ranks after the same batch.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        stop: StopTogether,
+        device: torch.device,
+        end: Callable[["StopPoints", Decision], object],
+    ) -> None:
+        self.trainer = trainer
+        self._stop, self._device, self._end = stop, device, end
+        self._place: Place = (0, 0)
+        self._is_evaluating = False
+        self._random_before: dict[str, Tensor] = {}
+        self._loaders_before: list[tuple[torch.Generator, Tensor]] = []
+        self._weights_before: list[Tensor] = []
+        self._is_epoch_start = False
+        self._goes_on: bool | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """The training batches of this run."""
+        return self._place[0]
+
+    def add(self, attributes: TemporaryAttributes) -> None:
+        """Add them to the Trainer's loops, until the attributes are restored."""
+        trainer: Any = self.trainer
+        self._before(attributes, trainer.fit_loop.epoch_loop, "run", self._begin_epoch)
+        self._before(attributes, trainer.fit_loop.epoch_loop, "advance", self._train)
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        self._before(attributes, validation, "run", self._begin_validation)
+        for loop in (validation, trainer.validate_loop, trainer.test_loop):
+            self._before(attributes, loop, "_evaluation_step", self._evaluate)
+            self._before(attributes, loop, "_store_dataloader_outputs", self._end_loader)
+        self._before(attributes, trainer.predict_loop, "_predict_step", self._evaluate)
+        self._before(attributes, trainer.predict_loop, "on_run_end", self._end_loader)
+
+    @contextmanager
+    def as_after_batch(self) -> Iterator[None]:
+        """Inside it, loops and generators are as a run must find them that goes on after the last training batch.
+
+        A validation that was stopped has begun its first batch there, and not ended it: Lightning runs it anew. An
+        epoch of which no batch was trained begins anew, too: its loader draws the order of samples again.
+        """
+        if self._is_epoch_start and not self._is_evaluating:
+            self._rewind_random()
+        if not self._is_evaluating:
+            yield
+            return
+        validated: Any = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        before = validated.state_dict()
+        self._rewind_random()
+        for progress, completed in ((validated.current, 0), (validated.total, validated.total.completed)):
+            progress.ready = progress.started = completed + 1
+            progress.processed = progress.completed = completed
+        try:
+            yield
+        finally:
+            validated.load_state_dict(before)
+
+    def _begin_epoch(self) -> None:
+        self._remember_random()
+        self._is_epoch_start = True
+
+    def _train(self) -> None:
+        self._begin((self._place[0] + 1, 0))
+        self._is_epoch_start = False
+
+    def _remember_random(self) -> None:
+        of_loaders = generators_of_loaders(self.trainer)
+        self._random_before = generator_states(self._device)
+        self._loaders_before = [(one, one.get_state()) for one in of_loaders.values()]
+
+    def _rewind_random(self) -> None:
+        set_generators(self._random_before, self._device)
+        for generator, state in self._loaders_before:
+            generator.set_state(state)
+
+    def _begin_validation(self) -> None:
+        self._remember_random()
+        self._weights_before = self._weights()
+
+    def _evaluate(self) -> None:
+        self._begin((self._place[0], self._place[1] + 1))
+
+    def _end_loader(self) -> None:
+        self._begin((self._place[0], (self._place[1] // _MANY + 1) * _MANY))
+
+    def _begin(self, place: Place) -> None:
+        decision = self._stop.begin(place)
+        self._is_evaluating = place[1] > 0
+        if decision is not None and not self._must_end_validation(decision):
+            self._end(self, decision)
+        self._place = place
+
+    def _must_end_validation(self, decision: Decision) -> bool:
+        """Whether hooks have put other weights, such as an average, in place for a validation of `fit`.
+
+        A checkpoint would have them as the trained ones. The hooks at the end of the validation put these back.
+        """
+        can_save = self.trainer.state.fn == TrainerFn.FITTING and self.num_trained > 0
+        if not self._is_evaluating or not can_save or decision.last is None:
+            return False
+        if self._goes_on is None:  # all ranks stop here for the first time
+            current = self._weights()
+            same = [torch.equal(*pair) for pair in zip(self._weights_before, current, strict=False)]
+            changed = len(self._weights_before) != len(current) or not all(same)
+            self._goes_on = any(on_all_ranks(lambda: changed))
+        return self._goes_on
+
+    def _weights(self) -> list[Tensor]:
+        """A figure for each parameter of this rank, which stays on its device."""
+        with self.trainer.strategy._unguarded():  # type: ignore[attr-defined]
+            return [
+                torch.linalg.vector_norm(one.detach())
+                for one in self.trainer.lightning_module.parameters()
+                if not one.is_meta and one.is_floating_point()
+            ]
+
+    @staticmethod
+    def _before(attributes: TemporaryAttributes, loop: Any, name: str, ask: Callable[[], None]) -> None:
+        def ask_first(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            ask()
+            return method(*args, **kwargs)
+
+        attributes.set(loop, name, Substitute(getattr(loop, name), ask_first))
+
+
+class StopsOnSignal:
+    """One rank's side of it, for one run. Made by all ranks.
+
+    Args:
+        trainer: whose run may be stopped.
+        failures: this rank's; have the monitor.
+        topology: of the ranks.
+        device: this rank's.
+        attributes: restored at the end of the run.
+        finish: waits until a checkpoint is there.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        failures: Failures,
+        topology: Topology,
+        device: torch.device,
+        attributes: TemporaryAttributes,
+        *,
+        finish: Callable[[], object],
+    ) -> None:
+        self._topology, self._failures, self._finish = topology, failures, finish
+        monitor = failures.monitor if topology.world_size > 1 else None
+        self._stop = StopTogether(
+            failures.rank,
+            topology.world_size,
+            failures.run,
+            monitor,
+            check_peers=failures.check_peers,
+            on_no_agreement=self._fail,
+        )
+        self._signals = Signals(trainer, self._stop, monitor)
+        self._signals.listen(attributes)
+        StopPoints(trainer, self._stop, device, self._end).add(attributes)
+
+    def close(self) -> None:
+        """The run has ended on this rank."""
+        self._signals.restore()
+        self._stop.close()
+
+    def say(self, exception: BaseException) -> None:
+        """Say once what has stopped the run, if a signal has. Called by all ranks, after callbacks."""
+        report = report_of(exception)
+        if report and self._failures.rank == 0:
+            print(f"hanayo: {report}", file=sys.stderr, flush=True)
+
+    def _end(self, points: StopPoints, decision: Decision) -> None:
+        trainer = points.trainer
+        while decision.last is None:  # the failure ends this run, too
+            self._failures.check_peers()
+            time.sleep(LOOK)
+        if decision.signal != signal.SIGINT:
+            mark_received(trainer)
+        with points.as_after_batch():
+            if decision.signal == self._signals.requeue:
+                saved = requeue(trainer, decision.signal)
+            else:
+                saved = save(trainer, self._finish, has_trained=points.num_trained > 0)
+        raise stopped(decision.signal, f"{what_stopped(trainer, decision, self._name(decision.rank))}; {saved}")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._topology.place(rank)})"
+
+    def _fail(self, decision: Decision) -> None:
+        """End all ranks, because some can't be reached. Called in the monitor thread of each of them."""
+        what = no_agreement(decision, self._name)
+        self._failures.fail_for(decision.missing[0], what, code=exit_code_of(decision.signal))

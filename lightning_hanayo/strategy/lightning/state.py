@@ -1,21 +1,161 @@
-"""Optimizers as Lightning wraps and moves them, where some parameters are placeholders."""
+"""Where the Trainer's loops are: the batch under way, its number, and its place in an accumulation.
+
+Loss scaling of Lightning's precision plugins: one scale, and one decision to skip a step, on all ranks.
+
+rank 0    gradients are finite     found_inf 0   --+-- all-reduce --   1, skip    scale / 2
+rank 1    one gradient is inf      found_inf 1   --+                   1, skip    scale / 2
+
+Optimizers as Lightning wraps and moves them, where some parameters are placeholders.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partial_values import PartialValues
-from lightning_hanayo.partition.missing_values import MissingValues
+from lightning_hanayo.partition.guards import MissingValues
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+_STAGES = {
+    RunningStage.TRAINING: "training",
+    RunningStage.SANITY_CHECKING: "sanity check",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "prediction",
+}
+
+
+def batch_idx(trainer: "pl.Trainer") -> int:
+    """The number of the training batch under way in its epoch."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+
+
+def batch_key(trainer: "pl.Trainer") -> str:
+    """Names the batch under way: the same on every layout and after a resume, different for every batch of a run.
+
+    In training: the optimizer step and the batch's place among those that are accumulated for it. In evaluation: the
+    step after which it takes place and the batch's number in it.
+    """
+    stage = trainer.state.stage
+    assert stage is not None  # Lightning sets it before it runs a loop
+    if trainer.training:
+        return f"{stage.value} {trainer.global_step} {batch_idx(trainer) % trainer.accumulate_grad_batches}"
+    loop: Any = trainer._active_loop
+    return f"{stage.value} {trainer.global_step} {loop.batch_progress.current.ready - 1}"
+
+
+def continues_accumulation(trainer: "pl.Trainer") -> bool:
+    """Whether Lightning won't zero the gradients for this batch."""
+    return batch_idx(trainer) % trainer.accumulate_grad_batches != 0
+
+
+def share_of_step(trainer: "pl.Trainer") -> float:
+    """What Lightning multiplies a batch's loss by, because the gradients of several batches accumulate."""
+    return 1.0 / trainer.accumulate_grad_batches
+
+
+def expected_gradient(trainer: "pl.Trainer", loss_scale: Tensor | None) -> float | Tensor:
+    """The gradient that Lightning's backward will send into the loss that `training_step` returns.
+
+    With a loss scale a tensor in fp64: whatever dtype the loss has, rounding it there gives what Lightning computes.
+    """
+    return share_of_step(trainer) if loss_scale is None else loss_scale.double() / trainer.accumulate_grad_batches
+
+
+def logged_step(trainer: "pl.Trainer") -> int:
+    """What loggers get as the step of the batch that ends now, for Lightning's own metrics too."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def step_name(trainer: "pl.Trainer") -> str:
+    """The name of the user's step that runs."""
+    if trainer.training:
+        return "training_step"
+    return "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"
+
+
+def place_in_run(trainer: "pl.Trainer") -> str:
+    """Where the Trainer is, as "step 12 (training)", for reports. For any thread."""
+    stage = trainer.state.stage
+    name = "set-up" if stage is None else _STAGES[stage]
+    return f"step {trainer.global_step} ({name})" if trainer.state.fn == TrainerFn.FITTING else name
+
+
+OnGradients = Callable[[Optimizer, Callable[[], object]], object]
+OnUnscaled = Callable[[Optimizer, Tensor, Tensor], object]
+
+
+def loss_scale(trainer: "pl.Trainer") -> Tensor | None:
+    """What the plugin multiplies losses by before their backward, on the device, in fp32; None: it doesn't."""
+    scaler = _scaler_of(trainer.precision_plugin)
+    return None if scaler is None else scaler.scale(torch.ones((), device=trainer.strategy.root_device))
+
+
+def call_before_steps(
+    plugin: Precision, attributes: TemporaryAttributes, on_gradients: OnGradients, on_unscaled: OnUnscaled
+) -> None:
+    """Until `attributes` are restored, let the ranks agree on infinite gradients, and call what looks at gradients.
+
+    Args:
+        plugin: the Trainer's.
+        attributes: take what is changed.
+        on_gradients: called after hooks with a function that clips, if the plugin has no scaler.
+        on_unscaled: called by the scaler with what any rank has found, and its scale.
+    """
+    scaler = _scaler_of(plugin)
+    if scaler is not None:
+        attributes.set(scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler, on_unscaled))
+    else:
+        attributes.set(plugin, "_clip_gradients", partial(_clip_gradients, plugin, on_gradients))
+
+
+def _clip_gradients(
+    plugin: Precision, on_gradients: OnGradients, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> None:
+    """Takes the place of the plugin's own method: the last that is called, with complete gradients, before a step."""
+    on_gradients(optimizer, partial(type(plugin)._clip_gradients, plugin, model, optimizer, *args, **kwargs))
+
+
+def _scaler_of(plugin: Precision) -> GradScaler | None:
+    """The plugin's gradient scaler, if it has one that is enabled."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+
+
+def _unscale_and_agree(
+    scaler: GradScaler,
+    on_unscaled: OnUnscaled,
+    optimizer: Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    *args: Any,
+) -> dict[torch.device, Tensor]:
+    """Takes the place of the scaler's own method, for fused optimizers too. Called by all ranks, without gradients too.
+
+    The method returns what it has found for each device on which gradients are.
+    """
+    for found in type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, *args).values():
+        found_inf += found.to(found_inf.device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+    scale = available(scaler._get_scale_async(), "the scale exists once a loss was scaled")
+    on_unscaled(optimizer, found_inf, scale)
+    return {found_inf.device: found_inf}
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_hanayo.chunked_loss import causal_models, token_shares
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
-from lightning_hanayo.tensor3d.mesh import MeshAxis
+from lightning_hanayo.partition.guards import ParameterGuard
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 
 class TokenLosses:

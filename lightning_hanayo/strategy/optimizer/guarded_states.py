@@ -18,12 +18,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hanayo.checkpoint.load.module_state import Sharding
+from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import Part, PartialValues, own_shape, partial_alias, plain_alias
-from lightning_hanayo.partition.missing_values import GuardedPlaceholder, MissingValues, Owner, refuse, without_values
+from lightning_hanayo.partition.guards import (
+    GuardedPlaceholder,
+    MissingValues,
+    Owner,
+    ParameterGuard,
+    refuse,
+    without_values,
+)
 from lightning_hanayo.partition.ownership import Placeholder
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 
 _WAY_OUT = (

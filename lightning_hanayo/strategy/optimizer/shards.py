@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.tensor3d.collectives import padded, split_dim
-from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
+from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 
 LARGE = 2**18
 """bytes from which a parameter has a message of its own; smaller ones are copied into one buffer, and back"""

@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import available
-from lightning_hanayo.partition import after_run
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
+from lightning_hanayo.partition import guards
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.strategy.batch_split import BatchSplitter, ReplicatedSplitter, SharedSplitter
+from lightning_hanayo.strategy.groups import CubeGroups
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.process_groups import CubeGroups
-from lightning_hanayo.tensor3d.boundary.microbatch_reshard import MicrobatchReshard
-from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
-from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, SharedReshard, StreamDims
-from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan
-from lightning_hanayo.tensor3d.sharding import Shard, all_gather_whole, shards_of
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard, ReplicatedReshard, SharedReshard, StreamDims
+from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan
+from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
+from lightning_hanayo.tensor_parallel.sharding import Shard, all_gather_whole, shards_of
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
 class Cube:
@@ -79,7 +78,7 @@ class Cube:
         for context in self._contexts.values():
             context.close(
                 f"a block with 3-D layers was called, but its run has ended: rank {self.mesh.index('xyz')} of the cube "
-                f"{self.mesh.sizes} holds parts of its weights. {after_run.WAY_OUT}"
+                f"{self.mesh.sizes} holds parts of its weights. {guards.WAY_OUT}"
             )
 
     def open(self) -> None:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, available
+from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.ownership import Placeholder
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
-from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.weight_gradients import gradient_dtype
 

@@ -3,22 +3,29 @@
 an element's update depends on    the element       pipelines, cubes
                                   its parameter     pipelines
                                   all parameters    one rank
+
+Tries out whether an optimizer of an unknown class looks across parameters, as on a pipeline none may.
+
+A copy of it, with tiny parameters, takes a few steps with all gradients; another copy takes them with every other
+gradient missing, as those of other ranks' parameters are. If it treats each parameter alone, the parameters that have
+gradients both times go the same way.
 """
 
+import copy
 import inspect
 import warnings
 from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
-from torch import optim
+import torch
+from torch import Tensor, nn, optim
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter
-from lightning_hanayo.partition.missing_values import GuardedPlaceholder
-from lightning_hanayo.strategy.lightning.optimizers import unwrapped
-from lightning_hanayo.strategy.setup.optimizer_probe import looks_across_parameters
+from lightning_hanayo.partition.guards import GuardedPlaceholder
+from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.topology import Topology
 
 Scope = Literal["element", "parameter", "model"]
@@ -173,3 +180,57 @@ def _scope_of_torch(kind: type[Optimizer]) -> Scope | None:
     """That of torch's optimizer whose `step` the class has."""
     step = inspect.unwrap(kind.step)  # torch wraps it when the first optimizer of a class is made
     return next((scope for one, scope in _TORCH.items() if inspect.unwrap(one.step) is step), None)
+
+
+_NUM_STEPS = 5
+_LARGEST_SIZE = 4
+_SCALES = (1.0, 1e3)
+"""of gradients: those that are missing the second time are much larger, so that norms over all change"""
+
+
+def looks_across_parameters(optimizer: Optimizer) -> bool:
+    """Whether a parameter's update depends on the others' gradients, or on how many random numbers they draw.
+
+    False if the optimizer can't be tried out, or has one parameter only.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole, part = _results(optimizer, missing=False), _results(optimizer, missing=True)
+    except Exception:  # user code, on parameters of a form that it doesn't expect
+        return False
+    pairs = zip(whole[::2], part[::2], strict=True)
+    return not all(torch.allclose(one, other, rtol=1e-4, atol=1e-9, equal_nan=True) for one, other in pairs)
+
+
+def _results(optimizer: Optimizer, *, missing: bool) -> list[Tensor]:
+    """The values of the tiny parameters after some steps."""
+    torch.default_generator.manual_seed(0)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    tiny = [_tiny(parameter, index) for index, parameter in enumerate(parameters)]
+    copied = _copy(optimizer, parameters, tiny)
+    for step in range(_NUM_STEPS):
+        for index, parameter in enumerate(tiny):
+            is_missing = missing and index % 2 == 1
+            parameter.grad = None if is_missing else _SCALES[index % 2] * _numbers(parameter, step + index + 1)
+        copied.step()
+    return [parameter.detach() for parameter in tiny]
+
+
+def _copy(optimizer: Optimizer, parameters: Sequence[Tensor], tiny: Sequence[nn.Parameter]) -> Optimizer:
+    """The optimizer with other parameters, without hooks; a scheduler's `step` would step the original."""
+    memo: dict[int, object] = {id(parameter): small for parameter, small in zip(parameters, tiny, strict=True)}
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step" and "hook" not in name}
+    copied = copy.copy(optimizer)
+    vars(copied).clear()
+    copied.__setstate__(copy.deepcopy(attributes, memo))
+    return copied
+
+
+def _tiny(parameter: Tensor, index: int) -> nn.Parameter:
+    shape = [min(size, _LARGEST_SIZE) for size in parameter.shape]
+    return nn.Parameter(_numbers(torch.empty(shape, dtype=parameter.dtype), -index))
+
+
+def _numbers(like: Tensor, seed: int) -> Tensor:
+    """Random numbers in its shape and dtype, which don't depend on other draws."""
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed + 10**6)).to(like.dtype)

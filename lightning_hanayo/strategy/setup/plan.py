@@ -11,18 +11,21 @@ from torch import nn
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
 from lightning_hanayo.partition.ownership import Ownership
-from lightning_hanayo.partition.stack import Stack, find_stack, find_stack_if_any, modules_outside
-from lightning_hanayo.partition.uncut_stacks import describe_uncut
+from lightning_hanayo.partition.stack import Stack, describe_uncut, find_stack, find_stack_if_any, modules_outside
+from lightning_hanayo.pipeline_parallel.autograd.recomputation import attention_of
 from lightning_hanayo.planner.layout import RECOMPUTING, Layout, choose
-from lightning_hanayo.runtime.autograd.recomputation import attention_of
-from lightning_hanayo.schedule.build import AUTO
+from lightning_hanayo.schedule.registry import AUTO
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options, Recompute
-from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted, check_packed_parameters
-from lightning_hanayo.strategy.setup.compiled_code import check_cuda_graphs
+from lightning_hanayo.strategy.setup.checks import (
+    check_batch_statistics,
+    check_cuda_graphs,
+    check_not_converted,
+    check_packed_parameters,
+)
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
-from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained, was_read
-from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
+from lightning_hanayo.strategy.setup.values import FolderPlan, plan_pretrained, was_read
+from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
 
 _WHOLE_BACKWARD = "hanayo"

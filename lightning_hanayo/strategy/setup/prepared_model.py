@@ -21,14 +21,14 @@ from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.linear_modules import has_gradient_hooks
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partial_values import PartialParameter
-from lightning_hanayo.partition import after_run
+from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, exchange
-from lightning_hanayo.runtime.autograd import linear_patch
-from lightning_hanayo.runtime.capture import forward_patch
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
+from lightning_hanayo.pipeline_parallel import split_backward
+from lightning_hanayo.pipeline_parallel.capture import forward_patch
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_values
+from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_values
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.topology import Topology
@@ -180,7 +180,7 @@ class PreparedModel:
             UnsupportedError: the module can't be copied, or a run of it has failed.
         """
         self.check(module)
-        with after_run.released(module):
+        with guards.released(module):
             whole = {name: tensor for name, tensor in self._whole_tensors(module) if is_wanted}
             if not is_wanted:
                 return None
@@ -254,7 +254,7 @@ class PreparedModel:
     def _make_ordinary(self, module: nn.Module, copied: nn.Module) -> None:
         """Take away what a run under way, and the first one, have changed on the blocks."""
         forward_patch.unpatch_blocks(list(copied.modules()))
-        linear_patch.unpatch_linear_layers([copied])
+        split_backward.unpatch_linear_layers([copied])
         if self.cube is not None:
             self.cube.plan.undo(dict(zip(module.modules(), copied.modules(), strict=True)))
 

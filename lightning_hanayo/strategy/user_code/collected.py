@@ -1,27 +1,207 @@
-"""Finds what the steps of a batch's micro-batches collect in lists and attributes, for the hooks that read it later.
+"""Stand for values of pipeline rank 0 on the ranks above it, in what hooks read there: outputs, batches, lists.
+
+    rank 0     outputs = {"loss": 0.5, "logits": [8, 1000]}     batch = {"x": [8, 3, 224, 224], "names": [...]}
+    rank 1     outputs = {"loss": 0.5, "logits": no values}     batch = {"x": no values, "names": [...]}
+
+Numbers, strings and small tensors are sent. Of large tensors the shape is: what is computed from them has no values
+either, and may be logged, as the metrics of all ranks are those of rank 0.
+
+Finds what the steps of a batch's micro-batches collect in lists and attributes, for the hooks that read it later.
 
     self.outputs.append(loss)       step 0: outputs = [a]    step 1: outputs = [a, b]     ->  "append" a to 0, b to 1
     self.last_scores = scores       step 0: last = s         step 1: last = t             ->  "set" s by 0, t by 1
 
-What the micro-batches have left is merged afterwards (`merge_collected.py`). Only code outside the blocks is watched.
+What the micro-batches have left is merged afterwards (`collected.py`). Only code outside the blocks is watched.
+
+Merges what the steps of a batch's micro-batches have collected, so that it is as if the step had run once.
+
+                             micro-batch 0    micro-batch 1      the list, or the attribute
+an entry for each sample     [3, classes]     [2, classes]       [5, classes]
+the step's loss, logged      0.4              0.6                their mean, with the weights of the micro-batches
+items, one for each sample   1, 7, 3          5, 2               1, 7, 3, 5, 2
+other numbers                4                2                  4, 2: a list gets one for each micro-batch, and a
+                                                                 warning names it
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batches.containers import leaves
-from lightning_hanayo.runtime.capture.holder import INTERNAL
-from lightning_hanayo.runtime.capture.module_state import LIBRARIES, MAX_LENGTH, is_metric
-from lightning_hanayo.runtime.stages.first_last import detach_tree, find_loss
-from lightning_hanayo.strategy.user_code.stand_ins import sent_or_own
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partial_values import PartialValues
+from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
+from lightning_hanayo.pipeline_parallel.batches.plan import Array, Attribute, children, leaves, with_children
+from lightning_hanayo.pipeline_parallel.batches.reader import step_to
+from lightning_hanayo.pipeline_parallel.capture.proxy import Valueless, user_line
+from lightning_hanayo.pipeline_parallel.capture.state import INTERNAL, LIBRARIES, MAX_LENGTH, PLAIN, is_metric
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text
+from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes, are_whole_numbers
+from lightning_hanayo.pipeline_parallel.stages import detach_tree, find_loss
+from lightning_hanayo.strategy.batch_split import SplitBatch
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.versions import version_of
+
+WAY_OUT = (
+    "Log it with self.log, which takes it as it is, compute it in the step and return the number, or read it under "
+    "`if self.trainer.is_global_zero:`, where nothing may depend on it that all ranks do"
+)
+BATCH_BUDGET = 2**16
+"""bytes of tensors that are sent after each batch whose end a hook reads"""
+EPOCH_BUDGET = 2**28
+"""bytes of what steps have collected in an epoch"""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
+
+
+class Missing(Valueless):
+    """Something that can't be read here; every use raises an error that says what, why, and the way out."""
+
+    __slots__ = ("_what", "_way_out", "_why")
+
+    def __init__(self, what: str, why: str, way_out: str) -> None:
+        self._what, self._why, self._way_out = what, why, way_out
+
+    def __repr__(self) -> str:
+        """Say what is missing."""
+        return f"<{self._what}: {self._why}>"
+
+    def __reduce__(self) -> Any:
+        """A copy is missing, too."""
+        return Missing, (self._what, self._why, self._way_out)
+
+    @override
+    def refuse(self, operation: str) -> NoReturn:
+        raise UnsupportedError(f"{user_line()} reads {self._what} ({operation}), but {self._why}. {self._way_out}.")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is sent of a large tensor, and of one that is computed from a parameter of another pipeline rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int = 0
+    """the pipeline rank that has the values"""
+
+
+def from_packed(text: str, device: torch.device) -> Any:
+    """The values of what a `Packer` has made, received as text, and stand-ins for those that weren't sent."""
+
+    def unpack(value: Any) -> Any:
+        if isinstance(value, _Shape):
+            shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return without_values(shape, Owner(value.name, value.rank, device, WAY_OUT))
+        inside = children(value)
+        if not inside:
+            return value
+        try:
+            return with_children(value, {key: unpack(item) for key, item in inside.items()})
+        except HanayoError:
+            return Missing(f"a {type(value).__name__}", "pipeline rank 0 alone has all its values", WAY_OUT)
+
+    return unpack(from_text(text, device))
+
+
+class Packer:
+    """Makes what can be sent of values, with at most `budget` bytes of tensors; what comes first is sent first."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+
+    def pack(self, name: str, value: Any) -> Any:
+        """The value, with something that can be sent for all that is in it."""
+        if isinstance(value, MissingValues):
+            return _Shape(name, tuple(value.shape), value.dtype, value._owner.rank)
+        if isinstance(value, Missing):
+            return value
+        if isinstance(value, PartialValues):
+            return Missing(name, "each rank of a cube has a part of it", WAY_OUT)
+        if isinstance(value, Tensor):
+            return self._tensor(name, value.detach())
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, np.ndarray) and value.dtype != object and self._fits(value.nbytes):
+            return value
+        inside = children(value)
+        if inside is not None and _can_be_sent(type(value)):
+            packed = {key: self.pack(f"{name}{step_to(value, key)}", item) for key, item in inside.items()}
+            with suppress(HanayoError):
+                return with_children(value, packed)
+        return Missing(name, f"this {type(value).__name__} is on pipeline rank 0 alone", WAY_OUT)
+
+    def _tensor(self, name: str, tensor: Tensor) -> Any:
+        if tensor.is_meta or tensor.layout != torch.strided or not self._fits(tensor.nbytes):
+            return _Shape(name, tuple(tensor.shape), tensor.dtype)
+        return tensor.clone()  # a view would bring its whole storage
+
+    def _fits(self, num_bytes: int) -> bool:
+        fits = num_bytes <= self._budget
+        self._budget -= num_bytes if fits else 0
+        return fits
+
+
+def hide_changed(batch: Any, before: Sequence[Any], pieces: Sequence[Any]) -> None:
+    """Put stand-ins into `batch` for what steps have set in their `pieces`, or removed: each of them its own.
+
+    `before`: the children of the pieces before the steps.
+    """
+    changed: dict[Any, None] = {}
+    for old, piece in zip(before, pieces, strict=True):
+        if old is not None and piece is not batch:
+            new = children(piece) or {}
+            keys = (key for key in old | new if not isinstance(key, Attribute))
+            changed |= {key: None for key in keys if key not in old or new.get(key) is not old[key]}
+    for key in changed:
+        name = f"batch{step_to(batch, key)}"
+        value = Missing(name, "each step has set its own", "Store it as an attribute of the module, or return it")
+        if not isinstance(batch, MutableMapping | list):
+            object.__setattr__(batch, key, value)
+            continue
+        try:
+            batch[key] = value
+        except Exception:  # the user's class takes tensors only, or a list has grown
+            if not isinstance(batch, list):
+                batch.pop(key, None)
+
+
+def sent_or_own(value: Any, own: Any) -> Any:
+    """What pipeline rank 0 has sent, or what this rank has where the other has no values.
+
+    A hook on all ranks may have kept each parameter, or something computed from it such as its moving average: each
+    rank has those of its own parameters.
+    """
+    if isinstance(value, dict) and isinstance(own, dict):
+        return {key: _in_dictionary(item, own.get(key, item)) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(own, list) and len(value) == len(own):
+        return [sent_or_own(*pair) for pair in zip(value, own, strict=True)]
+    if not isinstance(own, Tensor) or not isinstance(value, Missing | Tensor):
+        return value
+    is_own = isinstance(own, nn.Parameter) or isinstance(value, Missing)
+    return own if is_own or (isinstance(value, MissingValues) and value._owner.rank > 0) else value
+
+
+def _in_dictionary(value: Any, own: Any) -> Any:
+    """The same, and what this rank has where the other can't send it: a module or a function."""
+    return own if isinstance(value, Missing) else sent_or_own(value, own)
+
+
+def _can_be_sent(kind: type) -> bool:
+    try:
+        pickle.dumps(kind)
+    except (pickle.PicklingError, AttributeError):
+        return False
+    return True
+
 
 Path = tuple[Any, ...]
 """The name of an owner, an attribute, and keys of the containers in it."""
@@ -274,3 +454,215 @@ def _starts_with(container: list[Any], known: list[Any]) -> bool:
 def _is_users(value: Any) -> bool:
     """Whether the class of an object isn't a library's."""
     return type(value).__module__.partition(".")[0] not in LIBRARIES
+
+
+class _Apart(Exception):
+    """The values of micro-batches can't be merged into one."""
+
+
+class CollectedMerge:
+    """Merges the pieces of one batch: micro-batches, or in a cube the ranks' shares of them.
+
+    Args:
+        left: what each piece's step has left, in the order of their samples.
+        microbatches: of each piece, its micro-batch.
+        sizes: the samples of the pieces.
+        in_loss: each piece's weight in the loss.
+        in_mean: its weight in means.
+    """
+
+    def __init__(
+        self,
+        left: Sequence[Left],
+        microbatches: Sequence[int],
+        sizes: PieceSizes,
+        in_loss: Sequence[float],
+        in_mean: Sequence[float],
+    ) -> None:
+        self._left = left
+        self._microbatches = microbatches
+        self._sizes = sizes
+        self._in_loss, self._in_mean = in_loss, in_mean
+        self.kept_apart: list[str] = []
+        """names of what holds values of micro-batches, not of the batch"""
+
+    def appended(self) -> dict[Path, list[Any]]:
+        """The items that each list gets."""
+        return {path: self._items(path) for path in _paths(one.appended for one in self._left)}
+
+    def assigned(self) -> dict[Path, Any]:
+        """The values that attributes and keys get, where it isn't what the last micro-batch has left."""
+        made = {}
+        for path in _paths(one.assigned for one in self._left):
+            values = [one.assigned.get(path, MUTATED) for one in self._left]
+            set_by = [path in one.assigned for one in self._left]
+            present = [value for value, is_set in zip(values, set_by, strict=True) if is_set]
+            if _are_constant(present) and not self._may_be_sizes(present, set_by):
+                continue
+            try:
+                made[path] = self._value(values)
+            except _Apart:
+                self.kept_apart.append(name_of(path))
+                if self._differ_between_ranks(values, set_by):
+                    made[path] = Missing(
+                        name_of(path),
+                        "it is set by the step, and each rank of the cube runs it on its own samples, so that the "
+                        "ranks' values differ",
+                        "Log it with self.log, append it to a list, or set HanayoStrategy(cube_outside='replicate')",
+                    )
+        return made
+
+    def _may_be_sizes(self, values: Sequence[Any], set_by: Sequence[bool]) -> bool:
+        """Whether the equal values may be the number of samples of each piece; an equal one isn't set again."""
+        sizes = [size for size, is_set in zip(self._sizes.parts[0], set_by, strict=True) if is_set]
+        return type(values[0]) is int and list(values) == sizes
+
+    def _differ_between_ranks(self, values: Sequence[Any], set_by: Sequence[bool]) -> bool:
+        """Whether the ranks that share a micro-batch have left different values for it."""
+        rows: dict[int, list[int]] = {}
+        for piece, microbatch in enumerate(self._microbatches):
+            rows.setdefault(microbatch, []).append(piece)
+        shared = [row for row in rows.values() if len(row) > 1 and any(set_by[i] for i in row)]
+        return any(not _are_constant([values[i] for i in row]) for row in shared)
+
+    def _items(self, path: Path) -> list[Any]:
+        columns = [one.appended.get(path, []) for one in self._left]
+        counts = [len(column) for column in columns]
+        if len(columns) == 1:
+            return columns[0]
+        if self._are_samples(counts):
+            return [item for column in columns for item in column]
+        if len(set(counts)) == 1:
+            try:
+                return [self._value(row) for row in zip(*columns, strict=True)]
+            except _Apart:
+                pass
+        self.kept_apart.append(name_of(path))
+        return [item for i, column in enumerate(columns) if not self._is_copy(i, path) for item in column]
+
+    def _are_samples(self, counts: Sequence[int]) -> bool:
+        """Whether the steps have added one item for each sample."""
+        return self._sizes.are_known and set(counts) != {1} and any(counts == list(part) for part in self._sizes.parts)
+
+    def _is_copy(self, piece: int, path: Path) -> bool:
+        """Whether another rank of the cube has collected the same for this micro-batch, as a collective gave it.
+
+        Raises:
+            UnsupportedError: it has collected one number, which may be the same by chance.
+        """
+        first = self._microbatches.index(self._microbatches[piece])
+        if first == piece or not self._left[piece].used_collectives:
+            return False
+        own, other = self._left[piece].appended.get(path, []), self._left[first].appended.get(path, [])
+        is_copy = _are_equal(own, other)
+        if is_copy and not any(isinstance(item, Array) and item.ndim for item in own):
+            raise UnsupportedError(
+                f"{name_of(path)}: a step that calls a collective has collected the number {own[0]} on several ranks "
+                f"of the cube, and it isn't known whether it counts once or for each of them. Collect the ranks' own "
+                f"values, and sum over them at the end of the epoch."
+            )
+        return is_copy
+
+    def _value(self, values: Sequence[Any]) -> Any:
+        """One value for all pieces.
+
+        Raises:
+            _Apart: there is none.
+        """
+        first = values[0]
+        if len(values) == 1 and first is not MUTATED:
+            return first
+        if any(type(value) is not type(first) for value in values) or first is MUTATED:
+            raise _Apart
+        if isinstance(first, Array) and first.ndim:
+            dim = self._sizes.sample_dim(values)
+            if dim is None:
+                raise _Apart
+            return torch.cat(list(values), dim) if isinstance(first, Tensor) else np.concatenate(values, dim)
+        if is_mean(first):
+            return self._mean(values)
+        inside = children(first)
+        if inside is None and isinstance(first, str | bool | None.__class__) and _are_constant(values):
+            return first  # equal integers may be counts of the pieces' samples, so they aren't one value
+        if inside is None:
+            raise _Apart
+        items = [children(value) or {} for value in values]
+        if any(item.keys() != inside.keys() for item in items):
+            raise _Apart
+        return with_children(first, {key: self._value([item[key] for item in items]) for key in inside})
+
+    def _mean(self, values: Sequence[Any]) -> Any:
+        """The mean of values that are known to be means: the step has returned or logged the same numbers."""
+        if are_whole_numbers(values):
+            raise _Apart
+        found = [float(value) for value in values]
+        columns = zip(*(map(float, one.means) for one in self._left), strict=False)
+        if not any(list(column) == found for column in columns):
+            raise _Apart
+        weights = self._in_loss if self._are_losses(found) else self._in_mean
+        parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+        return sum(parts[1:], parts[0]) if parts else values[0]
+
+    def _are_losses(self, numbers: Sequence[float]) -> bool:
+        losses = [float(one.loss) for one in self._left if one.loss is not None and one.loss.numel() == 1]
+        return losses == numbers
+
+
+def keep_collected(
+    collections: Collections, split: SplitBatch, weights: PieceWeights, left: Sequence[Left]
+) -> Sequence[str]:
+    """Put what the steps of a batch's pieces have left into the module as if the step had run once.
+
+    Returns the names of what holds values of micro-batches.
+    """
+    kept, num_ranks = split.present, len(left) // split.num_microbatches
+    if len(kept) == 1 or not any(left[i].appended or left[i].assigned for i in kept):
+        return ()
+    merge = CollectedMerge(
+        [left[i] for i in kept],
+        [i // num_ranks for i in kept],
+        split.sizes.of(kept),
+        in_loss=[weights.in_loss[i] for i in kept],
+        in_mean=[weights.in_mean[i] for i in kept],
+    )
+    collections.store(merge.appended(), merge.assigned())
+    return merge.kept_apart
+
+
+def name_of(path: Path) -> str:
+    """As it is written in the code: self.outputs['train']."""
+    owner, name, *keys = path
+    return f"{owner}.{name}{''.join(f'[{key!r}]' for key in keys)}"
+
+
+def warn_of_parts(names: Sequence[str], num_microbatches: int) -> None:
+    """Say which lists and attributes hold values of micro-batches."""
+    if names and num_microbatches > 1:
+        warnings.warn(
+            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: set by the step for each of the "
+            f"{num_microbatches} micro-batches of a batch, and hooks that read it find their values, as with "
+            f"accumulate_grad_batches: a list has an item for each. To get those of the batch, collect what the step "
+            f"also returns or logs (a mean over samples), or tensors with an entry for each sample.",
+            stacklevel=2,
+        )
+
+
+def _paths(parts: Any) -> list[Path]:
+    return sorted({path for part in parts for path in part}, key=repr)
+
+
+def _are_constant(values: Sequence[Any]) -> bool:
+    """Whether all pieces have left one and the same plain value."""
+    return isinstance(values[0], PLAIN) and all(type(v) is type(values[0]) and v == values[0] for v in values)
+
+
+def _are_equal(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, Array):
+            return type(a) is type(b) and np.array_equal(torch.as_tensor(a).cpu(), torch.as_tensor(b).cpu())
+        inside, other = children(a), children(b)
+        if inside is None or other is None:
+            return bool(a == b)
+        return inside.keys() == other.keys() and all(equal(inside[key], other[key]) for key in inside)
+
+    return bool(items) and len(items) == len(others) and all(map(equal, items, others))

@@ -2,24 +2,199 @@
 
 in a step        the ranks that have samples of the micro-batch: data ranks, and in a cube those with a share
 in a hook        the data ranks: the ranks of a cube have the same values there, and so have the pipeline ranks
+
+Ranks agree on a collective of user code before any of them issues it, so that none waits for one that doesn't come.
+
+rank 0   all_gather of float32 [2], training_step, micro-batch 0 of 4   --+-- the same on both: it is issued
+rank 2   all_gather of float32 [2], training_step, micro-batch 0 of 4   --+
+
+rank 2   barrier, training_step, micro-batch 0 of 4                       different: an error on both ranks
+rank 2   is in the next batch                                             an error on rank 0, within seconds
+
+Refuses collectives of `torch.distributed` over the whole world where only some ranks run the user code that calls.
+
+    dist.all_reduce(x) in training_step          pipeline rank 0 alone runs it: an error, not a wait without end
+    dist.all_reduce(x) in on_train_epoch_end     all ranks run it, also those without data of their own: an error
+    dist.all_reduce(x, group=mine)               as always
+    dist.barrier() in on_train_epoch_end         as always
+
+Users import these functions by name, so the code object of each function is replaced for the time of a run.
 """
 
+import functools
+import inspect
+import json
+import sys
+import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
+from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.partition.guards import ParameterGuard
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups
-from lightning_hanayo.strategy.user_code.agreement import IN_HOOKS, Agreement, Call
+from lightning_hanayo.strategy.groups import AllGather, ProcessGroups
+
+_LOOK = 1.0
+"""seconds between two looks at how far the others are"""
+WAY_OUT = (
+    "All ranks with data must call the same collectives, in the same order, in as many micro-batches: not under a "
+    "condition that differs between ranks, and with batches of equal sizes on all data ranks (drop_last=True)"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that user code calls on one rank."""
+
+    name: str
+    """what was called, with options that must be the same"""
+    place: str
+    """where: the hook, or the step and its micro-batch"""
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    num_samples: int = 1
+    """of the samples that it is about, how many this rank has"""
+    weighs: bool = True
+    """whether the loss of these samples counts, so that a backward runs for it"""
+
+    def __str__(self) -> str:
+        what = "" if self.shape is None else f" of {self.dtype} {list(self.shape)}"
+        return f"{self.name}{what} in {self.place}"
+
+    def matches(self, other: "Call") -> bool:
+        """Whether it is the same call. What a rank without samples passes doesn't matter."""
+        alike = not (self.num_samples and other.num_samples) or (self.shape, self.dtype) == (other.shape, other.dtype)
+        return alike and (self.name, self.place) == (other.name, other.place)
+
+
+class Progress:
+    """How far a rank is in its run: what others look at who wait for it. It is the same on all ranks that keep step."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+
+    def begin_batch(self, *, trains: bool) -> None:
+        """Called when a batch begins."""
+        trained, evaluated, *_ = self._failures.position
+        self._failures.position = (trained + 1, 0, 0, 0) if trains else (trained, evaluated + 1, 0, 0)
+
+    def end_epoch(self) -> None:
+        """Called when an epoch ends: data ranks may have evaluated different numbers of batches in it."""
+        trained, evaluated, *_ = self._failures.position
+        self._failures.position = (trained, (evaluated // _MANY + 1) * _MANY, 0, 0)
+
+    def end_hook(self) -> None:
+        """Called after a hook of the user's module that runs on all ranks."""
+        trained, evaluated, hooks, _ = self._failures.position
+        self._failures.position = (trained, evaluated, hooks + 1, 0)
+
+    def end_step(self) -> None:
+        """Called when a step has ended or is suspended."""
+        trained, evaluated, hooks, steps = self._failures.position
+        self._failures.position = (trained, evaluated, hooks, steps + 1)
+
+
+IN_HOOKS = 3
+"""how many numbers of a position tell ranks in hooks apart: only some of them run steps, and not equally many"""
+_MANY = 2**32
+"""more batches than one evaluation has"""
+
+
+class Agreement:
+    """One rank's side of it.
+
+    They meet in the store, not in a collective: one that is never completed could not be left, either.
+
+    Args:
+        name: of what the ranks agree on together.
+        ranks: those that call.
+        failures: tell how far other ranks are, and whether one has failed.
+        depth: how many numbers of their positions are the same where they make the same call; None: all.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], failures: Failures, depth: int | None = None) -> None:
+        self._key = f"hanayo/agreement/{failures.run}/{name}/{ranks[0]}"
+        self.name = name
+        self.ranks = list(ranks)
+        self._failures = failures
+        self._depth = depth
+        self._store = failures.store
+        self._count = 0
+
+    def on(self, call: Call) -> list[Call]:
+        """Return the call of each rank of the group.
+
+        Raises:
+            UnsupportedError: another rank calls something else, or nothing.
+        """
+        calls = self._exchange(call)
+        present = next((i for i, one in enumerate(calls) if one.num_samples), 0)
+        for rank, other in zip(self.ranks, calls, strict=True):
+            if not calls[present].matches(other):
+                raise UnsupportedError(
+                    f"ranks {self.ranks[present]} and {rank} call different collectives: {calls[present]}, and "
+                    f"{other}. {WAY_OUT}."
+                )
+        return calls
+
+    def _exchange(self, call: Call) -> list[Call]:
+        self._count += 1
+        key, earlier = f"{self._key}/{self._count}", f"{self._key}/{self._count - 1}"
+        try:
+            self._store.set(f"{key}/{self._failures.rank}", json.dumps(asdict(call)))
+            if self._store.add(f"{key}/arrived", 1) == len(self.ranks):
+                self._store.set(f"{key}/all", "")
+            with Waiting(call, self):
+                self._wait(f"{key}/all", call)
+            calls = [_call_of(json.loads(self._store.get(f"{key}/{rank}"))) for rank in self.ranks]
+            for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
+                self._store.delete_key(f"{earlier}/{name}")
+        except RuntimeError as error:
+            self._failures.on_transfer(error)
+        return calls
+
+    def _wait(self, key: str, call: Call) -> None:
+        """Wait for the key, while no rank of the group is further than this one."""
+        deadline, pause = time.monotonic() + _LOOK, 1e-4
+        ahead: int | None = None
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(1.5 * pause, 2e-3)
+            if time.monotonic() > deadline:
+                earlier, ahead = ahead, self._rank_ahead()
+                if ahead is not None and ahead == earlier:
+                    raise self._not_called(ahead, call)
+                deadline = time.monotonic() + _LOOK
+
+    def _not_called(self, rank: int, call: Call) -> UnsupportedError:
+        return UnsupportedError(f"rank {rank} has not called {call}, for which others wait. {WAY_OUT}.")
+
+    def _rank_ahead(self) -> int | None:
+        """A rank that has passed this point of the run.
+
+        Raises:
+            PeerFailed: a rank has failed.
+        """
+        self._failures.check_peers()
+        own = self._failures.position[: self._depth]
+        positions = self._failures.positions()
+        return next((rank for rank in self.ranks if positions.get(rank, ())[: self._depth] > own), None)
+
+
+def _call_of(fields: dict[str, Any]) -> Call:
+    shape: Sequence[int] | None = fields.pop("shape")
+    return Call(**fields, shape=None if shape is None else tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -263,3 +438,141 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda rows: rows.amin(0),
     "product": lambda rows: rows.prod(0, dtype=rows.dtype),
 }
+
+
+_REDUCING = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "gather", "gather_object", "all_to_all", "all_to_all_single",
+)  # fmt: skip
+"""what counts the ranks of the world"""
+_OTHERS = (
+    "barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "send",
+    "recv", "isend", "irecv",
+)  # fmt: skip
+_SIZE = "get_world_size"
+_WAY_OUT = (
+    "Call self.all_gather, self.trainer.strategy.reduce, broadcast or barrier, which know the ranks with data; or "
+    "log with self.log(..., sync_dist=True)"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in which user code may call these functions.
+
+    Args:
+        collectives: know which user code runs.
+        num_pipe_ranks: P.
+        cube_size: ranks that hold each stage together.
+    """
+
+    collectives: UserCollectives
+    num_pipe_ranks: int
+    cube_size: int
+
+    def check(self, name: str, tensor: Any) -> None:
+        """Check a call over the whole world.
+
+        Raises:
+            UnsupportedError: not all ranks call it, or some have no data of their own.
+        """
+        if not self.collectives.is_user_code or self.num_pipe_ranks * self.cube_size == 1 == self._num_data:
+            return
+        place = self.collectives.place
+        if self.collectives.runs_on_all_ranks:
+            if name in _REDUCING and self.num_pipe_ranks * self.cube_size > 1:
+                raise UnsupportedError(
+                    f"torch.distributed.{name} over all ranks in {place}: of {self.num_pipe_ranks * self.cube_size} "
+                    f"ranks each, only one has data of its own, so that sums would count it several times. {_WAY_OUT}."
+                )
+        elif self.num_pipe_ranks > 1:
+            raise UnsupportedError(
+                f"torch.distributed.{name} over all ranks in {place}, which runs on pipeline rank 0 alone: the other "
+                f"ranks would never call it. {_WAY_OUT}."
+            )
+        elif self.cube_size > 1:
+            raise UnsupportedError(
+                f"torch.distributed.{name} over all ranks in {place}: the ranks of a cube may have no samples of a "
+                f"micro-batch, and don't count then. {_WAY_OUT}."
+            )
+        else:
+            self.collectives.agree(f"torch.distributed.{name}", tensor)
+
+    @property
+    def _num_data(self) -> int:
+        return dist.get_world_size() // (self.num_pipe_ranks * self.cube_size)
+
+
+_running: list[Run] = []
+_notes: list[Callable[[FrameType], None]] = []
+_replaced: dict[str, tuple[FunctionType, CodeType, Callable[..., Any]]] = {}
+
+
+def start(run: Run) -> None:
+    """From now on, check what user code calls."""
+    if not _running:
+        for name in (*_REDUCING, *_OTHERS):
+            _replace(name)
+    _running.append(run)
+
+
+def stop(run: Run) -> None:
+    """End what `start` has begun. A second call does nothing."""
+    if run in _running:
+        _running.remove(run)
+    if not _running:
+        for function, code, _ in _replaced.values():
+            function.__code__ = code
+        _replaced.clear()
+
+
+@contextmanager
+def world_size_watched(note: Callable[[FrameType], None]) -> Iterator[None]:
+    """Inside it, `note` gets the frame of each caller of `torch.distributed.get_world_size()`."""
+    _replace(_SIZE)
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+        function, code, _ = _replaced.pop(_SIZE)
+        function.__code__ = code
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call one of the functions. The code that takes the place of theirs calls this."""
+    original = _replaced[name][2]
+    if name == _SIZE:
+        for note in _notes if {*args, *kwargs.values()} <= {None, dist.group.WORLD} else ():
+            note(sys._getframe(2))  # the caller of the function whose code calls this
+        return original(*args, **kwargs)
+    for run in _running if distributed_c10d.is_initialized() else ():
+        bound = _signature(original).bind(*args, **kwargs).arguments
+        if bound.get("group") in (None, dist.group.WORLD):
+            run.check(name, next((value for value in bound.values() if isinstance(value, Tensor)), None))
+            with run.collectives.unchecked():  # the functions call each other
+                return original(*args, **kwargs)
+    return original(*args, **kwargs)
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def _replace(name: str) -> None:
+    function = inspect.unwrap(getattr(distributed_c10d, name))
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    if not code.co_freevars:
+        original = FunctionType(code, function.__globals__, name, function.__defaults__)
+        original.__kwdefaults__ = function.__kwdefaults__
+        _replaced[name] = function, code, original
+        function.__code__ = _replacement.__code__.replace(co_name=name)
+
+
+def _replacement(*args: Any, **kwargs: Any) -> Any:
+    """Runs with the globals of the function whose code it replaces: so it imports what it needs."""
+    import sys
+
+    from lightning_hanayo.strategy.user_code.collectives import call
+
+    return call(sys._getframe().f_code.co_name, *args, **kwargs)

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
-from lightning_hanayo.runtime.comm.object_collectives import to_text
-from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.generators import SharedGenerators
-from lightning_hanayo.strategy.user_code.collected import Collections
-from lightning_hanayo.strategy.user_code.merge_collected import name_of
-from lightning_hanayo.strategy.user_code.stand_ins import BATCH_BUDGET, EPOCH_BUDGET, Packer, from_packed
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import to_text
+from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
+from lightning_hanayo.pipeline_parallel.transport import Relay
+from lightning_hanayo.strategy.user_code.collected import (
+    BATCH_BUDGET,
+    EPOCH_BUDGET,
+    Collections,
+    Packer,
+    from_packed,
+    name_of,
+)
 
 
 class HandOver:

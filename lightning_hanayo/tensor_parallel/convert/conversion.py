@@ -1,14 +1,83 @@
-"""The report of a conversion: what became of each layer of a stack, and why.
+"""Which linear layers can be sharded, and why others can't.
+
+The report of a conversion: what became of each layer of a stack, and why.
 
 model.layers.0..11.mlp.up_proj      nn.Linear 768->3072     3-D, column-parallel
 model.layers.0..11.norm             nn.LayerNorm            not converted           no linear layer
+
+Records what a conversion changes on modules, so that a trained model can become an ordinary one again.
+
+before    Linear     {in_features: 8}
+after     Linear3D   {in_features: 8, sharding: ..., _shards: ...}
+undo      Linear     {in_features: 8}
 """
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.convert.specs.spec import class_name, joined
+from lightning_hanayo.linear_modules import has_gradient_hooks
+from lightning_hanayo.tensor_parallel.convert.specs import class_name, joined
+
+
+class ParameterOwners:
+    """How many modules of a stack's blocks hold each parameter: a module in two blocks counts twice, as each block has
+    a context of its own. Those that are used `outside` too count once more.
+
+    The modules called `exclude`, and all in them, are not to be sharded.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], outside: Iterable[Tensor] = (), exclude: Collection[str] = ()
+    ) -> None:
+        self._count: Counter[Tensor] = Counter(
+            parameter
+            for block in blocks
+            for module in block.modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
+        self._count.update(outside)
+        paths = ((f".{path}.", part) for block in blocks for path, part in block.named_modules())
+        self.excluded = {part for path, part in paths if any(f".{name}." in path for name in exclude)}
+
+    def shared_parameter(self, module: nn.Module) -> str | None:
+        """Returns the name of a parameter that `module` shares with another module; None if there is none."""
+        return next((name for name, p in module._parameters.items() if p is not None and self._count[p] > 1), None)
+
+
+def reason_ineligible(module: nn.Module, owners: ParameterOwners) -> str | None:
+    """Returns why a linear layer's parameters can't be sharded; None if they can."""
+    weight = module._parameters.get("weight")
+    if module in owners.excluded:
+        return "left out by cube_exclude"
+    if weight is None:
+        return "its weight is computed from other parameters"
+    if name := owners.shared_parameter(module):
+        return f"its {name} is another module's too"
+    if any(has_gradient_hooks(parameter) for parameter in module._parameters.values() if parameter is not None):
+        return "its parameters have hooks, which would see a part of each"
+    if any(name not in ("weight", "bias") for name in module._parameters):
+        return "it has parameters besides weight and bias"
+    return "its instance has a forward of its own" if has_instance_forward(module) else None
+
+
+def has_instance_forward(module: nn.Module) -> bool:
+    """Returns whether this instance runs another forward than its class's, and not one of this package."""
+    forward = vars(module).get("forward")
+    return forward is not None and not getattr(forward, "__module__", "").startswith("lightning_hanayo.")
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Returns whether hooks see what goes through the module."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
 
 NOT_CONVERTED = "not converted"
 
@@ -74,3 +143,38 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+_MISSING = object()
+
+
+@dataclass
+class ModuleChanges:
+    """The class of each module, and those of its attributes that were changed, as they were before."""
+
+    _before: dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]] = field(default_factory=dict)
+
+    @contextmanager
+    def recorded(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Record what happens to these modules inside the context, except in their parameters and buffers."""
+        before = {module: (type(module), dict(vars(module))) for module in modules}
+        yield
+        for module, (kind, attributes) in before.items():
+            names = {*attributes, *vars(module)}
+            old = {name: attributes.get(name, _MISSING) for name in names}
+            self._before[module] = kind, {n: v for n, v in old.items() if vars(module).get(n, _MISSING) is not v}
+
+    def undo(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:
+        """Restore the modules; if given, their `copies` instead, of those that the model still has."""
+        for module, (kind, attributes) in self._before.items():
+            restored = module if copies is None else copies.get(module)
+            if restored is None:
+                continue
+            restored.__class__ = kind
+            for name, value in attributes.items():
+                if value is _MISSING:
+                    vars(restored).pop(name, None)
+                else:
+                    vars(restored)[name] = value
+        if copies is None:
+            self._before.clear()

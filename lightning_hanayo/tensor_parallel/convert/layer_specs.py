@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_hanayo.tensor3d.convert.specs.blocks import RMS_NORMS
-from lightning_hanayo.tensor3d.convert.specs.spec import class_name
-from lightning_hanayo.tensor3d.layers.attention import parallelize_attention
-from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
-from lightning_hanayo.tensor3d.layers.norm import parallelize_norm, parallelize_rms_norm
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.convert.specs import RMS_NORMS, class_name
+from lightning_hanayo.tensor_parallel.layers.attention import parallelize_attention
+from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
+from lightning_hanayo.tensor_parallel.layers.norm import parallelize_norm, parallelize_rms_norm
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 ParallelizeLayer = Callable[[Any, StageContext], None]
 """parallelizes one module in place"""

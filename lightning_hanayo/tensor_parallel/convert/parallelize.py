@@ -11,13 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes, check_divisibility
-from lightning_hanayo.tensor3d.convert.changes import ModuleChanges
-from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners
-from lightning_hanayo.tensor3d.convert.generic_block import GenericBlock
-from lightning_hanayo.tensor3d.convert.registered_block import RegisteredBlock, SpecMismatch
-from lightning_hanayo.tensor3d.convert.report import ConversionReport, short_class_name
-from lightning_hanayo.tensor3d.convert.specs.blocks import block_spec
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.convert.conversion import (
+    ConversionReport,
+    ModuleChanges,
+    ParameterOwners,
+    short_class_name,
+)
+from lightning_hanayo.tensor_parallel.convert.generic_block import GenericBlock
+from lightning_hanayo.tensor_parallel.convert.registered_block import RegisteredBlock, SpecMismatch
+from lightning_hanayo.tensor_parallel.convert.specs import block_spec
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 DEFAULT_TOKENS = 2048
 """of a micro-batch, where nobody says"""

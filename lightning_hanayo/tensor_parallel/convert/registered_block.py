@@ -1,27 +1,45 @@
-"""Converts a block whose class is registered: checks it against its spec, and parallelizes it with its own code."""
+"""Converts a block whose class is registered: checks it against its spec, and parallelizes it with its own code.
+
+Wraps a module's forward, which then runs on whole sequences and on this rank's heads or features.
+
+forward(module, x, ...)    x [batch/x, seq/y, h/z]  --all-gather-->  [batch/x, seq, h/z]  -->  its class's forward
+
+What the forward draws itself, as an attention its dropout, comes from this rank's own random stream.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from inspect import signature
+from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility
-from lightning_hanayo.linear_modules import is_linear
-from lightning_hanayo.tensor3d.convert.eligibility import (
+from lightning_hanayo.linear_modules import as_autocast, is_linear
+from lightning_hanayo.tensor_parallel.convert.conversion import (
     ParameterOwners,
+    ReportRow,
+    describe,
     has_instance_forward,
     has_module_hooks,
     reason_ineligible,
+    short_class_name,
 )
-from lightning_hanayo.tensor3d.convert.gathered_forward import wrap_forward
-from lightning_hanayo.tensor3d.convert.report import ReportRow, describe, short_class_name
-from lightning_hanayo.tensor3d.convert.specs.layers import LayerSpec, elementwise, is_elementwise_function, layer_spec
-from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup, attribute, joined, set_attribute
-from lightning_hanayo.tensor3d.layers.linear import SharedInput, features, parallelize_linear
-from lightning_hanayo.tensor3d.layers.norm import replicate_norm
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor3d.sharding import fused_order
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.convert.layer_specs import (
+    LayerSpec,
+    elementwise,
+    is_elementwise_function,
+    layer_spec,
+)
+from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, attribute, joined, set_attribute
+from lightning_hanayo.tensor_parallel.layers.dropout import rank_random_stream
+from lightning_hanayo.tensor_parallel.layers.linear import SharedInput, features, parallelize_linear
+from lightning_hanayo.tensor_parallel.layers.norm import replicate_norm
+from lightning_hanayo.tensor_parallel.product import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
+from lightning_hanayo.tensor_parallel.sharding import fused_order
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -194,3 +212,70 @@ def _head_size(module: nn.Module, group: ProjectionGroup) -> int:
     assert group.head_size is not None
     size = attribute(module, group.head_size) if isinstance(group.head_size, str) else group.head_size(module)
     return int(size)
+
+
+@dataclass(frozen=True)
+class GatheredForward:
+    """What happens before and after a module's own forward.
+
+    `shared_input` gathers the argument `input`, which may be given at position `index`, and multiplies it. None: linear
+    layers gather it.
+    `dropout` is the attribute with the probability of what the forward drops. None: it drops nothing itself.
+    """
+
+    context: StageContext
+    shared_input: SharedInput | None
+    input: str
+    index: int
+    dropout: str | None
+
+    def gather_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, with the input gathered."""
+        if self.shared_input is None:
+            return args, kwargs
+        x = kwargs[self.input] if self.input in kwargs else args[self.index]
+        gathered = self.shared_input.all_gather(as_autocast(x))  # cast once, not by each linear layer that reads it
+        if self.input in kwargs:
+            return args, kwargs | {self.input: gathered}
+        return (*args[: self.index], gathered, *args[self.index + 1 :]), kwargs
+
+    def drops(self, module: nn.Module) -> bool:
+        """Whether the forward draws random numbers."""
+        return self.dropout is not None and module.training and bool(attribute(module, self.dropout))
+
+
+def wrap_forward(
+    module: nn.Module, context: StageContext, shared_input: SharedInput | None, input: str | None, dropout: str | None
+) -> None:
+    """Wrap the forward of this instance. Its class, names and repr stay."""
+    names = list(signature(type(module).forward).parameters)[1:]
+    wrapper = GatheredForward(context, shared_input, input or "", names.index(input) if input else 0, dropout)
+    object.__setattr__(module, "_gathered_forward", wrapper)
+    module.forward = MethodType(forward, module)
+
+
+def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the module's forward. A function of this module, so that pickle finds it by name."""
+    wrapper: Any = module._gathered_forward
+    if wrapper.drops(module):
+        return _run_with_dropout(module, *args, **kwargs)
+    return _run(module, *args, **kwargs)
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    wrapper: Any = module._gathered_forward
+    args, kwargs = wrapper.gather_input(args, kwargs)
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        if wrapper.shared_input is not None:
+            wrapper.shared_input.clear()
+
+
+@torch.compiler.disable
+def _run_with_dropout(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Draws from this rank's own stream. A compiled graph has one stream for all."""
+    wrapper: Any = module._gathered_forward
+    device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    with rank_random_stream(wrapper.context, device):
+        return _run(module, *args, **kwargs)

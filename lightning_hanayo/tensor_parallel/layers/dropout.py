@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.seeds import default_generator, mix
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from lightning_hanayo.linear_modules import as_autocast
-from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
-from lightning_hanayo.tensor3d.layers.linear import Linear3D, SharedInput
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.dropout import Dropout3D
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, SharedInput
+from lightning_hanayo.tensor_parallel.product import SEQUENCE, ParallelStyle
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
 class FeedForward3D(nn.Module):

@@ -3,10 +3,15 @@
 Several layers that read one input gather it once, and are one product:
 
 x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z] times (Wq, Wk, Wv)^T  -->  q, k, v [batch/x, seq, N/(y z)]
+
+Guards a 3-D layer's `weight` against code outside the layer, which may read shape and dtype, but not the values.
+
+The product of a layer, or of several that read one input, with their sharded weights: alone, or in compiled code.
 """
 
 import math
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -14,13 +19,126 @@ from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import PartialParameter, PartialValues
-from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
-from lightning_hanayo.tensor3d.layers.sharded_product import ShardedProduct
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight, StoredWeight
-from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.linear_modules import as_autocast
+from lightning_hanayo.partial_values import PartialParameter, PartialValues, partial_alias
+from lightning_hanayo.tensor_parallel.compiled_ops import compiled_product, new_handle
+from lightning_hanayo.tensor_parallel.product import SEQUENCE, AxisCollective, ParallelStyle, ProductArgs, products
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StoredWeight
+
+
+def guarded_weight(module: Any, name: str = "weight") -> Tensor:
+    """The getter of a 3-D layer's `weight`, or of another parameter.
+
+    User code gets the parameter itself, which is guarded while user code runs; other code an alias.
+    """
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
+    if isinstance(parameter, PartialParameter):
+        return parameter
+    return partial_alias(parameter, vars(parameter).get("_part")).requires_grad_(parameter.requires_grad)
+
+
+class ShardedProduct:
+    """x W^T with each part of one weight.
+
+    Args:
+        weight: W.
+        context: of the stage.
+        all_gather: of the input; None: it is gathered already.
+        reduce_scatter: of the outputs; None: they are no partial sums.
+    """
+
+    def __init__(
+        self,
+        weight: ShardedWeight,
+        context: StageContext,
+        all_gather: AxisCollective | None,
+        reduce_scatter: AxisCollective | None,
+    ) -> None:
+        self.weight = weight
+        self._context = context
+        self._all_gather = all_gather
+        self._reduce_scatter = reduce_scatter
+        size = context.mesh.size
+        self._num_gathered = 1 if all_gather is None else size(all_gather.axis)
+        self._num_scattered = 1 if reduce_scatter is None else size(reduce_scatter.axis)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._args: tuple[int | None, ProductArgs] | None = None
+        self._handle = new_handle(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_args", "_handle")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def __deepcopy__(self, memo: Any) -> "ShardedProduct":
+        twin = memo[id(self)] = copy(self)
+        twin.weight = deepcopy(self.weight, memo)
+        return twin
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gathered x, and the product with each part. Called by all ranks, in the same order."""
+        x = as_autocast(x)
+        if torch.compiler.is_dynamo_compiling():
+            return self._call_compiled(x)
+        gathered, *outputs = products(x, self.args(), self.following())
+        return (gathered if self._num_gathered > 1 else x), *outputs
+
+    def args(self) -> ProductArgs:
+        """How it runs now: for sequences of the length that the stage runs."""
+        self._context.check_open()
+        length = self._context.sequence_length
+        if self._args is None or self._args[0] != length:
+            bind = self._context.bind
+            before, after = (None if one is None else bind(one) for one in (self._all_gather, self._reduce_scatter))
+            self._args = (
+                length,
+                ProductArgs(
+                    self.weight,
+                    before,
+                    after,
+                    self._context.keep,
+                    self._context.num_pieces,
+                    has_empty_pieces=self._context.has_pairs,
+                ),
+            )
+        return self._args[1]
+
+    def following(self) -> Sequence[ShardedWeight]:
+        """The weights to gather ahead. Called once per product."""
+        return self._context.prefetch_order.record(self.weight)
+
+    def _call_compiled(self, x: Tensor) -> tuple[Tensor, ...]:
+        gathers, keeps, weight = self._num_gathered > 1, self._context.keep == "gathered", self.weight
+        gathered = self._gathered_shape(x)
+        outputs = [size for count in weight.sizes for size in self._output_shape(gathered, count)]
+        rows = None
+        if keeps and weight.is_gathered and not self._context.batch_weights.is_on:  # the graph may overwrite its own
+            rows = [sum(weight.sizes)] if weight.is_one_matrix else weight.sizes
+        results = compiled_product(x, self._handle, gathers, keeps, gathered, outputs, rows)
+        return (results[0] if gathers else x), *results[int(gathers) : int(gathers) + len(weight.sizes)]
+
+    def _gathered_shape(self, x: Tensor) -> list[int]:
+        shape = list(x.shape)
+        if self._all_gather is not None and self._num_gathered > 1:
+            dim = self._all_gather.dim % x.dim()
+            length = self._context.sequence_length if self._all_gather.is_sequence else None
+            shape[dim] = shape[dim] * self._num_gathered if length is None else length
+        return shape
+
+    def _output_shape(self, gathered: list[int], features: int) -> list[int]:
+        shape = [*gathered[:-1], features]
+        if self._reduce_scatter is not None:
+            dim = self._reduce_scatter.dim % len(shape)
+            shape[dim] = -(-shape[dim] // self._num_scattered)
+        return shape
 
 
 class SharedInput:

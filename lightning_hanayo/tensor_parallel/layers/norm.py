@@ -19,10 +19,10 @@ from torch.nn.functional import layer_norm
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.tensor3d.compiled_ops import compiled_all_gather, compiled_all_reduce, new_handle
-from lightning_hanayo.tensor3d.mesh import MeshAxis
-from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.compiled_ops import compiled_all_gather, compiled_all_reduce, new_handle
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 Collective = Callable[[Tensor], Tensor]
 

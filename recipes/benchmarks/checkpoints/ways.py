@@ -14,12 +14,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from typing_extensions import override
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.load.verify import verify_on_all_ranks
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.checkpoint.save.peers import GroupPeers
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_on_all_ranks
+from lightning_hanayo.dist_checkpointing.part import GroupPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.save import Saver
 
 Tensors = Mapping[str, Tensor]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.tensor3d import Mesh, StageContext, plan_parallelize
+from lightning_hanayo.tensor_parallel import Mesh, StageContext, plan_parallelize
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import Kind, Model, Precision, Sizes, batch_of, build
 

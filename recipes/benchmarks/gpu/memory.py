@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.message import Message, gradient_message
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.message import Message, gradient_message
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import Sizes
 from recipes.benchmarks.gpu.steps import Say

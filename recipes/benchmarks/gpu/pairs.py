@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import RECORDED, Pairs
-from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.pairs import RECORDED, Pairs
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import LlamaStack, Sizes, build
 from recipes.benchmarks.gpu.steps import Say

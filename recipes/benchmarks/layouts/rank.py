@@ -12,20 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.pairs import Pairs, Plans
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import Stage
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.layout import COSTS, PAIR_SEGMENTS, Layout
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import Pairs, Plans
-from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.base import Stage
-from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate as Named
 from recipes.benchmarks.case import Case

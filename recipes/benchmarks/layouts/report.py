@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.estimates.step_time import StepModel
+from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.schedule import CostModel, simulate
 from recipes.benchmarks.case import Candidate as Named

@@ -7,8 +7,8 @@ from math import prod
 from statistics import fmean, median
 
 from lightning_hanayo.overlap.pair_time import Segments, run_alone
+from lightning_hanayo.pipeline_parallel.pairs import RECORDED
 from lightning_hanayo.planner.candidates import WHOLE, Candidate
-from lightning_hanayo.runtime.pairs import RECORDED
 from lightning_hanayo.schedule import CostModel, Schedule, simulate
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.layouts.cases import BYTES, Model

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.overlap.pair_time import run_pair
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import Pairs, kinds_of
-from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.pairs import Pairs, kinds_of
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from recipes.benchmarks.pairs.tables import ALONE, table_of
 from recipes.benchmarks.schemes.device import Emulated
 from recipes.benchmarks.schemes.layer import shapes

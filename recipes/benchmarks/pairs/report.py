@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from lightning_hanayo.overlap.pair_time import best_order, run_alone
-from lightning_hanayo.planner.meshes import ranked_meshes
+from lightning_hanayo.planner.candidates import ranked_meshes
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.pairs.cases import PIECES
 from recipes.benchmarks.pairs.pipes import PipeResult

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d import product as arithmetic
+from lightning_hanayo.tensor_parallel import product as arithmetic
 from recipes.benchmarks.machine import sleep_until
 from recipes.benchmarks.schemes.log import Log
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks, StageHooks
+from lightning_hanayo.pipeline_parallel.stages import NoHooks, StageHooks
 from recipes.benchmarks.schemes.device import Device
 
 NAMES = ("qkv", "out", "fc1", "fc2")

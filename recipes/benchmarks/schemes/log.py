@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_hanayo.overlap.pair_time import Segment
-from lightning_hanayo.planner.estimates.block_time import Clock
+from lightning_hanayo.planner.block_time import Clock
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d import product as arithmetic
-from lightning_hanayo.tensor3d.mesh import MeshAxis
+from lightning_hanayo.tensor_parallel import product as arithmetic
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from recipes.benchmarks.schemes.layer import Scheme
 
 

@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hanayo.overlap.turns import DeviceTurns
-from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
-from lightning_hanayo.tensor3d.sharding import DimShard, Shard
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import SEQUENCE
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.weight_gradients import WeightGradients
 from recipes.benchmarks.schemes.layer import Scheme
 
@@ -17,7 +17,7 @@ _STYLES = SEQUENCE, SEQUENCE.row_parallel()
 
 
 class ThreeD(Scheme):
-    """The layers of `lightning_hanayo.tensor3d`.
+    """The layers of `lightning_hanayo.tensor_parallel`.
 
     Args:
         mesh: the ranks.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d import product as arithmetic
-from lightning_hanayo.tensor3d.mesh import Pending
+from lightning_hanayo.tensor_parallel import product as arithmetic
+from lightning_hanayo.tensor_parallel.mesh import Pending
 from recipes.benchmarks.schemes.layer import Scheme
 from recipes.benchmarks.schemes.wire import Wire
 

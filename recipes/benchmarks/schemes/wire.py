@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
-from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending, Transfers, Waitable
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending, Transfers, Waitable
 from recipes.benchmarks.schemes.log import Log
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_hanayo.checking.trainings.piecewise_log import PiecewiseLog
+from lightning_hanayo.checking.trainings.reference import PiecewiseLog
 from tests.harness import models
 
 

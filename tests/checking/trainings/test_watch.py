@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.checking.trainings.watch import ModuleWatch, RoundingWatch
+from lightning_hanayo.checking.trainings.reference import ModuleWatch, RoundingWatch
 
 
 class Model(nn.Module):

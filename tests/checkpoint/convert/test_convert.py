@@ -15,16 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hanayo.checkpoint.convert import export_checkpoint, import_checkpoint
-from lightning_hanayo.checkpoint.convert.export import Format
-from lightning_hanayo.checkpoint.convert.opened import tied_in_memory
-from lightning_hanayo.checkpoint.convert.weights_folder import write_weights
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.state_document import RUN, StateDocument
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.checkpoint.save.peers import NoPeers
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.compare import tied_in_memory
+from lightning_hanayo.dist_checkpointing.convert import export_checkpoint, import_checkpoint
+from lightning_hanayo.dist_checkpointing.export import Format, write_weights
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.part import NoPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.state import RUN, StateDocument
 from lightning_hanayo.errors import CheckpointError, HanayoError, UnsupportedError
 from tests.harness.pretrained_models import MODELS, SIZES
 from tests.harness.pretrained_models import trained as trained_model

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.convert.torch_file import write_torch_file
-from lightning_hanayo.checkpoint.format.tensor_file import bytes_of
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.export import write_torch_file
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.tensor_file import bytes_of
 
 TENSORS = {
     "matrix": torch.arange(6.0).reshape(2, 3),

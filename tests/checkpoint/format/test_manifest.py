@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.checkpoint.format.manifest import Manifest, files_named_in
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, WholeTensor
+from lightning_hanayo.dist_checkpointing.format import Manifest, StoredFile, StoredPart, WholeTensor, files_named_in
+from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.folders import SAVE_ID, document_of, sealed
 

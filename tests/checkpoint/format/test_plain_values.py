@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_hanayo.checkpoint.format import plain_values
-from lightning_hanayo.checkpoint.format.plain_values import decode, encode
+from lightning_hanayo.dist_checkpointing import state
+from lightning_hanayo.dist_checkpointing.state import decode, encode
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
 
 
@@ -63,7 +63,7 @@ documents = st.recursive(
         st.lists(children, max_size=4)
         | st.dictionaries(st.text(max_size=3), children, max_size=2)
         | st.dictionaries(
-            st.sampled_from(["dict", "tensor", *plain_values._CODECS]),
+            st.sampled_from(["dict", "tensor", *state._CODECS]),
             children
             | st.lists(st.sampled_from(["<f4", "<U99999999999", "<M8[s]", "|S0", "00000000", "int", 0, 2**62, -1])),
             max_size=1,
@@ -206,4 +206,4 @@ def test_a_missing_tensor_and_deep_nesting_are_errors_of_the_checkpoint() -> Non
 
 
 def test_no_pickle_is_imported() -> None:
-    assert "import pickle" not in Path(str(plain_values.__file__)).read_text(encoding="utf-8")
+    assert "import pickle" not in Path(str(state.__file__)).read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hanayo.checkpoint.format.region import Region, partition_problem
+from lightning_hanayo.dist_checkpointing.region import Region, partition_problem
 
 FUSED = [[0, 2, 4], [0, 1, 2, 3]]
 """the rows of the first of two heads in a fused q, k, v [6, 4]"""

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.format.plain_values import encode
-from lightning_hanayo.checkpoint.format.state_document import OptimizerDocument, StateDocument
+from lightning_hanayo.dist_checkpointing.state import OptimizerDocument, StateDocument, encode
 from lightning_hanayo.errors import CheckpointError
 
 DOCUMENT = StateDocument(

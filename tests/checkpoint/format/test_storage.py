@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.checkpoint.format.storage import CHUNK, LocalStorage, RemoteStorage, Storage
+from lightning_hanayo.dist_checkpointing.storage import CHUNK, LocalStorage, RemoteStorage, Storage
 
 
 @pytest.fixture(params=["{}/a.ckpt", "memory:/{}/a.ckpt"], ids=["local", "remote"])

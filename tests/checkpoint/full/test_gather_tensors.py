@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_hanayo.checkpoint.full.gather_tensors import gather
+from lightning_hanayo.dist_checkpointing.plain_file import gather
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from lightning_hanayo.checkpoint.full.state_dict import (
+from lightning_hanayo.dist_checkpointing.plain_file import (
     gather_module_state,
     gather_optimizer_state,
     numbered_state_dict,

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.format.region import Region, partition_problem
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.region import Region, partition_problem
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
-from lightning_hanayo.tensor3d.sharding import DimShard, Shard, fused_order
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, fused_order
 from tests.checkpoint.folders import write_folder
 
 CUBES: list[MeshSizes] = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2)]

@@ -9,8 +9,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.region import Region
 from tests.checkpoint.folders import SAVE_ID, part_of, write_folder
 
 TENSORS = {

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.state_document import OptimizerDocument, StateDocument
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.load.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.state import OptimizerDocument, StateDocument
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.folders import SAVE_ID, document_of, sealed, write_folder
 

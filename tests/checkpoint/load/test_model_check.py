@@ -7,9 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.load.model_check import Entry, Source, check_fit, compare, names_translated_in
-from lightning_hanayo.checkpoint.load.module_state import entries
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.load_state import (
+    Entry,
+    Source,
+    check_fit,
+    compare,
+    entries,
+    names_translated_in,
+)
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 
 SOURCE = Source("last.ckpt", "GPT")

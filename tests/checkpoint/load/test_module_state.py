@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.model_check import Source
-from lightning_hanayo.checkpoint.load.module_state import load, not_finite
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.load_state import Source, load, not_finite
+from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.partition.ownership import replace_with_placeholders
 from tests.checkpoint.folders import part_of

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
-from lightning_hanayo.checkpoint.load.model_check import Source
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, OptimizerState
+from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME, OptimizerState, Source
+from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.partition.ownership import replace_with_placeholders
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.load.plain_file import is_zip, load_mapped, verify
+from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
 from lightning_hanayo.errors import CheckpointError
 
 

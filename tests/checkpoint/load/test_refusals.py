@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.folders import SAVE_ID, write_folder
 

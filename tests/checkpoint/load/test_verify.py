@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.format.header import ITEM_BYTES
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.load.verify import share, verify_on_all_ranks
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, share, verify_on_all_ranks
+from lightning_hanayo.dist_checkpointing.format import ITEM_BYTES
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.folders import SAVE_ID, write_folder
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.checkpoint.pretrained.names import Merge, NameMatch, match_names, named_values, names_of
+from lightning_hanayo.dist_checkpointing.huggingface import Merge, NameMatch, match_names, named_values, names_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from tests.checkpoint.mapped_bytes import mapped_bytes
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.part import RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
 
 
 def part_of(rank: int, step: int, num_ranks: int = 2, size: int = 64) -> RankPart:

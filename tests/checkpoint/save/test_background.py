@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from lightning_hanayo.checkpoint.save.background import Background
+from lightning_hanayo.dist_checkpointing.save import Background
 
 
 def test_tasks_are_done_one_after_another_in_a_thread_that_keeps_no_process_alive() -> None:

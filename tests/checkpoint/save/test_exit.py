@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_hanayo.checkpoint.save.folder.points import Point
-from lightning_hanayo.checkpoint.save.peers import GroupPeers
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.part import GroupPeers
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.target import Point
 from tests.checkpoint.save.states import part_of
 from tests.harness.limits import real_seconds
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.format.storage import LocalStorage
-from lightning_hanayo.checkpoint.save.folder.points import Point, go_on
-from lightning_hanayo.checkpoint.save.folder.rank_files import RankFiles
-from lightning_hanayo.checkpoint.save.folder.target import target_for
-from lightning_hanayo.checkpoint.save.peers import Peers
-from lightning_hanayo.checkpoint.save.plain_file import write_file
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.commit import RankFiles
+from lightning_hanayo.dist_checkpointing.part import Peers
+from lightning_hanayo.dist_checkpointing.plain_file import write_file
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import Point, go_on, target_for
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.peers import errors_on_ranks, on_ranks

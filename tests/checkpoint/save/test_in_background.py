@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save import saver as module
-from lightning_hanayo.checkpoint.save.folder.points import AtPoint, Point, go_on
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.checkpoint.save.peers import NoPeers, PeersLost
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing import save as module
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.part import NoPeers, PeersLost, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.target import AtPoint, Point, go_on
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.peers import ThreadPeers, on_ranks

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.folder.points import Point
-from lightning_hanayo.checkpoint.save.leftovers import next_to
-from lightning_hanayo.checkpoint.save.peers import GroupPeers
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.part import GroupPeers
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.target import Point, next_to
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.object_store import ObjectStore

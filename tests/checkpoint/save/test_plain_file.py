@@ -8,11 +8,11 @@ import fsspec
 import pytest
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from lightning_hanayo.checkpoint.format.storage import LocalStorage
-from lightning_hanayo.checkpoint.save.folder.points import Point
-from lightning_hanayo.checkpoint.save.peers import NoPeers
-from lightning_hanayo.checkpoint.save.plain_file import write_file
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.part import NoPeers
+from lightning_hanayo.dist_checkpointing.plain_file import write_file
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import Point
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.format.storage import LocalStorage
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.peers import NoPeers
-from lightning_hanayo.checkpoint.save.removal import remove_checkpoint
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.part import NoPeers
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.storage import LocalStorage, RemoteStorage, Storage
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.folder.points import Point, go_on
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.checkpoint.save.peers import NoPeers, Peers
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.part import NoPeers, Peers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage, RemoteStorage, Storage
+from lightning_hanayo.dist_checkpointing.target import Point, go_on
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.peers import errors_on_ranks, on_ranks

@@ -2,9 +2,9 @@
 
 import torch
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.checkpoint.save.snapshot import HostBuffers
+from lightning_hanayo.dist_checkpointing.part import RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.save import HostBuffers
 
 
 def part_of(**tensors: torch.Tensor) -> RankPart:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.format import MANIFEST
 
 
 def newest_step(folder: Path) -> int:

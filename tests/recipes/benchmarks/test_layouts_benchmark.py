@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.estimates.step_time import StepModel
+from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import Link
 from recipes.benchmarks.layouts.__main__ import main
 from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Model, contenders, is_megatron, layouts

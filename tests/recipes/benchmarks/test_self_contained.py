@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.autograd import linear_patch
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.transport import Transport
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.pipeline_parallel import split_backward
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage
+from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.schedule import Schedule, build, forward_only
 from recipes.benchmarks.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 from tests.harness.limits import real_seconds
@@ -90,7 +89,7 @@ class PipelineRank:
 
     def _stage(self, stage: int, blocks: list[nn.Module]) -> Stage:
         queue = WeightGradientQueue()
-        linear_patch.patch_linear_layers(blocks, queue)
+        split_backward.patch_linear_layers(blocks, queue)
         if stage == 0:
             return SelfContainedFirstStage(blocks=blocks, queue=queue, num_blocks=4)
         is_last = stage == self.schedule.num_stages - 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hanayo.tensor3d import Mesh, StageContext
+from lightning_hanayo.tensor_parallel import Mesh, StageContext
 from recipes.cube.model import Kind, LanguageModel, train
 from tests.harness.mesh import Sizes, make_mesh, process_group
 from tests.harness.pool import Pool

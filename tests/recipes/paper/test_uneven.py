@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hanayo.schedule.placement import loop, zigzag
+from lightning_hanayo.schedule.table import loop, zigzag
 from recipes.paper.uneven import CONDITIONS, Condition, Contest, Slow, bound, contest
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
+from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
 
 
 def training_step(parameters: list[nn.Parameter], value: float, *, accumulates: bool, scale: float = 1.0) -> Tensor:

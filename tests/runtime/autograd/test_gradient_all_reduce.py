@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import LARGE, GradientAllReduce, sparse_weights
+from lightning_hanayo.pipeline_parallel.grad_sync import LARGE, GradientAllReduce, sparse_weights
 from tests.harness.pool import Pool
 
 GRADIENTS = [[1.0, 2.0, None, None], [10.0, None, None, None]]

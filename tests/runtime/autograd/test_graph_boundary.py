@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.autograd import graph_boundary
-from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
-from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
+from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import DetachedInputs
+from lightning_hanayo.pipeline_parallel.message import Message
 
 
 def received(*tensors: Tensor) -> Message:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_hanayo.runtime.autograd.loss_graph import LossGraph, LossTerm, in_host_memory, read_loss
+from lightning_hanayo.pipeline_parallel.autograd.loss_graph import LossGraph, LossTerm, in_host_memory, read_loss
 
 LABELS = torch.tensor([0, 1, -100, 2, 3, 4])
 WEIGHT = nn.Parameter(torch.randn(5, 5))

@@ -19,9 +19,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.autograd import linear_patch
-from lightning_hanayo.runtime.autograd.split_linear import _layers
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel import split_backward
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue, _layers
 from tests.runtime.queued_bytes import queued_bytes
 
 
@@ -229,7 +228,7 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> Pair:
     prepare(plain)
     prepare(patched)
     queue = WeightGradientQueue()
-    linear_patch.patch_linear_layers([patched], queue)
+    split_backward.patch_linear_layers([patched], queue)
     return plain, patched, queue
 
 
@@ -324,7 +323,7 @@ def test_not_contiguous_up_to_rounding() -> None:
     torch.manual_seed(0)
     plain = Columns().double()
     patched, queue = copy.deepcopy(plain), WeightGradientQueue()
-    linear_patch.patch_linear_layers([patched], queue)
+    split_backward.patch_linear_layers([patched], queue)
     for x in micro_batches(torch.float64):
         with queue.collecting(0):
             ours = backward(patched, x.clone())
@@ -441,7 +440,7 @@ def test_equal_compiled_layers_share_their_code() -> None:
     torch._dynamo.reset()
     queue = WeightGradientQueue()
     models = [MLP() for _ in range(12)]
-    linear_patch.patch_linear_layers(models, queue)
+    split_backward.patch_linear_layers(models, queue)
     for model in models:
         with queue.collecting(0), torch._dynamo.config.patch(error_on_recompile=True):
             torch.compile(model, fullgraph=True, backend="aot_eager")(torch.ones(2, 8)).sum().backward()

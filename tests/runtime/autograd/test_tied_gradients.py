@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
+from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
 from tests.runtime.test_memory import Live
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from tests.runtime.queued_bytes import queued_bytes
 
 

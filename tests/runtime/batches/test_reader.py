@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batches.plan import BatchRule, BatchSource
-from lightning_hanayo.runtime.batches.reader import BatchReader
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
+from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader
 
 Pair = namedtuple("Pair", "x y")
 COLLATED = BatchSource(is_collated=True)

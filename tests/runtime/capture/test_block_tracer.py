@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
+from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer
 
 
 def test_a_block_isnt_called_in_a_reentrant_checkpoint() -> None:

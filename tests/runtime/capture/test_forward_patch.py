@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.forward_patch import patch_blocks, unpatch_blocks
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_blocks, unpatch_blocks
 
 
 class Block(nn.Module):

@@ -11,8 +11,14 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hanayo.runtime.capture.holder import CONTENT, MUTATED, REMOVED, Scanner
-from lightning_hanayo.runtime.capture.module_state import ModuleState, kept_parameters
+from lightning_hanayo.pipeline_parallel.capture.state import (
+    CONTENT,
+    MUTATED,
+    REMOVED,
+    ModuleState,
+    Scanner,
+    kept_parameters,
+)
 
 
 class Box:

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.runtime.capture.carried import Carriers
-from lightning_hanayo.runtime.capture.recorded_outputs import RecordedOutputs
-from lightning_hanayo.runtime.stages.base import Stage
+from lightning_hanayo.pipeline_parallel.capture.carriers import Carriers, RecordedOutputs
+from lightning_hanayo.pipeline_parallel.stages import Stage
 from lightning_hanayo.schedule import build
 from tests.runtime.loopback_pipeline import LoopbackPipeline
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.carried import BlockRun
-from lightning_hanayo.runtime.capture.module_state import ModuleState
-from lightning_hanayo.runtime.capture.state_carrier import StateCarrier
-from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
+from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun
+from lightning_hanayo.pipeline_parallel.capture.state import ModuleState
+from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
+from lightning_hanayo.pipeline_parallel.pytree import Flattener, unflatten
 
 
 class Box:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, current_tracer, suspend
+from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCalls, current_tracer, suspend
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.thread_state import ThreadState
+from lightning_hanayo.pipeline_parallel.capture.threads import ThreadState
 
 
 @contextmanager

@@ -9,18 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from lightning_hanayo.runtime.comm.codec import (
+from lightning_hanayo.pipeline_parallel.message import (
     ALIGN,
+    Message,
     SendBuffer,
     Spec,
+    gradient_message,
     header,
     set_header,
     spec_of,
     stable_hash,
     unpack,
+    unpack_gradients,
 )
-from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
+from lightning_hanayo.pipeline_parallel.pytree import Flattener, unflatten
 
 CPU = torch.device("cpu")
 

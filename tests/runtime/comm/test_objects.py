@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.comm.codec import Spec
-from lightning_hanayo.runtime.comm.objects import with_ragged_dims_of
-from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
+from lightning_hanayo.pipeline_parallel.message import Spec
+from lightning_hanayo.pipeline_parallel.pytree import Flattener, unflatten, with_ragged_dims_of
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 LENGTHS = torch.tensor([2, 4])

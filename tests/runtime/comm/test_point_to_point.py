@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_hanayo.runtime.comm.message import Message, MessageKey, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel, most_buffer_bytes
-from lightning_hanayo.runtime.comm.pytree import Flattener
-from lightning_hanayo.runtime.comm.transport import Work
-from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes
+from lightning_hanayo.pipeline_parallel.message import Message, MessageKey, gradient_message, unpack_gradients
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel, most_buffer_bytes
+from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
+from lightning_hanayo.pipeline_parallel.pytree import Flattener
+from lightning_hanayo.pipeline_parallel.transport import Work
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub, LoopbackTransport
 

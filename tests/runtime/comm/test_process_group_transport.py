@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.errors import PeerFailed
-from lightning_hanayo.runtime.comm.message import Message, MessageKey
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Relay
 from tests.harness.pool import Pool, RunFailed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.runtime.comm.relay import Relay, UnexpectedMessage
+from lightning_hanayo.pipeline_parallel.transport import Relay, UnexpectedMessage
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
 

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes
+from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
 
 KB = 1024
 """bytes of 256 numbers in fp32"""

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from lightning_hanayo.clock import DeviceMark, EventClock
-from lightning_hanayo.runtime.profiling.measurement import (
+from lightning_hanayo.pipeline_parallel.profiling.trace import (
+    BatchTrace,
+    Event,
     costs_of,
     exposed_communication,
     median_batch,
@@ -16,7 +18,6 @@ from lightning_hanayo.runtime.profiling.measurement import (
     timeline_of,
     waits_of,
 )
-from lightning_hanayo.runtime.profiling.trace import BatchTrace, Event
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, build, with_loss_stage
 from tests.runtime.batch_traces import event, simulated_batch
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from lightning_hanayo.clock import Clock
-from lightning_hanayo.runtime.profiling.trace import Trace, TraceGather, num_microbatches, pack, unpack
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, TraceGather, num_microbatches, pack, unpack
 from lightning_hanayo.schedule import Action, CostModel, Schedule, build, with_loss_stage
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture.proxy import Proxy
-from lightning_hanayo.runtime.capture.stage_input import StageInput
-from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.comm.pytree import Flattener
-from lightning_hanayo.runtime.stages.base import MiddleStage
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.proxy import Proxy
+from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
+from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
+from lightning_hanayo.pipeline_parallel.pytree import Flattener
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import MiddleStage
 
 
 class Twice(torch.autograd.Function):

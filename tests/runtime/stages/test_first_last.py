@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture.user_step import UserStep
-from lightning_hanayo.runtime.stages.first_last import SingleStage
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import SingleStage
 
 PARTS = torch.arange(12.0).view(6, 2).split([3, 2, 1])
 SHARES = (1 / 2, 1 / 3, 1 / 6)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import simulate, validate
-from lightning_hanayo.schedule.builders.v_half_v_min import PERIOD, Cells, repeat
+from lightning_hanayo.schedule.builders.v_schedules import PERIOD, Cells, repeat
 from lightning_hanayo.schedule.registry import Request
 from tests.schedule.drawing import drawn
 from tests.schedule.samples import unhurried

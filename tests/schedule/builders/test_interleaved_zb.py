@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hanayo.schedule import build, simulate
-from lightning_hanayo.schedule.builders.interleaved import group_size
+from lightning_hanayo.schedule.builders.classic import group_size
 from tests.schedule.samples import make, row
 from tests.schedule.torch_orders import as_text, torch_order
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, complete, forward_only, simulate
+from lightning_hanayo.schedule.communication import message_pairs
 from lightning_hanayo.schedule.dependency import executable_order, waits_in
-from lightning_hanayo.schedule.passes.communication import message_pairs
 from tests.harness.thorough import covered
 from tests.schedule.samples import NAMES, make, row, schedules, table, unhurried
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, Schedule, complete
-from lightning_hanayo.schedule.passes.completeness import check_communication
+from lightning_hanayo.schedule.completeness import check_communication
 from lightning_hanayo.schedule.text.csv_table import read_rows
 from tests.schedule.samples import make, row, schedules, table, unhurried
 from tests.schedule.test_torch_oracle import loaded

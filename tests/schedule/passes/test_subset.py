@@ -12,8 +12,8 @@ from lightning_hanayo.schedule import (
     validate,
     without_forwards,
 )
+from lightning_hanayo.schedule.communication import first_microbatches
 from lightning_hanayo.schedule.dependency import executable_order, table_waits
-from lightning_hanayo.schedule.passes.subset import first_microbatches
 from tests.schedule.samples import schedules, unhurried
 
 TABLE = build("hanayo", num_ranks=2, num_microbatches=3)

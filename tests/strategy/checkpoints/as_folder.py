@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.state_document import OptimizerDocument, StateDocument
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.state import OptimizerDocument, StateDocument
 from tests.checkpoint.folders import write_folder
 
 NOT_IN_DOCUMENT = ("state_dict", "optimizer_states")

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_hanayo.checkpoint.save.folder.points import Point
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.target import Point
 from lightning_hanayo.errors import PeerFailed
 from tests.faults.saving_script import SAVER
 from tests.harness import models

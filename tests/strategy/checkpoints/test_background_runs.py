@@ -20,8 +20,8 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_hanayo.checkpoint.save.folder.points import Point
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.save import Saver
+from lightning_hanayo.dist_checkpointing.target import Point
 from lightning_hanayo.errors import CheckpointError, PeerFailed
 from tests.faults.saving_script import SAVER
 from tests.harness import models

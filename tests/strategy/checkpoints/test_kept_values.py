@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hanayo.checkpoint.load.model_check import Source
+from lightning_hanayo.dist_checkpointing.load_state import Source
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from tests.harness.training import Layout, make_strategy
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_hanayo.checkpoint.load.optimizer_state import OptimizerState
+from lightning_hanayo.dist_checkpointing.load_state import OptimizerState
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from tests.harness import models
 from tests.harness.live_bytes import Live

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hanayo import cli
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from tests.harness import models
 from tests.harness.object_store import ObjectStore
 from tests.harness.pool import Pool, RunFailed

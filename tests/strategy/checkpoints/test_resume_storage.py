@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.checkpoint.save.peers import NoPeers
-from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.part import NoPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
-from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, SavedRun
-from lightning_hanayo.strategy.checkpoints.resume_storage import (
+from lightning_hanayo.strategy.checkpoints.resume import (
+    KEY,
+    ResumeState,
+    SavedRun,
     gathered,
     run_entry,
     saved_in_folder,

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.strategy.groups.channels import Channels, Pair, matchings
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
+from lightning_hanayo.strategy.groups import Channels, Pair, matchings
 from tests.harness.fake_groups import FakeGroups, fake_world
 
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.schedule import build
-from lightning_hanayo.schedule.passes.communication import message_pairs
-from lightning_hanayo.strategy.groups.factory import DATA, GlooGroups, GroupMaker, Partition, covering
-from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.schedule.communication import message_pairs
+from lightning_hanayo.strategy.groups import DATA, GlooGroups, GroupMaker, Partition, ProcessGroups, covering
 from lightning_hanayo.topology import Topology
 from tests.harness import models
 from tests.harness.fake_groups import FakeGroups, fake_world

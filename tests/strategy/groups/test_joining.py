@@ -12,8 +12,8 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.strategy.groups import joining
-from lightning_hanayo.strategy.groups.joining import _fresh_store, serve_store, store_of_start
+from lightning_hanayo.strategy import joining
+from lightning_hanayo.strategy.joining import _fresh_store, serve_store, store_of_start
 from tests.harness.limits import wait_until
 
 TIMEOUT = timedelta(seconds=60)

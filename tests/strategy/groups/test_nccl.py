@@ -13,10 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hanayo.strategy.groups import nccl
-from lightning_hanayo.strategy.groups.factory import CHANNEL, CUBE, DATA, GlooGroups
-from lightning_hanayo.strategy.groups.nccl import NativeGroups, backend_for, forget_groups, group_factory, nccl_options
-from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy import groups
+from lightning_hanayo.strategy.groups import (
+    CHANNEL,
+    CUBE,
+    DATA,
+    GlooGroups,
+    NativeGroups,
+    ProcessGroups,
+    backend_for,
+    forget_groups,
+    group_factory,
+    nccl_options,
+)
 from lightning_hanayo.topology import Topology
 from tests.harness.fake_groups import fake_world
 
@@ -73,7 +82,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 @pytest.fixture
 def factory(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> NativeGroups:
     """One that can split."""
-    monkeypatch.setattr(nccl, "_can_split", lambda device: True)
+    monkeypatch.setattr(groups, "_can_split", lambda device: True)
     return NativeGroups(torch.device("cpu"), MINUTE)
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, suspend
+from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCalls, suspend
 from lightning_hanayo.schedule import Action, Kind
-from lightning_hanayo.strategy.hangs import stack
+from lightning_hanayo.strategy import stacks
 from tests.harness.limits import wait_until
 
 
@@ -48,7 +48,7 @@ def test_the_line_of_user_code_is_read() -> None:
         blocked()
 
     with trainer_thread(hook, blocked) as ident:
-        text, source = stack.doing(stack.read_stack(ident).frames)
+        text, source = stacks.doing(stacks.read_stack(ident).frames)
     assert text == f"is in wait, tests/strategy/hangs/test_stack.py:{Blocked.wait.__code__.co_firstlineno + 2}"
     assert source == (__file__, Blocked.wait.__code__.co_firstlineno + 2)
 
@@ -68,9 +68,9 @@ def test_the_step_that_runs_is_read_and_not_one_that_is_suspended() -> None:
         calls.close()
 
     with trainer_thread(run, blocked) as ident:
-        threads, frames = stack.read_stack(ident)
+        threads, frames = stacks.read_stack(ident)
         names = [frame.f_code.co_name for frame in frames]
-        text, _ = stack.doing(frames)
+        text, _ = stacks.doing(frames)
         del frames
     assert len(threads) == 2
     assert threads[1] == ident
@@ -84,8 +84,8 @@ def test_a_thread_that_has_ended_has_no_stack() -> None:
     blocked = Blocked()
     with trainer_thread(blocked, blocked) as ident:
         pass
-    assert wait_until(lambda: stack.read_stack(ident).frames == [], 10.0)
-    assert stack.doing([]) == ("is in a thread that has ended", None)
+    assert wait_until(lambda: stacks.read_stack(ident).frames == [], 10.0)
+    assert stacks.doing([]) == ("is in a thread that has ended", None)
 
 
 def test_nothing_that_was_read_stays_alive() -> None:
@@ -104,7 +104,7 @@ def test_nothing_that_was_read_stays_alive() -> None:
         calls.close()
 
     with trainer_thread(run, blocked) as ident:
-        stack.doing(stack.read_stack(ident).frames)
+        stacks.doing(stacks.read_stack(ident).frames)
         assert tensors[0]() is not None
     assert tensors[0]() is None
 
@@ -113,7 +113,7 @@ def test_nothing_that_was_read_stays_alive() -> None:
     ("module", "activity"),
     [
         ("torch._inductor.compile_fx", "compiling"),
-        ("lightning_hanayo.checkpoint.save.part", "saving a checkpoint"),
+        ("lightning_hanayo.dist_checkpointing.part", "saving a checkpoint"),
         ("torch.utils.data.dataloader", "reading from its data loader"),
         ("__main__", "computing the backward (of inputs) of stage 3, micro-batch 5"),
     ],
@@ -123,10 +123,10 @@ def test_what_the_code_is_about_is_named(module: str, activity: str) -> None:
     library: dict[str, object] = {"__name__": module, "blocked": blocked}
     exec("def called(): blocked()", library)
     with trainer_thread(library["called"], blocked) as ident:  # type: ignore[arg-type]
-        text, _ = stack.doing(stack.read_stack(ident).frames, Action(3, Kind.I, 5))
+        text, _ = stacks.doing(stacks.read_stack(ident).frames, Action(3, Kind.I, 5))
     assert text.startswith(f"is {activity}, in wait, ")
 
 
-@pytest.mark.parametrize("module", [*stack._ACTIVITIES, stack._TRAINER])
+@pytest.mark.parametrize("module", [*stacks._ACTIVITIES, stacks._TRAINER])
 def test_the_modules_that_are_known_by_name_exist(module: str) -> None:
     assert importlib.util.find_spec(module) is not None

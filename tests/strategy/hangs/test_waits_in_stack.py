@@ -10,17 +10,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.monitor.hangs.waiting import stated
-from lightning_hanayo.monitor.hangs.waits import Wait
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
-from lightning_hanayo.runtime.comm.message import Message, MessageKey
-from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.runtime.comm.relay import MEANINGS, MessageKind, Relay
-from lightning_hanayo.strategy.hangs import waits_in_stack
-from lightning_hanayo.strategy.hangs.stack import read_stack
-from lightning_hanayo.strategy.hangs.waits_in_stack import WORLD, find_wait, operations_done
-from lightning_hanayo.strategy.user_code.agreement import Agreement, Call
-from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis
+from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
+from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
+from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.transport import MEANINGS, MessageKind, ProcessGroupTransport, Relay
+from lightning_hanayo.strategy import stacks
+from lightning_hanayo.strategy.stacks import WORLD, find_wait, operations_done, read_stack
+from lightning_hanayo.strategy.user_code.collectives import Agreement, Call
+from lightning_hanayo.strategy.waits import Wait
+from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
 from tests.harness.pool import Pool
 
 KEY = MessageKey(1, "backward", 3)
@@ -175,7 +173,7 @@ def test_all_kinds_of_messages_have_a_meaning() -> None:
 
 
 def test_the_functions_of_torch_that_are_known_by_name_exist() -> None:
-    names = waits_in_stack._MAKING_GROUPS + tuple(waits_in_stack._MEETINGS)
+    names = stacks._MAKING_GROUPS + tuple(stacks._MEETINGS)
     assert all(callable(getattr(dist.distributed_c10d, name)) for name in names)
 
 

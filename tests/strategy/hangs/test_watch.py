@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.monitor.hangs.waits import Status, Wait
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.peers import Timing
-from lightning_hanayo.strategy.hangs.watch import HangWatch, Limits
+from lightning_hanayo.strategy.hangs import HangWatch, Limits
+from lightning_hanayo.strategy.waits import Status, Wait
 from tests.harness.limits import wait_until
 from tests.harness.monitors import QUICK
 

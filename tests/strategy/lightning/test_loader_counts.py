@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.strategy.lightning.loops.loader_counts import check_counts
+from lightning_hanayo.strategy.lightning.loops import check_counts
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered

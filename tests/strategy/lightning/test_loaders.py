@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, wrap_loader
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub

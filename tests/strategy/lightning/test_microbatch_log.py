@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.strategy.batch_split import WholeSplitter
-from lightning_hanayo.strategy.lightning.microbatch_log import GivenBatchSizes, MicrobatchLog
+from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes, MicrobatchLog
 
 SPLIT = WholeSplitter().split(torch.zeros(4, 1), 2, BatchSource())
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.partial_values import Part, PartialParameter
-from lightning_hanayo.partition.missing_values import Owner, without_values
-from lightning_hanayo.strategy.lightning.optimizers import unguard_states
+from lightning_hanayo.partition.guards import Owner, without_values
+from lightning_hanayo.strategy.lightning.state import unguard_states
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.training import Layout, make_loader, make_trainer

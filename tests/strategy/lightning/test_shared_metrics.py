@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.training import Layout, make_loader, make_trainer

@@ -20,11 +20,11 @@ from lightning_hanayo import chunk_loss, chunked_cross_entropy
 from lightning_hanayo.chunked_loss import token_shares
 from lightning_hanayo.chunked_loss.causal_models import ChunkedLoss, Logits
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.strategy.losses import token_losses
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
-from lightning_hanayo.tensor3d.mesh import Mesh, Pending
+from lightning_hanayo.tensor_parallel.mesh import Mesh, Pending
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.thorough import covered

@@ -8,7 +8,7 @@ import torch
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.schedule import build, simulate
-from lightning_hanayo.strategy.memory.report import MemoryReport
+from lightning_hanayo.strategy.memory import MemoryReport
 from recipes.gpt.module import GPT
 from tests.habits.passes import ChosenAndRejected
 from tests.harness import models

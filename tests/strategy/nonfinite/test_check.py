@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_hanayo.errors import NonFiniteError, PeerFailed
-from lightning_hanayo.strategy.nonfinite import check
+from lightning_hanayo.strategy import nonfinite
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
@@ -75,7 +75,7 @@ def train(layout: Layout, fault: Fault, model: Any = Spoilt, **options: Any) -> 
     trainer = make_trainer(layout, strategy=strategy, **{"max_steps": 4} | options, callbacks=callbacks)
     batches = [{k: v[data_rank(layout) :: layout.data] for k, v in b.items()} for b in models.vectors((8,) * 8)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "rank_zero_info", run.said.append)
+        patch.setattr(nonfinite, "rank_zero_info", run.said.append)
         try:
             trainer.fit(models.build(partial(model, fault)), make_loader(batches))
         except (NonFiniteError, PeerFailed) as error:
@@ -289,7 +289,7 @@ class Fused(Spoilt):
 def train_with_flags(layout: Layout, fault: Fault, **options: Any) -> Run:
     """As on a GPU, where the optimizer's kernels read the flag."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "takes_flag", lambda optimizer: optimizer._step_supports_amp_scaling)
+        patch.setattr(nonfinite, "takes_flag", lambda optimizer: optimizer._step_supports_amp_scaling)
         return train(layout, fault, Fused, **options)
 
 
@@ -327,7 +327,7 @@ def test_a_gradient_scaler_skips_what_only_overflows(pool: Pool, name: str) -> N
 
 @pytest.mark.thorough
 def test_a_loss_scale_that_has_collapsed_is_an_error(pool: Pool) -> None:
-    scaler = GradScaler("cpu", init_scale=check.SMALLEST_SCALE / 2)
+    scaler = GradScaler("cpu", init_scale=nonfinite.SMALLEST_SCALE / 2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     runs = run_all(pool, PIPELINE, Fault("weight", 2, value=inf), plugins=[plugin])
     assert all("NaN or infinite gradients at any loss scale" in run.error for run in runs), runs[0].error

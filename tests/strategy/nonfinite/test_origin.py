@@ -7,8 +7,8 @@ rank         0        1        1         0
 
 import pytest
 
-from lightning_hanayo.runtime.values import BEFORE_STACK, Place
-from lightning_hanayo.strategy.nonfinite.origin import BlockNames, Finding, described, first_of, loss_is_finite
+from lightning_hanayo.pipeline_parallel.nan import BEFORE_STACK, Place
+from lightning_hanayo.strategy.nonfinite import BlockNames, Finding, described, first_of, loss_is_finite
 
 BLOCKS = BlockNames([f"a.{i}" for i in range(7)], [range(2), range(2, 4), range(4, 6), range(6, 7), range(0)])
 

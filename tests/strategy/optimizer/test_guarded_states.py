@@ -9,9 +9,8 @@ from torch import nn
 from torch.optim import Adam
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.missing_values import MissingValues
+from lightning_hanayo.partition.guards import MissingValues, ParameterGuard
 from lightning_hanayo.partition.ownership import replace_with_placeholders
-from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.tensor3d.mesh import MeshAxis
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from tests.harness.pool import Pool
 
 SHAPES = [(), (2,), (7,), (512, 300), (513, 300), (1, 400, 300), (300, 512)]

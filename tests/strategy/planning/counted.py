@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.strategy.planning.read_model import read_model
+from lightning_hanayo.strategy.model_facts import read_model
 from recipes.benchmarks.memory_measured import Sizes
 from recipes.benchmarks.memory_models import make_model
 

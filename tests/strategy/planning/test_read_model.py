@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.communication_volume import LinearLayer
-from lightning_hanayo.planner.estimates.step_time import StepModel
+from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import machine
-from lightning_hanayo.strategy.planning.read_model import formats_of, read_model
+from lightning_hanayo.strategy.model_facts import formats_of, read_model
 from recipes.gpt.module import GPT
 from tests.strategy.planning.counted import counted
 
@@ -155,7 +155,7 @@ def test_a_step_that_needs_values() -> None:
 
 
 def test_a_large_model_whose_step_needs_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hanayo.strategy.planning.read_model._MOST_REAL", 1000)
+    monkeypatch.setattr("lightning_hanayo.strategy.model_facts._MOST_REAL", 1000)
     with pytest.raises(HanayoError, match="Module.training_step can't run on the meta device, without values"):
         read_model(Module(needs_values=True), torch.zeros(SAMPLES, 8), SAMPLES)
 

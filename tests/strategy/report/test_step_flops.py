@@ -7,7 +7,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from lightning_hanayo.strategy.report.step_flops import StepFlops
+from lightning_hanayo.strategy.report import StepFlops
 
 LAYERS, WIDTH, HIDDEN, HEADS, TOKENS, WORDS = 3, 8, 20, 2, 5, 11
 

@@ -5,14 +5,14 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_hanayo.strategy.report import throughput
-from lightning_hanayo.strategy.report.throughput import Throughput
+from lightning_hanayo.strategy import report
+from lightning_hanayo.strategy.report import Throughput
 
 
 def test_what_is_counted_between_two_readings() -> None:
     now = [100.0]
     batch: dict[str, Any] = {"input_ids": torch.zeros(4, 10, dtype=torch.long)}
-    with patch.object(throughput.time, "perf_counter", lambda: now[0]):
+    with patch.object(report.time, "perf_counter", lambda: now[0]):
         figures = Throughput(lambda batch: len(batch["input_ids"]), num_data_ranks=2)
         assert figures.read() == {}
         figures = Throughput(lambda batch: len(batch["input_ids"]), 2, lambda batch: 7.5 * len(batch["input_ids"]))

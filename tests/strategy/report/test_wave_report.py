@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hanayo import WaveReport
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.profile import Profile
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.schedule import Action, simulate
 from lightning_hanayo.strategy.setup.plan import plan_model
 from tests.harness import models

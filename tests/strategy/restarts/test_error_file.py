@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_hanayo.errors import HanayoError, PeerFailed
-from lightning_hanayo.strategy.restarts.error_file import write_error_file
+from lightning_hanayo.strategy.restarts import write_error_file
 
 
 def report(folder: Path, error: BaseException) -> str:

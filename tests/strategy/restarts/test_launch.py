@@ -1,6 +1,6 @@
 """Who has started a process, told from the variables of torchrun and SLURM."""
 
-from lightning_hanayo.strategy.restarts.launch import Launch, is_requeued, is_restarted, launch_from
+from lightning_hanayo.strategy.restarts import Launch, is_requeued, is_restarted, launch_from
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_hanayo.strategy.restarts.record import Record, absolute, record_path
+from lightning_hanayo.strategy.restarts import Record, absolute, record_path
 
 
 def file_of(folder: Path, name: str, step: int, saved: float) -> str:

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_hanayo.strategy.restarts import restarts
+from lightning_hanayo.strategy import restarts
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.training import Layout, make_strategy, make_trainer

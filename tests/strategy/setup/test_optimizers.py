@@ -9,8 +9,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.setup.optimizer_probe import looks_across_parameters
-from lightning_hanayo.strategy.setup.optimizers import check_optimizers
+from lightning_hanayo.strategy.setup.optimizers import check_optimizers, looks_across_parameters
 from lightning_hanayo.topology import Topology
 from tests.habits.whole_model import DeclaredSGD, LayerwiseSGD, NormalizedSGD
 

@@ -23,7 +23,7 @@ from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
-from lightning_hanayo.strategy.setup.pretrained import Reading, load_pretrained, plan_pretrained
+from lightning_hanayo.strategy.setup.values import Reading, load_pretrained, plan_pretrained
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.training import (

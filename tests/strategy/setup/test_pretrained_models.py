@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from lightning_hanayo.partition.deferred_init import DeferredInit
-from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
-from lightning_hanayo.strategy.setup.pretrained import load_pretrained, plan_pretrained
+from lightning_hanayo.strategy.setup.values import fill_initial_values, load_pretrained, plan_pretrained
 from tests.harness.pretrained_models import MODELS, trained
 from tests.harness.thorough import covered
 

@@ -7,7 +7,7 @@ in any order; between two answers to a question anything else may happen.
 from collections.abc import Callable
 from typing import Any
 
-from lightning_hanayo.strategy.stopping.stop_together import Decision, StopTogether
+from lightning_hanayo.strategy.stopping import Decision, StopTogether
 
 Choose = Callable[[int], int]
 """Returns a number below its argument."""

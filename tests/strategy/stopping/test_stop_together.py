@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hanayo.strategy.stopping import stop_together
-from lightning_hanayo.strategy.stopping.stop_together import AGREE_WITHIN, Decision, StopTogether
+from lightning_hanayo.strategy import stopping
+from lightning_hanayo.strategy.stopping import AGREE_WITHIN, Decision, StopTogether
 from tests.strategy.stopping.simulated import Threads, Time, World
 
 BATCHES = 30
@@ -23,9 +23,9 @@ BATCHES = 30
 def simulate(num_ranks: int, told: list[int], after: int, seed: int, frozen: int | None = None) -> World:
     """Train; after so many events the ranks in `told` get a signal, one after another."""
     world = World(num_ranks, BATCHES, random.Random(seed).randrange, frozen=frozen)
-    real_threading = stop_together.threading
+    real_threading = stopping.threading
     with (
-        patch.object(stop_together, "time", Time(world)),
+        patch.object(stopping, "time", Time(world)),
         patch.object(real_threading, "Thread", Threads(world).Thread),
     ):
         for rank in told:
@@ -109,5 +109,5 @@ def test_a_rank_begins_nothing_between_a_signal_and_the_news_of_it() -> None:
 def test_a_rank_goes_on_if_no_news_of_a_signal_comes() -> None:
     stop = StopTogether(0, 1, 1, None, check_peers=lambda: None, on_no_agreement=print)
     stop.expect()
-    with patch.object(stop_together, "TOLD_WITHIN", 0.0):
+    with patch.object(stopping, "TOLD_WITHIN", 0.0):
         assert stop.begin((1, 0)) is None

@@ -7,8 +7,8 @@ import pytest
 from torch.distributed import HashStore
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.user_code import agreement
-from lightning_hanayo.strategy.user_code.agreement import IN_HOOKS, Agreement, Call, Progress
+from lightning_hanayo.strategy.user_code import collectives
+from lightning_hanayo.strategy.user_code.collectives import IN_HOOKS, Agreement, Call, Progress
 
 
 @dataclass
@@ -53,7 +53,7 @@ def position(*, steps: int, hooks: int) -> tuple[int, ...]:
 def test_a_slow_rank_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, own: tuple[int, ...], other: tuple[int, ...], error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(agreement, "_LOOK", 1e-3)
+    monkeypatch.setattr(collectives, "_LOOK", 1e-3)
     run: Any = Run([other] * 4, own)
     with pytest.raises(error):
         Agreement("world", [0, 1], run, IN_HOOKS).on(Call("strategy.barrier", "on_train_batch_end"))

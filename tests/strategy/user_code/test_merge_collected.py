@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.microbatches import PieceSizes
-from lightning_hanayo.strategy.user_code.collected import MUTATED, Left
-from lightning_hanayo.strategy.user_code.merge_collected import CollectedMerge
+from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
+from lightning_hanayo.strategy.user_code.collected import MUTATED, CollectedMerge, Left
 
 LIST = ("self", "outputs")
 WEIGHTS = [0.6, 0.4]

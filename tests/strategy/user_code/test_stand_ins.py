@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
-from lightning_hanayo.runtime.batches.containers import children
-from lightning_hanayo.runtime.comm.object_collectives import to_text
-from lightning_hanayo.strategy.user_code.stand_ins import Packer, from_packed, hide_changed, sent_or_own
+from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
+from lightning_hanayo.pipeline_parallel.batches.plan import children
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import to_text
+from lightning_hanayo.strategy.user_code.collected import Packer, from_packed, hide_changed, sent_or_own
 
 
 def sent(name: str, value: Any, budget: int) -> Any:

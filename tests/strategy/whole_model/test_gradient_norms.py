@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_hanayo.strategy.whole_model import norm_functions
-from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
+from lightning_hanayo.strategy import norms as norm_functions
+from lightning_hanayo.strategy.norms import GradientNorms
 from tests.harness.pool import Pool
 
 SHAPES = [(40, 30), (7,), (), (3, 5, 2), (4,)]

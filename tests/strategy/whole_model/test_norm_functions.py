@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.whole_model import norm_functions
-from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
+from lightning_hanayo.strategy import norms
+from lightning_hanayo.strategy.norms import GradientNorms
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.training import Layout, make_loader, make_trainer
@@ -41,21 +41,21 @@ def running(*modules: nn.Module) -> Iterator[list[GradientNorms]]:
     """Runs of one rank each."""
     runs = [GradientNorms(list(one.parameters()), None, device=torch.device("cpu")) for one in modules]
     for run in runs:
-        norm_functions.start(run)
+        norms.start(run)
     try:
         yield runs
     finally:
         for run in runs:
-            norm_functions.stop(run)
+            norms.stop(run)
 
 
 def test_they_are_restored_after_the_last_run() -> None:
     with running(model(), model()) as (first, second):
-        norm_functions.stop(first)
+        norms.stop(first)
         assert not set(codes()) & set(BEFORE)
-        norm_functions.stop(second)
+        norms.stop(second)
         assert codes() == BEFORE
-        norm_functions.stop(second)
+        norms.stop(second)
     assert codes() == BEFORE
 
 
@@ -117,7 +117,7 @@ def test_a_function_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) 
     def replaced(*_: Any) -> object:
         return owner
 
-    monkeypatch.setitem(norm_functions._FUNCTIONS, replaced, None)
+    monkeypatch.setitem(norms._FUNCTIONS, replaced, None)
     with pytest.raises(UnsupportedError, match="replaced isn't a plain function in torch"), running(model()):
         pass
     assert codes() == BEFORE

@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_hanayo.errors import PeerFailed, ReplicasDifferError
-from lightning_hanayo.strategy.whole_model.replica_check import first_difference, hashes_of
+from lightning_hanayo.strategy.votes import first_difference, hashes_of
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hanayo.tensor3d.boundary import outside_parameters
-from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
-from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor_parallel import outside_parameters
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
 from tests.runtime.test_memory import Live
 
 WIDTH = 64

@@ -8,10 +8,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.tensor3d.boundary.microbatch_reshard import MicrobatchReshard
-from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, SharedReshard, StreamDims
-from lightning_hanayo.tensor3d.boundary.sample_shares import Share, shares
-from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor_parallel.boundary import (
+    MicrobatchReshard,
+    ReplicatedReshard,
+    Share,
+    SharedReshard,
+    StreamDims,
+    sample_shares,
+)
+from lightning_hanayo.tensor_parallel.mesh import Mesh
 from tests.harness.pool import Pool
 
 
@@ -36,7 +41,7 @@ def shard(kind: str) -> list[tuple[int, ...]] | str:
         return found
 
     boundary = MicrobatchReshard(SharedReshard(mesh, StreamDims()), all_gather)
-    boundary.begin([shares(2, (1, 1, 2))])
+    boundary.begin([sample_shares(2, (1, 1, 2))])
     stream = torch.ones(1, 4, 6, requires_grad=kind != "a gradient on one rank" or rank == 0)
     table = torch.full((3, 4, 4), float(rank if kind == "values of its own" else 7))
     structure = ("mask", "plain") if kind == "structures differ" and rank else ("plain",)

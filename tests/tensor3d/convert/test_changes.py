@@ -4,7 +4,7 @@ import copy
 
 from torch import nn
 
-from lightning_hanayo.tensor3d.convert.changes import ModuleChanges
+from lightning_hanayo.tensor_parallel.convert.conversion import ModuleChanges
 
 
 class Other(nn.Linear):

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
-from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor3d.convert.specs.blocks import register_block
-from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.product_args import Keep
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, register_block
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import Keep
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.equivalence.test_compiled import needs_compiler, prepare_inductor
 from tests.harness.fake_groups import fake_world
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group

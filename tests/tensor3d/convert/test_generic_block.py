@@ -12,15 +12,14 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from lightning_hanayo.tensor3d.collectives import all_to_all, split_dim
-from lightning_hanayo.tensor3d.convert.generic_block import Communicated, cheapest, parallelize_generic_linear
-from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor3d.layers.linear import LinearSharding
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import AxisCollective, ParallelStyle
-from lightning_hanayo.tensor3d.product_args import Keep
-from lightning_hanayo.tensor3d.sharding import ShardedModule
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.collectives import all_to_all, split_dim
+from lightning_hanayo.tensor_parallel.convert.generic_block import Communicated, cheapest, parallelize_generic_linear
+from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
+from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import AxisCollective, Keep, ParallelStyle
+from lightning_hanayo.tensor_parallel.sharding import ShardedModule
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, reduced, too_large

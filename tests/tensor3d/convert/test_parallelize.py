@@ -19,12 +19,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.tensor3d import BlockSpec, ProjectionGroup, elementwise, register_block, register_layer
-from lightning_hanayo.tensor3d.convert.gathered_forward import wrap_forward
-from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.product_args import Keep
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel import BlockSpec, ProjectionGroup, elementwise, register_block, register_layer
+from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
+from lightning_hanayo.tensor_parallel.convert.registered_block import wrap_forward
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import Keep
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from recipes.bert.module import Block as BERTBlock
 from recipes.gpt.module import Block as GPTBlock
 from tests.harness.mesh import Sizes, error, make_mesh, part, process_group

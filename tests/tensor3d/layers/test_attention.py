@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D, parallelize_attention
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
-from lightning_hanayo.tensor3d.product_args import Keep
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D, parallelize_attention
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, Keep
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.topology import Topology
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool

@@ -8,10 +8,15 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, Head3D, parallelize_embedding, parallelize_head
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.embedding import (
+    Embedding3D,
+    Head3D,
+    parallelize_embedding,
+    parallelize_head,
+)
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.topology import Topology
 from tests.harness.mesh import Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from lightning_hanayo.tensor3d.layers.feed_forward import FeedForward3D, SwiGLU3D
-from lightning_hanayo.tensor3d.layers.linear import Linear3D, parallelize_linear
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.feed_forward import FeedForward3D, SwiGLU3D
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, parallelize_linear
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, ParallelStyle
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
-from lightning_hanayo.tensor3d.product_args import Keep
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, Keep
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import MESH_SIZES, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 

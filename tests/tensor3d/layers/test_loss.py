@@ -9,12 +9,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.tensor3d.layers.embedding import Head3D
-from lightning_hanayo.tensor3d.layers.loss import cross_entropy3d
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
-from lightning_hanayo.tensor3d.sharding import DimShard
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.embedding import Head3D, cross_entropy3d
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE
+from lightning_hanayo.tensor_parallel.sharding import DimShard
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large

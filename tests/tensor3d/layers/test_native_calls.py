@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D
-from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
-from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, Head3D
-from lightning_hanayo.tensor3d.layers.feed_forward import FeedForward3D, SwiGLU3D
-from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.layers.loss import cross_entropy3d
-from lightning_hanayo.tensor3d.layers.norm import LayerNorm3D, RMSNorm3D
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.sharding import DimShard
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D
+from lightning_hanayo.tensor_parallel.layers.dropout import Dropout3D
+from lightning_hanayo.tensor_parallel.layers.embedding import Embedding3D, Head3D, cross_entropy3d
+from lightning_hanayo.tensor_parallel.layers.feed_forward import FeedForward3D, SwiGLU3D
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+from lightning_hanayo.tensor_parallel.layers.norm import LayerNorm3D, RMSNorm3D
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.sharding import DimShard
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.fake_groups import fake_world
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 4, 8, 16, 24

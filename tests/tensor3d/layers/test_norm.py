@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.norm import (
+from lightning_hanayo.tensor_parallel.layers.norm import (
     LayerNorm3D,
     RMSNorm3D,
     parallelize_norm,
     parallelize_rms_norm,
     replicate_norm,
 )
-from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.sharding import shards_of
-from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.sharding import shards_of
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import ALLOWED, gradient_errors, too_large

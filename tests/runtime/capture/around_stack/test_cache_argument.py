@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.around_stack.cache_argument import cache_for
+from lightning_hanayo.pipeline_parallel.capture.block_tracer import cache_for
 
 PAIRS = [(torch.full((1, 1, 2, 3), float(i)), torch.full((1, 1, 2, 3), 10.0 * i)) for i in range(2)]
 

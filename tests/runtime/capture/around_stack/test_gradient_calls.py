@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture.forward_patch import patch_blocks, unpatch_blocks
-from lightning_hanayo.runtime.capture.stage_input import StageInput
-from lightning_hanayo.runtime.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_blocks, unpatch_blocks
+from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 
 grad = torch.autograd.grad
 Step = Callable[["Model", Tensor], Any]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.around_stack.replaced_parameters import ReplacedParameters
+from lightning_hanayo.pipeline_parallel.capture.user_step import ReplacedParameters
 
 
 class Checks(nn.Module):

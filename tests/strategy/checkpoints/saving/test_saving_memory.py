@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_hanayo.partition import after_run
+from lightning_hanayo.partition import guards
 from tests.harness import models
 from tests.harness.live_bytes import Live
 from tests.harness.pool import Pool
@@ -37,7 +37,7 @@ def peak_of(layout: Layout, path: Path) -> tuple[int, int, int, int]:
     module, (batch,) = models.build(Wide), models.vectors((8,))
     largest = max(parameter.nbytes for parameter in module.parameters())
     trainer.fit(module, make_loader([{key: value[data_rank(layout) :: layout.data] for key, value in batch.items()}]))
-    with after_run.released(module):
+    with guards.released(module):
         leaves = tree_leaves([list(trainer.optimizers[0].state.values()), list(module.parameters())])
         held = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
         tracemalloc.start()

@@ -1,1 +1,0 @@
-"""The whole checkpoint in one file: state dicts gathered from all ranks."""

@@ -1,1 +1,0 @@
-"""Reads and verifies checkpoint folders."""

@@ -1,1 +1,0 @@
-"""Weights in Hugging Face's files and names: folders of safetensors, which models take values from."""

@@ -1,1 +1,0 @@
-"""Estimates of what an optimizer step takes: its time, and its memory."""

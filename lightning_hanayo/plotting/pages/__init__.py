@@ -1,1 +1,0 @@
-"""Interactive pages in one file each, which load nothing from the network: timelines, and the layouts of a plan."""

@@ -1,1 +1,0 @@
-"""Makes the process groups of a run: over gloo, over NCCL, and in tests over what stands in for them."""

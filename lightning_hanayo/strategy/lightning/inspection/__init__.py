@@ -1,1 +1,0 @@
-"""What users look at: profiles, model summaries and throughput, with the numbers of the whole model."""

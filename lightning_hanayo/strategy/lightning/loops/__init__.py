@@ -1,1 +1,0 @@
-"""Where Lightning's loops continue after a resume, and the states of the loaders that they read."""

@@ -1,1 +1,0 @@
-"""What ranks hold in memory: predicted from the schedule, and measured."""

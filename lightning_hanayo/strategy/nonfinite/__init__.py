@@ -1,1 +1,0 @@
-"""Keeps NaN and infinite gradients away from the weights, and says where they were first made."""

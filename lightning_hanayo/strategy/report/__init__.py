@@ -1,1 +1,0 @@
-"""Reports on a run: its layout, how the pipeline ran, and where its results are."""

@@ -1,1 +1,0 @@
-"""Stops all ranks before the same batch when one of them gets a signal, and saves a checkpoint there."""

@@ -6,8 +6,6 @@
 Each message on its way holds a buffer, which is free when its sender has waited for it. A rank posts its receives where
 the messages are sent (`schedule/communication.py`), so this takes no time unless a rank is late.
 
-`p2p.py` says how a message is put into buffers whose sizes both ranks know.
-
 Headers: how a receiver learns whether a message has the spec that both ranks have agreed on, and a new spec.
 
 Both sides keep, for every message of a batch with a given signature (shapes and kind of step), the spec it had last

@@ -1,7 +1,7 @@
 """Flattens a pytree that is sent between stages into a hashable skeleton and a list of tensors, and puts it together.
 
 A tree is a tensor, a plain Python value, an output reference, or a tuple, list or dict of trees; among the arguments of
-blocks also an object that `pytree.py` knows. A tensor that occurs twice is listed once, so a mask that every block
+blocks also one of the objects below. A tensor that occurs twice is listed once, so a mask that every block
 gets is sent once.
 
     (h, {"mask": m, "causal": True}, m)  ->  skeleton ("tuple", T0, ("dict", ("mask", T1), ("causal", True)), T1)

@@ -12,7 +12,7 @@ NumPy's generators. After a batch torch's generators have the state that they ha
 
 The states of the random generators of a process, as tensors: torch's, Python's and NumPy's.
 
-Inside a batch torch's generators follow streams of their own (`pipeline_parallel/rng.py`). The states count for all
+Inside a batch torch's generators follow these streams. The states count for all
 else: the order of samples, what data sets and hooks draw, and the steps of a model that isn't cut.
 
 rank that reads data    reads a batch: draws    --states-->    a hook: draws 0.3

@@ -13,7 +13,7 @@ predict_loop _predict_step, on_run_end
 A run that a signal stops: from its handler to the checkpoint, on one rank.
 
 handler          ->  all ranks agree on a batch  ->  stop point after it  ->  save  ->  the error that ends the run
-signals.py           strategy/stopping.py                signals.py           strategy/stopping.py
+here                 strategy/stopping.py                here                 strategy/stopping.py
 """
 
 import os

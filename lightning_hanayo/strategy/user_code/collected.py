@@ -11,7 +11,7 @@ Finds what the steps of a batch's micro-batches collect in lists and attributes,
     self.outputs.append(loss)       step 0: outputs = [a]    step 1: outputs = [a, b]     ->  "append" a to 0, b to 1
     self.last_scores = scores       step 0: last = s         step 1: last = t             ->  "set" s by 0, t by 1
 
-What the micro-batches have left is merged afterwards (`collected.py`). Only code outside the blocks is watched.
+What the micro-batches have left is merged afterwards. Only code outside the blocks is watched.
 
 Merges what the steps of a batch's micro-batches have collected, so that it is as if the step had run once.
 

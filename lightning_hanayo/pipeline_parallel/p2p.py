@@ -13,8 +13,8 @@ time, so that the receiver can post a buffer of that size early. A header says w
 
 Buffers on the CPU hold their header. A changed message is one of the expected size, and the new one behind it:
 
-    agreed     |header 0| tensors |
-    changed    |header n| unused  |   then   | spec, n bytes |   then   |header| tensors |
+    agreed     | tensors |header 0|
+    changed    | unused  |header n|   then   | spec, n bytes |   then   | tensors |header|
 
 In a buffer on a GPU the host could read it only after all earlier work of the device. So there the header goes ahead,
 as a message of its own on the CPU. Without an agreed spec the receiver waits for header and spec before it posts a

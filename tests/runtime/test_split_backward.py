@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.pipeline_parallel.message import ALIGN
+from lightning_hanayo.pipeline_parallel.message import HEADER
 from lightning_hanayo.pipeline_parallel.profiling.trace import costs_of, timeline_of
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.schedule import Kind, Schedule, build, simulate
@@ -218,7 +218,7 @@ def test_memory_only_for_the_input_gradient_is_freed_after_it(monkeypatch: pytes
 
         monkeypatch.setattr(WeightGradientQueue, "drain", watched)
         running.run(lambda m: model.step(batch[m]), [1 / 2] * 2)
-    one = 2 * 5 * (8 + 16 + 16 + 8) * 4 + ALIGN  # what came from the other rank lies in its message
+    one = 2 * 5 * (8 + 16 + 16 + 8) * 4 + HEADER  # what came from the other rank lies in its message
     assert held == [(0, 4 * one), (0, 3 * one), (0, 2 * one), (0, one)]
 
 

@@ -1,6 +1,6 @@
 """A message packed into a buffer of bytes is the same message when it is unpacked.
 
-buffer   | 64 B header | tensor 0 | . . | tensor 1 | ...     each begins at a multiple of 64 B
+buffer   | tensor 0 | . . | tensor 1 | ... | 64 B header       tensors begin at multiples of 256 B
 """
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_hanayo.pipeline_parallel.message import (
     ALIGN,
+    HEADER,
     Message,
     SendBuffer,
     Spec,
@@ -56,6 +57,7 @@ def test_round_trip(values: list[Tensor]) -> None:
     buffer = packed(message)
     arrived = unpack(Spec.from_bytes(spec.to_bytes()), buffer)
     assert all(start % ALIGN == 0 for start, _ in spec.extents) and buffer.nbytes == spec.num_bytes
+    assert not values or spec.extents[0][0] == 0
     assert arrived.skeleton == message.skeleton
     for ours, theirs in zip(arrived.tensors, values, strict=True):
         assert (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
@@ -72,7 +74,7 @@ def test_spec_as_json(tree: object) -> None:
 
 def test_header_holds_the_length_of_what_follows() -> None:
     buffer = packed(Message(("tuple",), ()))
-    assert (buffer.nbytes, header(buffer)) == (ALIGN, 0)
+    assert (buffer.nbytes, header(buffer)) == (HEADER, 0)
     set_header(buffer, 12345)
     assert header(buffer) == 12345
 

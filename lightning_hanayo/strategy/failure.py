@@ -10,6 +10,7 @@ verdict, rank 3 was killed          the rank that has seen it prints the line; a
 """
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _get_default_store
 
 from lightning_hanayo.errors import HanayoError, PeerFailed, with_notes
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.processes import PARENT, Member
 from lightning_hanayo.strategy.joining import close_monitor, forget_monitor, is_lost_connection, what_was_lost
@@ -215,6 +217,30 @@ class Failures:
         first = self.first
         if first is not None and first.rank != self.rank:
             first.follow()
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """What each rank gives, in rank order. All ranks call it once in a run, with values that JSON can hold.
+
+        Through the store: unlike a collective, it can be left when a rank fails.
+
+        Raises:
+            PeerFailed: a rank has failed.
+        """
+        key, num_ranks, pause = f"hanayo/{name}/{self.run}", self.monitor.num_ranks, 1e-4
+        try:
+            self.store.set(f"{key}/{self.rank}", json.dumps(value))
+            if self.store.add(f"{key}/arrived", 1) == num_ranks:
+                values = [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(num_ranks)]
+                self.store.set(f"{key}/all", json.dumps(values))
+            with Waiting(name, tuple(range(num_ranks))):
+                while not self.store.check([f"{key}/all"]):
+                    self.check_peers()
+                    time.sleep(pause)
+                    pause = min(1.5 * pause, 2e-3)
+            gathered: list[Any] = json.loads(self.store.get(f"{key}/all"))
+        except RuntimeError as error:
+            self.on_transfer(error)
+        return gathered
 
     @property
     def first(self) -> Failure | None:

@@ -35,7 +35,6 @@ from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
-from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import inspection, loaders, metrics, state, user_hooks
 from lightning_hanayo.strategy.lightning.loops import before_validations, keep_inference_mode
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
@@ -699,7 +698,7 @@ class Session:
                 is_cube=self.cube is not None,
                 keeps_samples=self.cube is None or self.cube.keeps_layout,
                 carriers=next(iter(pipeline.engine.stages.values())).carriers,
-                share=lambda found: on_all_ranks(lambda: found),
+                share=partial(self.failures.gather, "what the first batch shows"),
                 warns=self.rank == 0,
             )
         )

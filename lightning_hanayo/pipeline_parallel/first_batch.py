@@ -64,6 +64,8 @@ class FirstBatch:
     warns: bool = True
     late_weight: float = field(default=1.0, init=False)
     """what the sum of gradients is to be multiplied by, and losses no more"""
+    averages: bool = field(default=False, init=False)
+    """whether that is a mean over micro-batches, too"""
     _samples: int = field(default=0, init=False)
     _has_hooks: bool = field(default=False, init=False)
 
@@ -134,6 +136,7 @@ class FirstBatch:
         if averaged and weighed:
             raise self._error(averaged[0], f"adds the gradient of a mean over samples, unlike {weighed[0]}")
         if averaged:
+            self.averages = True
             self.late_weight = 1 / (self.num_microbatches * self.num_data)
         elif "changes" in found:
             self.late_weight = 1 / self.num_data

@@ -52,6 +52,9 @@ class Passes:
     """examines the first training batch; None: no longer, or never"""
     late_weight: float = 1.0
     """what complete gradients are to be multiplied by: the part of the weights that losses don't have"""
+    _num_averaged: int = field(default=0, init=False)
+    """over how many micro-batches that is a mean; 0: over none"""
+    _has_warned: bool = field(default=False, init=False)
     _known: tuple[bool, ...] = field(default=(), init=False)
     """for each pass of a training step whether it has gradients; empty before the first batch"""
     _programs: dict[tuple[Any, ...], Program] = field(default_factory=dict, init=False)
@@ -79,6 +82,11 @@ class Passes:
             is_equal = len(set(self.all_gather(samples))) == 1  # the ranks of a cube run blocks equally often
             first_batch.examine(batch, samples if is_equal else 0)
             self.late_weight = first_batch.late_weight
+            self._num_averaged = num_microbatches if first_batch.averages else 0
+        if self._num_averaged:
+            self.late_weight *= self._num_averaged / num_microbatches
+            self._num_averaged = num_microbatches
+            self._warn_of_weights(batch.loss_weights)
         if self.late_weight != 1.0:
             batch = replace(batch, loss_weights=[weight / self.late_weight for weight in batch.loss_weights])
         *others, last = self._known
@@ -91,6 +99,17 @@ class Passes:
             self._forwards(batch, table, rest, self._known)
             self._backwards(batch, table, everything)
         self.engine.end_batch()
+
+    def _warn_of_weights(self, weights: Sequence[float]) -> None:
+        """Warn once if the micro-batches of a batch weigh differently: what blocks add to gradients doesn't."""
+        if self.user_step is not None and not self._has_warned and max(weights) > 1.001 * min(weights):
+            self._has_warned = True
+            warnings.warn(
+                "gradients of auxiliary losses that blocks add on their own are averaged over micro-batches, and the "
+                "micro-batches of this batch have different weights. Give all batches a number of samples that "
+                "num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
+                stacklevel=2,
+            )
 
     def evaluate(self, batch: Batch, num_microbatches: int) -> None:
         """Run the forward of a batch, until all steps have ended."""

@@ -36,6 +36,7 @@ that `torch.save` writes: it would hold parts, and is refused.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -371,7 +372,7 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
         UnsupportedError: `func` needs values, or writes into a tensor that has values here.
     """
     name, owner = name_of(func, args, kwargs), next(_owners(args, kwargs))
-    if name in OF_DEVICE and (name != "is_meta" or owner.drawn.in_hook):  # this package's code knows it by `is_meta`
+    if name in OF_DEVICE and (name != "is_meta" or _is_asked_by_init()):  # all other code may know it by `is_meta`
         return of_device(func, args, kwargs, owner.device)  # what is made there goes with the owner's values
     if name in METADATA or name == "set requires_grad":
         with torch._C.DisableTorchFunctionSubclass():
@@ -408,6 +409,11 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def _is_asked_by_init() -> bool:
+    """Whether torch.nn.init has called a placeholder's `__torch_function__`: it leaves out meta tensors."""
+    return sys._getframe(3).f_globals.get("__name__") == nn.init.__name__
 
 
 def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: Any) -> Any:

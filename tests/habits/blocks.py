@@ -268,7 +268,7 @@ HABITS = [
     _habit(
         "a teacher copied in `on_fit_start`",
         TaughtOnFitStart,
-        on(pipelines=Refused("copy of a Block of the stack that was made when"), cubes=PART),
+        everywhere(Refused("has no values on pipeline rank")) | {"cube": PART},
     ),
     _habit("a teacher that follows the model, updated in a hook", TeacherFollows, everywhere(ANY_RANK)),
     _habit("the same with `full_parameter`, updated in a hook", TeacherFollowsWhole, on(pipelines=EXACT, cubes=PART)),

@@ -52,6 +52,8 @@ class Passes:
     """examines the first training batch; None: no longer, or never"""
     late_weight: float = 1.0
     """what complete gradients are to be multiplied by: the part of the weights that losses don't have"""
+    has_sums: bool = field(default=False, init=False)
+    """whether gradients are there from earlier batches, which are multiplied together with the next one's"""
     _num_averaged: int = field(default=0, init=False)
     """over how many micro-batches that is a mean; 0: over none"""
     _has_warned: bool = field(default=False, init=False)
@@ -84,9 +86,10 @@ class Passes:
             self.late_weight = first_batch.late_weight
             self._num_averaged = num_microbatches if first_batch.averages else 0
         if self._num_averaged:
-            self.late_weight *= self._num_averaged / num_microbatches
-            self._num_averaged = num_microbatches
-            self._warn_of_weights(batch.loss_weights)
+            if not self.has_sums:
+                self.late_weight *= self._num_averaged / num_microbatches
+                self._num_averaged = num_microbatches
+            self._warn_of_weights(batch.loss_weights, num_microbatches)
         if self.late_weight != 1.0:
             batch = replace(batch, loss_weights=[weight / self.late_weight for weight in batch.loss_weights])
         *others, last = self._known
@@ -100,14 +103,16 @@ class Passes:
             self._backwards(batch, table, everything)
         self.engine.end_batch()
 
-    def _warn_of_weights(self, weights: Sequence[float]) -> None:
-        """Warn once if the micro-batches of a batch weigh differently: what blocks add to gradients doesn't."""
-        if self.user_step is not None and not self._has_warned and max(weights) > 1.001 * min(weights):
+    def _warn_of_weights(self, weights: Sequence[float], num_microbatches: int) -> None:
+        """Warn once if micro-batches that are added up weigh differently: what blocks add to gradients doesn't."""
+        if self.user_step is None or self._has_warned:
+            return
+        if max(weights) > 1.001 * min(weights) or num_microbatches != self._num_averaged:
             self._has_warned = True
             warnings.warn(
                 "gradients of auxiliary losses that blocks add on their own are averaged over micro-batches, and the "
-                "micro-batches of this batch have different weights. Give all batches a number of samples that "
-                "num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
+                "micro-batches of this optimizer step have different weights. Give all batches a number of samples "
+                "that num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
                 stacklevel=2,
             )
 

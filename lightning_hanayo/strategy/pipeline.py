@@ -181,6 +181,7 @@ class Pipeline:
         order = reduction_order(self.layout.table(self.layout.num_microbatches))
         self.gradients.reduce([stage for stage in order if stage in own])
         self._weigh_gradients()
+        self._passes.has_sums = False
 
     def close(self) -> None:
         """End the threads, once the other ranks have received what this one sent."""
@@ -220,6 +221,8 @@ class Pipeline:
         self.gradients.end_batch(reduce=reduce)
         if reduce:
             self._weigh_gradients()
+        if trains:
+            self._passes.has_sums = not reduce
 
     def _weigh_gradients(self) -> None:
         if self._passes.late_weight != 1.0:

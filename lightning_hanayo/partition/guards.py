@@ -214,7 +214,7 @@ class ParameterGuard:
                 parameter.__class__ = own_class
             for parameter, _, guarded in self._guarded.get(scope, ()):
                 parameter.__class__ = guarded
-            self._drawn.enter(in_hook=scope == "hook")
+            self._drawn.forget()
             if scope == "off":
                 self.after_user_code()
         self.scope, self.hook_name = scope, hook_name
@@ -238,15 +238,14 @@ class Drawn:
     """The tensor without values that user code has filled with random numbers last, and these numbers."""
 
     def __init__(self) -> None:
-        self.in_hook = False
         self.target: Any = None
         self.numbers: Any = None
         self.compared: set[Callable[..., Any]] = set()
         """functions that draw equally many numbers whatever the missing values are"""
 
-    def enter(self, *, in_hook: bool) -> None:
+    def forget(self) -> None:
         """Called when user code begins or ends."""
-        self.in_hook, self.target, self.numbers = in_hook, None, None
+        self.target, self.numbers = None, None
 
     def __reduce__(self) -> Any:
         return Drawn, ()

@@ -162,8 +162,23 @@ class Member:
         return state(self.pid) in STOPPED and started(self.pid) == self.started
 
 
-PARENT = os.getppid()
-"""the process that has started this one"""
+_parent = os.getppid()
+"""the process that has started this one: as early as can be, for it may end while this one imports torch"""
+
+
+def _note_parent() -> None:
+    global _parent
+    _parent = os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_parent)
+
+
+def lost_parent() -> int | None:
+    """The id of the process that has started this one, if that has ended."""
+    return None if os.getppid() == _parent else _parent
+
+
 _PR_SET_PDEATHSIG = 1
 _CODE = (
     "import ctypes,os,sys;parent,*command=sys.argv[1:];"

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_proces
 from lightning_hanayo.errors import HanayoError, PeerFailed, with_notes
 from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.monitor.monitor import Monitor
-from lightning_hanayo.monitor.processes import PARENT, Member
+from lightning_hanayo.monitor.processes import Member, lost_parent
 from lightning_hanayo.strategy.joining import close_monitor, forget_monitor, is_lost_connection, what_was_lost
 
 _BEGUN, _ENDED = (0, 0, 0, 0), (1 << 62, 0, 0, 0)
@@ -263,8 +263,8 @@ class Failures:
         """Let all ranks end when the process ends that has started this one. `name`: what it is."""
 
         def look() -> None:
-            if os.getppid() != PARENT:
-                self.fail_for(self.rank, f"was started by {name}, process {PARENT}, which has ended")
+            if (parent := lost_parent()) is not None:
+                self.fail_for(self.rank, f"was started by {name}, process {parent}, which has ended")
 
         self._remove.append(self.monitor.every(1.0, look))
 

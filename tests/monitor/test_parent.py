@@ -10,8 +10,9 @@ import sys
 import psutil
 import pytest
 
-from lightning_hanayo.monitor.processes import command_ending_with_parent
+from lightning_hanayo.monitor.processes import command_ending_with_parent, lost_parent
 from tests.harness.limits import wait_until
+from tests.harness.pool import Pool
 
 SLEEP = "import time; time.sleep(3600)"
 STARTS = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); time.sleep(3600)"
@@ -49,3 +50,7 @@ def test_a_child_whose_parent_has_ended_before_runs_nothing() -> None:
 def test_elsewhere_the_command_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert command_ending_with_parent(["train"]) == ["train"]
+
+
+def test_the_parent_of_a_fork_is_the_process_that_forked(pool: Pool) -> None:
+    assert pool.run(1, lost_parent) == [None]  # forked by a process that has imported it, and has another parent

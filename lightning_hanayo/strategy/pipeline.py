@@ -1,30 +1,45 @@
-"""Runs batches on one rank of a pipeline, and sums its gradients over the ranks that share them."""
+"""Runs batches on one rank of a pipeline, and sums its gradients over the ranks that share them.
 
+A batch is run as passes through the stack: mostly one, with forward and backward; but a step may make several.
+
+    one pass                          the schedule's table
+    the last one alone has gradients  forwards of each other pass, for all micro-batches; then the table
+    otherwise                         forwards of each pass; then the backwards of the last one, of the one before, ...
+    evaluation                        forwards of each pass, for those micro-batches whose steps make it
+
+Which passes a training step makes is known when it has ended. So in the first batch of an epoch the step of
+micro-batch 0 runs ahead of the others, to its end, and the table runs without the forwards that are done.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
-from lightning_hanayo.pipeline_parallel.engine import Engine
+from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
-from lightning_hanayo.pipeline_parallel.passes import Passes
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.schedule import reduction_order
+from lightning_hanayo.schedule import Schedule, forward_only, last_backward_only, reduction_order, without_forwards
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
 
+Part = Callable[[Schedule, Sequence[int]], Schedule]
+"""What is kept of a table, for some micro-batches."""
 OUTSIDE = -1
 """stands for a stage where parameters are meant that a cube gathers for a batch"""
 
@@ -109,9 +124,9 @@ class GradientSync:
             self.outside_all_reduce.finish()
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Pipeline:
-    """One rank of a pipeline. Pipeline rank 0 leads each batch, the ranks above it follow."""
+    """One rank of a pipeline. All ranks call the same methods, for the same batches."""
 
     layout: Layout
     ownership: Ownership
@@ -129,16 +144,18 @@ class Pipeline:
     """None above pipeline rank 0"""
     random_streams: RandomStreams | None = None
     """None: random numbers come from torch's own generators, unchanged"""
-    _passes: Passes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._passes = Passes(
-            self.engine, self.relay, self.layout.table, self.user_step, self.gather_in_cube, self.step_state.end_pass
-        )
-
-    def begin_training(self, first_batch: FirstBatch) -> None:
-        """Examine the next training batch, which is the first one."""
-        self._passes.first_batch = first_batch
+    first_batch: FirstBatch | None = field(default=None, init=False)
+    """examines the first training batch; None: no longer, or never"""
+    _late_weight: float = field(default=1.0, init=False)
+    """what complete gradients are to be multiplied by: the part of the weights that losses don't have"""
+    _has_sums: bool = field(default=False, init=False)
+    """whether gradients are there from earlier batches, which are multiplied together with the next one's"""
+    _num_averaged: int = field(default=0, init=False)
+    """over how many micro-batches that is a mean; 0: over none"""
+    _has_warned: bool = field(default=False, init=False)
+    _known: tuple[bool, ...] = field(default=(), init=False)
+    """for each pass of a training step whether it has gradients; empty before the first batch"""
+    _programs: dict[tuple[Any, ...], Program] = field(default_factory=dict, init=False)
 
     @property
     def runs_whole_batches(self) -> bool:
@@ -154,22 +171,47 @@ class Pipeline:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
         return self.splitter.split(batch, self.layout.num_microbatches, source)
 
-    def lead(
-        self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool, is_first: bool
+    def run(
+        self, batch: Batch | None = None, key: str = "", *, trains: bool, reduce: bool, is_first: bool = False
     ) -> None:
-        """On pipeline rank 0: announce a batch and run it. Training leaves its gradients in `.grad`.
+        """Run a batch, which pipeline rank 0 announces to the other ranks. Training leaves gradients in `.grad`.
 
-        `key` names the batch; its random numbers depend on it. `trains` says whether to run backwards, `reduce` whether
-        to sum gradients over data ranks, `is_first` whether it is the first of an epoch.
+        Called by all ranks of the pipeline.
+
+        Args:
+            batch: on pipeline rank 0 alone.
+            key: names the batch, whose random numbers depend on it; also on pipeline rank 0 alone.
+            trains: whether to run backwards.
+            reduce: whether to sum gradients over data ranks.
+            is_first: whether it is the first batch of an epoch.
+
+        Raises:
+            UnsupportedError: a step makes other passes than the first one of the epoch.
         """
-        self.relay.broadcast("batch", [num_microbatches, batch.signature, key])
-        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
-
-    def follow(self, *, trains: bool, reduce: bool, is_first: bool) -> None:
-        """On the other pipeline ranks: run the batch that pipeline rank 0 announces. Arguments as for `lead`."""
-        num_microbatches, signature, key = self.relay.broadcast("batch")
-        batch = Batch(signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches)
-        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
+        if batch is not None:
+            self.relay.broadcast("batch", [batch.num_microbatches, batch.signature, key])
+        else:
+            num_microbatches, signature, key = self.relay.broadcast("batch")
+            batch = Batch(signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches)
+        self.gradients.begin_batch()
+        self.engine.memory.note_gathered()
+        with (
+            self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
+            self.step_state.watched(batch.num_microbatches) if trains else nullcontext(),
+            self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
+        ):
+            self.engine.begin_batch()
+            table = self.layout.table(batch.num_microbatches)
+            if trains:
+                self._train(batch, table, is_first=is_first)
+            else:
+                self._evaluate(batch, table)
+            self.engine.end_batch()
+        self.gradients.end_batch(reduce=reduce)
+        if reduce:
+            self._weigh_gradients()
+        if trains:
+            self._has_sums = not reduce
 
     def reduces_in_batch(self, reduce: bool) -> bool:
         """Whether stages start to sum their gradients while the batch runs."""
@@ -181,7 +223,7 @@ class Pipeline:
         order = reduction_order(self.layout.table(self.layout.num_microbatches))
         self.gradients.reduce([stage for stage in order if stage in own])
         self._weigh_gradients()
-        self._passes.has_sums = False
+        self._has_sums = False
 
     def close(self) -> None:
         """End the threads, once the other ranks have received what this one sent."""
@@ -204,27 +246,153 @@ class Pipeline:
         if self.user_step is not None:
             self.user_step.close()
 
-    def _run(
-        self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool, is_first: bool
-    ) -> None:
-        self.gradients.begin_batch()
-        self.engine.memory.note_gathered()
-        with (
-            self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
-            self.step_state.watched(num_microbatches) if trains else nullcontext(),
-            self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
-        ):
-            if trains:
-                self._passes.train(batch, num_microbatches, is_first=is_first)
-            else:
-                self._passes.evaluate(batch, num_microbatches)
-        self.gradients.end_batch(reduce=reduce)
-        if reduce:
-            self._weigh_gradients()
-        if trains:
-            self._passes.has_sums = not reduce
-
     def _weigh_gradients(self) -> None:
-        if self._passes.late_weight != 1.0:
+        if self._late_weight != 1.0:
             own = [one.grad for one in self.parameters if one.grad is not None and one.requires_grad]
-            torch._foreach_mul_(own, self._passes.late_weight)
+            torch._foreach_mul_(own, self._late_weight)
+
+    def _train(self, batch: Batch, table: Schedule, *, is_first: bool) -> None:
+        num_microbatches, everything = table.num_microbatches, range(table.num_microbatches)
+        first_batch, self.first_batch = self.first_batch, None
+        is_single = table.num_stages == 1
+        if is_single:
+            self._known = (True,)  # it runs the whole step, with all its passes
+        done: Sequence[int] = () if first_batch is None and self._known and (is_single or not is_first) else (0,)
+        with nullcontext() if first_batch is None else first_batch.recording():
+            if done and is_single:
+                self._forward(batch, table, done, has_gradients=True)
+            elif done:
+                passes = self._run_ahead(batch, table)
+                if passes != self._known and self.user_step is not None and any(passes[:-1]):
+                    warnings.warn(_warning(passes, self.user_step.name, num_microbatches), stacklevel=2)
+                self._known = passes
+        if first_batch is not None:
+            samples = self.relay.broadcast("batch", batch.num_samples[0] if batch.num_samples else 0)
+            is_equal = len(set(self.gather_in_cube(samples))) == 1  # the ranks of a cube run blocks equally often
+            first_batch.examine(batch, samples if is_equal else 0)
+            self._late_weight = first_batch.late_weight
+            self._num_averaged = num_microbatches if first_batch.averages else 0
+        if self._num_averaged:
+            if not self._has_sums:
+                self._late_weight *= self._num_averaged / num_microbatches
+                self._num_averaged = num_microbatches
+            self._warn_of_weights(batch.loss_weights, num_microbatches)
+        if self._late_weight != 1.0:
+            batch = replace(batch, loss_weights=[weight / self._late_weight for weight in batch.loss_weights])
+        *others, last = self._known
+        rest = [m for m in everything if m not in done]
+        if last and not any(others):
+            self._forwards(batch, table, rest, others)
+            self._run_program(replace(batch, pass_number=len(others)), table, without_forwards, done)
+            self._end_pass(table, len(others))
+        else:
+            self._forwards(batch, table, rest, self._known)
+            self._backwards(batch, table, everything)
+
+    def _warn_of_weights(self, weights: Sequence[float], num_microbatches: int) -> None:
+        """Warn once if micro-batches that are added up weigh differently: what blocks add to gradients doesn't."""
+        if self.user_step is None or self._has_warned:
+            return
+        if max(weights) > 1.001 * min(weights) or num_microbatches != self._num_averaged:
+            self._has_warned = True
+            warnings.warn(
+                "gradients of auxiliary losses that blocks add on their own are averaged over micro-batches, and the "
+                "micro-batches of this optimizer step have different weights. Give all batches a number of samples "
+                "that num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
+                stacklevel=2,
+            )
+
+    def _evaluate(self, batch: Batch, table: Schedule) -> None:
+        """Run forwards until the steps of all micro-batches have ended."""
+        number, waiting = 0, list(range(table.num_microbatches))
+        while waiting:
+            self._forward(replace(batch, pass_number=number), table, waiting, has_gradients=torch.is_grad_enabled())
+            waiting = self._announced(lambda user_step: user_step.waiting)
+            number += 1
+
+    def _run_ahead(self, batch: Batch, table: Schedule) -> tuple[bool, ...]:
+        """Run the forwards of micro-batch 0 until its step has ended; return which of its passes have gradients."""
+        found: list[bool] = []
+
+        def next_pass(user_step: UserStep) -> bool | None:
+            try:
+                return user_step.next_pass(batch, 0)
+            except Exception as error:
+                batch.note_microbatch(error, 0)
+                raise
+
+        while (has_gradients := self._announced(next_pass)) is not None:
+            self._forward(replace(batch, pass_number=len(found)), table, (0,), has_gradients=has_gradients)
+            found.append(has_gradients)
+            if table.num_microbatches > 1:
+                self.step_state.end_pass(len(found) - 1)
+        return tuple(found)
+
+    def _announced(self, ask: Callable[[UserStep], Any]) -> Any:
+        """What comes next, on all ranks of the pipeline. Asked on rank 0, where the ranks of a cube must agree.
+
+        Raises:
+            UnsupportedError: they don't.
+        """
+        answer = None
+        if self.user_step is not None:
+            answer = ask(self.user_step)
+            answers = self.gather_in_cube(answer)
+            if any(other != answer for other in answers):
+                raise UnsupportedError(_different_passes(self.user_step.name, answers))
+        return self.relay.broadcast("pass", answer)
+
+    def _forwards(self, batch: Batch, table: Schedule, microbatches: Sequence[int], passes: Sequence[bool]) -> None:
+        for number, has_gradients in enumerate(passes):
+            self._forward(replace(batch, pass_number=number), table, microbatches, has_gradients=has_gradients)
+            self._end_pass(table, number)
+
+    def _forward(self, batch: Batch, table: Schedule, microbatches: Sequence[int], *, has_gradients: bool) -> None:
+        with nullcontext() if has_gradients else torch.no_grad():
+            self._run_program(batch, table, forward_only, microbatches)
+
+    def _backwards(self, batch: Batch, table: Schedule, microbatches: Sequence[int]) -> None:
+        """Run the backwards of all passes that have one, the last pass first."""
+        numbers = [number for number, has_gradients in enumerate(self._known) if has_gradients]
+        for number in reversed(numbers):
+            reduces = batch.reduce_gradients and number == numbers[0]
+            has_loss = number == numbers[-1]
+            part = replace(batch, pass_number=number, has_loss=has_loss, reduce_gradients=reduces)
+            self._run_program(part, table, without_forwards, microbatches)
+        if not numbers:
+            self._run_program(replace(batch, reduce_gradients=False), table, last_backward_only, microbatches)
+            for stage in reduction_order(table) if batch.reduce_gradients else ():
+                if stage in self.engine.stages:
+                    self.engine.reduce_gradients(stage)
+
+    def _run_program(self, batch: Batch, table: Schedule, part: Part, microbatches: Sequence[int]) -> None:
+        key = (table.num_microbatches, part, tuple(microbatches))
+        if key not in self._programs:
+            self._programs[key] = Program.from_schedule(part(table, microbatches), self.rank)
+        self.engine.run(self._programs[key], batch)
+
+    def _end_pass(self, table: Schedule, number: int) -> None:
+        if len(self._known) > 1 and table.num_microbatches > 1:
+            self.step_state.end_pass(number)
+
+
+def _different_passes(name: str, answers: Sequence[Any]) -> str:
+    return (
+        f"the steps on the ranks of a cube, whose samples differ, make different passes through {name}: "
+        f"{answers}, by rank (micro-batches that go on; or whether the pass has gradients, None at the end). Let all "
+        f"samples take equally many passes (generate with min_new_tokens equal to max_new_tokens), or with registered "
+        f"blocks set cube_outside='replicate'."
+    )
+
+
+def _warning(passes: Sequence[bool], name: str, num_microbatches: int) -> str:
+    way_out = (
+        "Concatenate their inputs along the batch (torch.cat([chosen, rejected])), make one pass, and chunk its output."
+        if sum(passes) > 1
+        else "Make the passes without gradients before it."
+    )
+    return (
+        f"the step makes {len(passes)} passes through {name}, not only the last one with gradients. So the activations "
+        f"of all {num_microbatches} micro-batches are in memory at once, and forwards don't overlap with backwards. "
+        f"{way_out}"
+    )

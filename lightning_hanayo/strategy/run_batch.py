@@ -131,7 +131,7 @@ def _run(
     is_first = trains and state.batch_idx(trainer) == 0
     if pipeline.rank > 0:
         with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
-            return pipeline.follow(trains=trains, reduce=reduce, is_first=is_first)
+            return pipeline.run(trains=trains, reduce=reduce, is_first=is_first)
     source = source_of(trainer)
     split = pipeline.split(batch, source)
     if trains:
@@ -163,7 +163,7 @@ def _run(
     )
     with microbatch_steps.running(running), session.norms.batch():
         key = state.batch_key(trainer)
-        pipeline.lead(running, split.num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
+        pipeline.run(running, key, trains=trains, reduce=reduce, is_first=is_first)
     if given:
         hide_changed(batch, given, split.step_inputs)
     return microbatch_steps.merge(running)

@@ -687,20 +687,18 @@ class Session:
         if count * self.topology.data == 1 and self.cube is None:
             return
         own = [index for stage in ownership.stages_of(pipeline.rank) for index in ownership.stages[stage]]
-        pipeline.begin_training(
-            FirstBatch(
-                blocks={index: ownership.stack.blocks[index] for index in own},
-                values=self.values,
-                device=self.device,
-                num_microbatches=count,
-                num_data=self.topology.data,
-                is_single=pipeline.layout.num_stages == 1,
-                is_cube=self.cube is not None,
-                keeps_samples=self.cube is None or self.cube.keeps_layout,
-                carriers=next(iter(pipeline.engine.stages.values())).carriers,
-                share=partial(self.failures.gather, "what the first batch shows"),
-                warns=self.rank == 0,
-            )
+        pipeline.first_batch = FirstBatch(
+            blocks={index: ownership.stack.blocks[index] for index in own},
+            values=self.values,
+            device=self.device,
+            num_microbatches=count,
+            num_data=self.topology.data,
+            is_single=pipeline.layout.num_stages == 1,
+            is_cube=self.cube is not None,
+            keeps_samples=self.cube is None or self.cube.keeps_layout,
+            carriers=next(iter(pipeline.engine.stages.values())).carriers,
+            share=partial(self.failures.gather, "what the first batch shows"),
+            warns=self.rank == 0,
         )
 
     def _watch_losses(self, module: "pl.LightningModule") -> LossWatch:

@@ -9,9 +9,10 @@ gradients, then no_grad   forwards of both | backwards
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine
-from lightning_hanayo.pipeline_parallel.passes import Passes
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.schedule import Schedule, build
+from lightning_hanayo.strategy.pipeline import Pipeline
 from tests.runtime.loopback_pipeline import LoopbackPipeline, run_in_threads
 from tests.runtime.test_engine import Block
 
@@ -112,14 +113,23 @@ class Running:
         self.ran: list[list[str]] = []
         self.ranks = [self._rank(rank, engine) for rank, engine in enumerate(self.pipeline.engines)]
 
-    def _rank(self, rank: int, engine: Engine) -> Passes:
+    def _rank(self, rank: int, engine: Engine) -> Pipeline:
         if rank == 0:
             run = engine.run
             engine.run = lambda program, batch: self._count(partial(run, program, batch), program)  # type: ignore[method-assign]
-        relay = Relay(self.pipeline.transports[rank])
-        user = self.pipeline.user if rank == 0 else None
-        end_pass = self.ended.append if rank == 0 else lambda _: None
-        return Passes(engine, relay, lambda _: self.pipeline.schedule, user, lambda value: [value], end_pass)
+        return Pipeline(
+            layout=Mock(table=lambda _: self.pipeline.schedule),
+            ownership=Mock(),
+            rank=rank,
+            engine=engine,
+            relay=Relay(self.pipeline.transports[rank]),
+            parameters=[],
+            gradients=Mock(**{"stages.has_no_peers": False}),
+            splitter=Mock(),
+            gather_in_cube=lambda value: [value],
+            step_state=Mock(watched=nullcontext, end_pass=self.ended.append if rank == 0 else lambda _: None),
+            user_step=self.pipeline.user if rank == 0 else None,
+        )
 
     def _count(self, run: Any, program: Any) -> None:
         run()
@@ -127,18 +137,21 @@ class Running:
 
     def train(self, inputs: list[Tensor], *, is_first: bool = False, reduces: bool = True) -> None:
         weights = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
-        batch = Batch(0, reduces, step=lambda m: self.model.step(inputs[m]), loss_weights=weights)
-        run_in_threads([partial(one.train, batch, NUM_MICROBATCHES, is_first=is_first) for one in self.ranks])
+        step = lambda m: self.model.step(inputs[m])  # noqa: E731
+        self._run(Batch(0, reduces, step=step, loss_weights=weights, num_microbatches=NUM_MICROBATCHES), is_first)
 
     def evaluate(self, step: Any) -> list[Any]:
-        batch = Batch(1, step=step)
+        batch = Batch(1, step=step, num_microbatches=NUM_MICROBATCHES)
+        self._run(batch, trains=False)
+        return [batch.results[m] for m in range(NUM_MICROBATCHES)]
 
-        def run(one: Passes) -> None:
-            with torch.no_grad():
-                one.evaluate(batch, NUM_MICROBATCHES)
+    def _run(self, batch: Batch, is_first: bool = False, *, trains: bool = True) -> None:
+        def run(one: Pipeline) -> None:
+            given = (batch, "batch") if one.rank == 0 else ()
+            with nullcontext() if trains else torch.no_grad():
+                one.run(*given, trains=trains, reduce=batch.reduce_gradients, is_first=is_first)
 
         run_in_threads([partial(run, one) for one in self.ranks])
-        return [batch.results[m] for m in range(NUM_MICROBATCHES)]
 
 
 @contextmanager
@@ -264,7 +277,7 @@ def test_steps_of_an_evaluation_end_after_different_numbers_of_passes() -> None:
 
 def test_different_passes_on_the_ranks_of_a_cube_are_refused_by_name() -> None:
     with pipeline(Model, num_ranks=1) as running:
-        running.ranks[0].all_gather = lambda value: [value, [2]]
+        running.ranks[0].gather_in_cube = lambda value: [value, [2]]
         with pytest.raises(UnsupportedError, match=r"make different passes through blocks: \[\[\], \[2\]\]"):
             running.evaluate(lambda m: running.model(inputs()[m]))
 

@@ -81,7 +81,7 @@ def hangs(*parts: Schedule) -> list[str]:
 
 
 def batches(schedule: Schedule) -> Iterator[tuple[Schedule, ...]]:
-    """What a batch may consist of: a table, or parts of it (`pipeline_parallel/passes.py`), and the batch after it."""
+    """What a batch may consist of: a table, or parts of it (`strategy/pipeline.py`), and the batch after it."""
     everything = range(schedule.num_microbatches)
     forwards = forward_only(schedule)
     yield schedule, schedule

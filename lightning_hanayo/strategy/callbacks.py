@@ -56,8 +56,8 @@ from lightning_hanayo.strategy.lightning.user_hooks import (
     callbacks_of,
 )
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.patches import TemporaryAttributes, replaced
 from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 StateOf = Callable[[nn.Module, "Cube | ShardingOfCopy | None"], dict[str, Any]]
 """what a checkpoint gets of a cut module, given how its parameters are sharded over a cube"""
@@ -253,17 +253,6 @@ def let_callbacks_copy(trainer: "pl.Trainer", attributes: TemporaryAttributes) -
     """Adapt the `setup` of averaging callbacks, until `attributes` are restored. Called before they are set up."""
     for callback in averaging_callbacks(trainer):
         attributes.set(callback, "setup", partial(_set_up, callback.setup))
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside it, an instance has another attribute, past its `__setattr__`."""
-    attributes = TemporaryAttributes()
-    attributes.set(owner, name, value)
-    try:
-        yield
-    finally:
-        attributes.restore()
 
 
 def _set_up(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any, *args: Any, **kwargs: Any) -> None:

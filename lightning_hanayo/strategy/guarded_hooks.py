@@ -21,7 +21,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.guards import MissingValues, ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings, user_defines
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 _STAGES = ("train", "validation", "test", "predict")
 _TIMES = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")

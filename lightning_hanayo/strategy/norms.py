@@ -15,8 +15,7 @@ Lets torch's and Lightning's functions for norms and clipping see the whole mode
 clip_grad_norm_(parameters)  ->  of a running module?  yes: GradientNorms, over all ranks
                                                        no:  torch's own code
 
-Users import these functions by name, so replacing them in their modules would come too late. What is replaced is the
-code object of the function itself, under its decorators. Parameters that belong to no run are treated as always.
+Parameters that belong to no run are treated as always.
 """
 
 import inspect
@@ -24,9 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from math import inf, isinf
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +36,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialValues, plain_alias
 from lightning_hanayo.pipeline_parallel.transport import Relay
+from lightning_hanayo.strategy.patches import PatchedFunction
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 
@@ -285,18 +284,8 @@ Original = Callable[..., Any]
 Tensors = Tensor | Iterable[Tensor]
 
 
-@dataclass(frozen=True)
-class _Replaced:
-    """A function whose code is replaced: its own code, a copy of it that runs as always, and what it does for a run."""
-
-    function: FunctionType
-    code: CodeType
-    original: Original
-    for_run: Callable[..., Any]
-
-
 _running: list[GradientNorms] = []
-_replaced: dict[str, _Replaced] = {}
+_patches: dict[str, PatchedFunction] = {}
 
 
 def start(norms: GradientNorms) -> None:
@@ -306,7 +295,14 @@ def start(norms: GradientNorms) -> None:
         UnsupportedError: this version of torch or Lightning defines one of them in another way.
     """
     if not _running:
-        _replace()
+        originals: dict[str, Any] = {}
+        for function, for_run in _FUNCTIONS.items():
+            _check(function)
+            patch = PatchedFunction(function, partial(_for_runs, for_run), originals)
+            name = patch.original.__name__
+            originals[name], _patches[name] = patch.original, patch  # torch's call each other: the originals
+        for patch in _patches.values():
+            patch.start()
     _running.append(norms)
 
 
@@ -315,55 +311,27 @@ def stop(norms: GradientNorms) -> None:
     if norms in _running:
         _running.remove(norms)
         if not _running:
-            _restore()
+            for patch in _patches.values():
+                patch.stop()
+            _patches.clear()
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call one of the functions. The code that takes the place of theirs calls this."""
-    one = _replaced[name]
-    bound = inspect.signature(one.original).bind(*args, **kwargs)
+def _for_runs(for_run: Callable[..., Any], original: Original, *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     with ExitStack() as stack:
         for run in _running:
             stack.enter_context(run.unguarded())
-        return one.for_run(one.original, *bound.arguments.values())
+        return for_run(original, *bound.arguments.values())
 
 
-def _replace() -> None:
-    plain = {_plain(function): for_run for function, for_run in _FUNCTIONS.items()}
-    originals: dict[str, Original] = {}
-    for function, for_run in plain.items():
-        name, scope = function.__name__, function.__globals__ | originals  # torch's call each other: the originals
-        originals[name] = FunctionType(function.__code__, scope, name, function.__defaults__)
-        _replaced[name] = _Replaced(function, function.__code__, originals[name], for_run)
-    for name, one in _replaced.items():
-        one.function.__code__ = _replacement.__code__.replace(co_name=name)
-
-
-def _restore() -> None:
-    for one in _replaced.values():
-        one.function.__code__ = one.code
-    _replaced.clear()
-
-
-def _plain(function: Callable[..., Any]) -> FunctionType:
-    """The function under its decorators."""
-    plain = inspect.unwrap(function)
-    if isinstance(plain, FunctionType) and not plain.__code__.co_freevars and not plain.__kwdefaults__:
-        return plain
-    raise UnsupportedError(
-        f"{function.__name__} isn't a plain function in torch {torch.__version__}, or another package has replaced it, "
-        f"so it can't be made to see the gradients of other ranks. Use torch 2.10 to 2.13, without such a package."
-    )
-
-
-def _replacement(*args: Any, **kwargs: Any) -> Any:
-    """Runs with the globals of the function whose code it replaces: so it imports what it needs."""
-    import sys
-
-    from lightning_hanayo.strategy.norms import call
-
-    return call(sys._getframe().f_code.co_name, *args, **kwargs)
+def _check(function: Callable[..., Any]) -> None:
+    if not PatchedFunction.is_possible(function) or inspect.unwrap(function).__kwdefaults__:
+        raise UnsupportedError(
+            f"{function.__name__} isn't a plain function in torch {torch.__version__}, or another package has replaced "
+            f"it, so it can't be made to see the gradients of other ranks. Use torch 2.10 to 2.13, without such a "
+            f"package."
+        )
 
 
 def _clip_grad_norm(
@@ -382,7 +350,7 @@ def _clip_grad_norm(
     run, listed = found
     total = run.total(run.gradients_of(listed), float(norm_type), foreach=foreach)
     _check_finite(total, norm_type, error_if_nonfinite)
-    _replaced["_clip_grads_with_norm_"].original(_own(listed), max_norm, total, foreach)
+    _patches["_clip_grads_with_norm_"].original(_own(listed), max_norm, total, foreach)
     return total
 
 
@@ -495,4 +463,4 @@ def _check_not_mixed(function: str, tensors: Sequence[Tensor], others: Sequence[
 
 def _check_finite(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
     """Raise torch's own error."""
-    _replaced["_get_total_norm"].original([total], norm_type, error_if_nonfinite)
+    _patches["_get_total_norm"].original([total], norm_type, error_if_nonfinite)

@@ -49,7 +49,7 @@ from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, wi
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.loops import Load, load_instead, loaded, was_in_epoch
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"

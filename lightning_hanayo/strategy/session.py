@@ -49,6 +49,7 @@ from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.optimizer.step_values import StepValues
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.setup.build_pipeline import (
     RankContext,
@@ -61,7 +62,6 @@ from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
 from lightning_hanayo.strategy.user_code.collectives import Progress, connect_collectives

@@ -59,7 +59,7 @@ from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to, overrides
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 Closure = Callable[[], Any]
 Unguarded = Callable[[], AbstractContextManager[None]]

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.strategy.guarded_hooks import guard_hooks, guarded_step_hooks
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 GUARD = ParameterGuard(torch.device("cpu"))
 

@@ -43,7 +43,7 @@ from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
 
 _ALL = ("data", "pipe", "x", "y", "z")

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.parsing import lightning_getattr
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 
 def end_searches_on_failure(trainer: "pl.Trainer", attributes: TemporaryAttributes, rank: int) -> None:

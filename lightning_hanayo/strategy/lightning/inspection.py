@@ -42,7 +42,7 @@ from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.pipeline_parallel.profiling.trace import RANGE
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
 
 

@@ -35,7 +35,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning_hanayo.errors import HanayoError, listed
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.groups import ProcessGroups
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 
 def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:

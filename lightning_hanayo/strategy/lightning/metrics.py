@@ -27,7 +27,7 @@ from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
 from lightning_hanayo.pipeline_parallel.transport import MessageKind, Relay
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 
 class SharedMetrics(_LoggerConnector):

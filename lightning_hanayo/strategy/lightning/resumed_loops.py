@@ -26,7 +26,7 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
 
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 
 def correct_loops(trainer: "pl.Trainer") -> None:

@@ -38,6 +38,7 @@ from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generat
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
+from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
 from lightning_hanayo.strategy.stopping import (
     LOOK,
     Decision,
@@ -51,7 +52,6 @@ from lightning_hanayo.strategy.stopping import (
     stopped,
     what_stopped,
 )
-from lightning_hanayo.strategy.temporary_attributes import Substitute, TemporaryAttributes
 from lightning_hanayo.topology import Topology
 
 AGAIN = 1.0

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.guards import MissingValues
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 _STAGES = {
     RunningStage.TRAINING: "training",

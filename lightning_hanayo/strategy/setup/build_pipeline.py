@@ -50,6 +50,7 @@ from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.pipeline import OUTSIDE, GradientSync, Pipeline
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
@@ -57,7 +58,6 @@ from lightning_hanayo.strategy.setup.plan import ModelPlan, recomputed_modules
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.values import fill_initial_values, load_on_all_ranks, make_room
 from lightning_hanayo.strategy.step_state import StepState
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 

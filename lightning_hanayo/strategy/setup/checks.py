@@ -35,7 +35,7 @@ from lightning_hanayo.strategy.lightning.user_hooks import (
     uploads_checkpoints,
 )
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.topology import Topology
 

@@ -29,8 +29,8 @@ from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast
 from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_values
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.topology import Topology
 
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -17,8 +17,6 @@ Refuses collectives of `torch.distributed` over the whole world where only some 
     dist.all_reduce(x) in on_train_epoch_end     all ranks run it, also those without data of their own: an error
     dist.all_reduce(x, group=mine)               as always
     dist.barrier() in on_train_epoch_end         as always
-
-Users import these functions by name, so the code object of each function is replaced for the time of a run.
 """
 
 import functools
@@ -30,7 +28,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from types import CodeType, FrameType, FunctionType
+from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +43,7 @@ from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import AllGather, ProcessGroups
+from lightning_hanayo.strategy.patches import PatchedFunction
 
 _LOOK = 1.0
 """seconds between two looks at how far the others are"""
@@ -449,7 +449,6 @@ _OTHERS = (
     "barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "send",
     "recv", "isend", "irecv",
 )  # fmt: skip
-_SIZE = "get_world_size"
 _WAY_OUT = (
     "Call self.all_gather, self.trainer.strategy.reduce, broadcast or barrier, which know the ranks with data; or "
     "log with self.log(..., sync_dist=True)"
@@ -504,15 +503,17 @@ class Run:
 
 
 _running: list[Run] = []
-_notes: list[Callable[[FrameType], None]] = []
-_replaced: dict[str, tuple[FunctionType, CodeType, Callable[..., Any]]] = {}
+_patches: list[PatchedFunction] = []
 
 
 def start(run: Run) -> None:
     """From now on, check what user code calls."""
     if not _running:
-        for name in (*_REDUCING, *_OTHERS):
-            _replace(name)
+        functions = {name: getattr(distributed_c10d, name) for name in (*_REDUCING, *_OTHERS)}
+        possible = {name: one for name, one in functions.items() if PatchedFunction.is_possible(one)}
+        _patches.extend(PatchedFunction(one, partial(_checked, name)) for name, one in possible.items())
+        for patch in _patches:
+            patch.start()
     _running.append(run)
 
 
@@ -521,31 +522,30 @@ def stop(run: Run) -> None:
     if run in _running:
         _running.remove(run)
     if not _running:
-        for function, code, _ in _replaced.values():
-            function.__code__ = code
-        _replaced.clear()
+        for patch in _patches:
+            patch.stop()
+        _patches.clear()
 
 
 @contextmanager
 def world_size_watched(note: Callable[[FrameType], None]) -> Iterator[None]:
     """Inside it, `note` gets the frame of each caller of `torch.distributed.get_world_size()`."""
-    _replace(_SIZE)
-    _notes.append(note)
+
+    def noted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if {*args, *kwargs.values()} <= {None, dist.group.WORLD}:
+            note(sys._getframe(3))  # behind this function, `PatchedFunction.call` and the replaced code
+        return original(*args, **kwargs)
+
+    patch = PatchedFunction(distributed_c10d.get_world_size, noted)
+    patch.start()
     try:
         yield
     finally:
-        _notes.remove(note)
-        function, code, _ = _replaced.pop(_SIZE)
-        function.__code__ = code
+        patch.stop()
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call one of the functions. The code that takes the place of theirs calls this."""
-    original = _replaced[name][2]
-    if name == _SIZE:
-        for note in _notes if {*args, *kwargs.values()} <= {None, dist.group.WORLD} else ():
-            note(sys._getframe(2))  # the caller of the function whose code calls this
-        return original(*args, **kwargs)
+def _checked(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of one of the functions."""
     for run in _running if distributed_c10d.is_initialized() else ():
         bound = _signature(original).bind(*args, **kwargs).arguments
         if bound.get("group") in (None, dist.group.WORLD):
@@ -556,23 +556,3 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 _signature = functools.cache(inspect.signature)
-
-
-def _replace(name: str) -> None:
-    function = inspect.unwrap(getattr(distributed_c10d, name))
-    assert isinstance(function, FunctionType)
-    code = function.__code__
-    if not code.co_freevars:
-        original = FunctionType(code, function.__globals__, name, function.__defaults__)
-        original.__kwdefaults__ = function.__kwdefaults__
-        _replaced[name] = function, code, original
-        function.__code__ = _replacement.__code__.replace(co_name=name)
-
-
-def _replacement(*args: Any, **kwargs: Any) -> Any:
-    """Runs with the globals of the function whose code it replaces: so it imports what it needs."""
-    import sys
-
-    from lightning_hanayo.strategy.user_code.collectives import call
-
-    return call(sys._getframe().f_code.co_name, *args, **kwargs)

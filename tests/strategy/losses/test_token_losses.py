@@ -23,7 +23,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.strategy.losses import token_losses
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.tensor_parallel.mesh import Mesh, Pending
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.setup.checks import check_cuda_graphs, run_uncompiled
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from tests.harness import models
 
 

@@ -1,0 +1,152 @@
+"""What is patched for the time of a run, and restored afterwards: attributes of instances, and functions of libraries.
+
+module    on_train_epoch_end: f (the user's)          clip_grad_norm_    its own code
+set       on_train_epoch_end: ours, which calls f     start              code that calls ours
+restore   on_train_epoch_end: f                       stop               its own code
+
+Users import functions by name, so replacing them in their modules would come too late. What is replaced is the code
+object of the function itself, under its decorators.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+_MISSING = object()
+
+
+class TemporaryAttributes:
+    """Remembers what each instance held before, and restores it in reverse order.
+
+    It bypasses `__setattr__` of the instances, so that a module never takes a value for a parameter or a child.
+    """
+
+    def __init__(self) -> None:
+        self._set: list[tuple[Any, str, Any, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an instance, including its `__class__`."""
+        self._set.append((owner, name, value, _instance_value(owner, name)))
+        object.__setattr__(owner, name, value)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside it, the instances have what they had before: for copies of them."""
+        current = [(owner, name, new) for owner, name, new, _ in self._set if _instance_value(owner, name) is new]
+        self.restore()
+        try:
+            yield
+        finally:
+            for owner, name, value in current:
+                self.set(owner, name, value)
+
+    def restore(self) -> None:
+        """Restore everything that still has the value set here: what the user has changed since then stays."""
+        while self._set:
+            owner, name, value, before = self._set.pop()
+            if _instance_value(owner, name) is not value:
+                continue
+            if before is _MISSING:
+                object.__delattr__(owner, name)
+            else:
+                object.__setattr__(owner, name, before)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside it, an instance has another attribute, past its `__setattr__`."""
+    attributes = TemporaryAttributes()
+    attributes.set(owner, name, value)
+    try:
+        yield
+    finally:
+        attributes.restore()
+
+
+class PatchedFunction:
+    """A function that calls another one from `start` to `stop`. One of each name is patched at a time.
+
+    Args:
+        function: a plain function, maybe under decorators, without a closure.
+        instead: what is called, with `original` and the arguments.
+        names: globals that the original finds in place of its module's.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], instead: Callable[..., Any], names: Mapping[str, Any] | None = None
+    ) -> None:
+        plain = inspect.unwrap(function)
+        assert isinstance(plain, FunctionType)
+        self._function, self._code, self._instead = plain, plain.__code__, instead
+        scope = plain.__globals__ | dict(names) if names is not None else plain.__globals__
+        self.original = FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__)
+        """runs as the function always did"""
+        self.original.__kwdefaults__ = plain.__kwdefaults__
+
+    @staticmethod
+    def is_possible(function: Callable[..., Any]) -> bool:
+        """Whether it is a plain function without a closure."""
+        plain = inspect.unwrap(function)
+        return isinstance(plain, FunctionType) and not plain.__code__.co_freevars
+
+    def start(self) -> None:
+        """From now on calls of the function call the other one."""
+        _patched[self._function.__name__] = self
+        self._function.__code__ = _replacement.__code__.replace(co_name=self._function.__name__)
+
+    def stop(self) -> None:
+        """Give the function its own code back."""
+        self._function.__code__ = self._code
+        _patched.pop(self._function.__name__, None)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Called in place of the function."""
+        return self._instead(self.original, *args, **kwargs)
+
+
+_patched: dict[str, PatchedFunction] = {}
+"""by the function's name"""
+
+
+def patched(name: str) -> PatchedFunction:
+    """The function of that name, which is patched now."""
+    return _patched[name]
+
+
+def _replacement(*args: Any, **kwargs: Any) -> Any:
+    """Runs with the globals of the function whose code it replaces: so it imports what it needs."""
+    import sys
+
+    from lightning_hanayo.strategy.patches import patched
+
+    return patched(sys._getframe().f_code.co_name).call(*args, **kwargs)
+
+
+class Substitute:
+    """Takes the place of a method on an instance. Copies of the instance have the method itself again.
+
+    `call` gets the method, and the arguments.
+    """
+
+    def __init__(self, method: Callable[..., Any], call: Callable[..., Any]) -> None:
+        self._method, self._call = method, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands for the method."""
+        return self._call(self._method, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._method,)
+
+
+def _itself(method: Any) -> Any:
+    return method
+
+
+def _instance_value(owner: Any, name: str) -> Any:
+    """What the instance itself holds, not its class; the value of a property."""
+    if name == "__class__" or isinstance(getattr(type(owner), name, None), property):
+        return getattr(owner, name)
+    return vars(owner).get(name, _MISSING)

@@ -195,6 +195,18 @@ class ParameterGuard:
 
         return run
 
+    def check_all_ranks(self, function: str) -> None:
+        """Check that the user code that runs now, and calls the function, runs on all ranks.
+
+        Raises:
+            UnsupportedError: it runs on pipeline rank 0 alone.
+        """
+        if self.scope in ("step", "alone"):
+            raise UnsupportedError(
+                f"{function} was called in {self.hook_name or 'a step'}, which runs on pipeline rank 0 alone. Call it "
+                f"in a hook that runs on all ranks, such as on_train_epoch_end, or after fit."
+            )
+
     @property
     def runs_on_all_ranks(self) -> bool:
         """Whether the user code that runs now runs on all pipeline ranks."""

@@ -109,7 +109,9 @@ class HangWatch:
         self._is_finishing = True
 
     def stop(self) -> None:
-        """Stop watching at once: the run has failed, or another one begins."""
+        """Stop watching at once: the run has failed, or another one begins. A second call does nothing."""
+        if self._over.is_set():
+            return
         self._over.set()
         for remove in self._remove:
             remove()

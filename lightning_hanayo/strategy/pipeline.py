@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.pipeline_parallel import split_backward
+from lightning_hanayo.pipeline_parallel.autograd.recomputation import stop_recomputing
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
@@ -230,7 +233,7 @@ class Pipeline:
         self.engine.channel.finish()
         if self.engine.pairs is not None:
             self.engine.pairs.close()
-        self._stop_user_code()
+        self._leave_user_code()
 
     def abandon(self) -> None:
         """After a failure: drop everything under way, without waiting for other ranks, and close the connections."""
@@ -240,11 +243,16 @@ class Pipeline:
         self.gradients.forget()
         self.step_state.forget()
         self.engine.channel.transport.close()
-        self._stop_user_code()
+        self._leave_user_code()
 
-    def _stop_user_code(self) -> None:
+    def _leave_user_code(self) -> None:
+        """End the threads of steps, and give the blocks and their linear layers their own `forward` back."""
         if self.user_step is not None:
             self.user_step.close()
+        blocks = self.ownership.stack.blocks
+        forward_patch.unpatch_blocks(blocks)
+        stop_recomputing(blocks)
+        split_backward.unpatch_linear_layers(blocks)
 
     def _weigh_gradients(self) -> None:
         if self._late_weight != 1.0:

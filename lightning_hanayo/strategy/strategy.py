@@ -380,12 +380,12 @@ class HanayoStrategy(MeshParallelStrategy):
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
             refuse_partial_states(self.optimizers)
-            check_optimizers(self.optimizers, self.topology, is_sharded=self.session.shards is not None)
+            check_optimizers(self.optimizers, self.topology, is_sharded=self.session.steps.shards is not None)
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self._states_device)
             self.session.prepare_steps(self.module, list(map(unwrapped, self.optimizers)), self._kept)
-            self.session.guard_states(self.optimizers)
+            self.session.steps.guard_states(self.optimizers)
             self._names_in_fit = self.session.names
             check_saving(trainer, self.module, self.checkpoints)
             self.session.measure_memory(self.module)
@@ -462,7 +462,7 @@ class HanayoStrategy(MeshParallelStrategy):
         step, trainer = self.module.training_step, self.module.trainer
         measured = self.session.measured_batch(self.module, self.optimizers)
         with self._unguarded(), self.precision_plugin.train_step_context(), measured:
-            self.session.check_optimizers(trainer, self.module)
+            self.session.steps.check(trainer, self.module)
             self.checkpoints.poll()
 
             def user_step(part: Any) -> Any:
@@ -496,7 +496,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
-        hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, allowed=self.session.shards is None)
+        hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, allowed=self.session.steps.shards is None)
         with (
             self._unguarded(),
             hooks,
@@ -504,7 +504,7 @@ class HanayoStrategy(MeshParallelStrategy):
         ):  # also from a user's hook
             step = partial(self.session.votes.step, step)
             result = self.session.nonfinite.step(step, optimizer, closure)
-            self.session.end_optimizer_step()
+            self.session.steps.end_step()
             return result
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -612,12 +612,12 @@ class HanayoStrategy(MeshParallelStrategy):
         if self._saves_on_exception is not None:
             self._saves_on_exception.check()
         if session is not None:
-            session.check_all_ranks("trainer.save_checkpoint")
+            session.guard.check_all_ranks("trainer.save_checkpoint")
         with self._unguarded(), self._master_values():
             self._prepared_module.check(module)
             if session is None or not session.has_pipeline:
                 return module.state_dict()
-            return self._state_of(module, session.sharding_in_use)
+            return self._state_of(module, session.steps.sharding_in_use)
 
     def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:
         """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
@@ -631,7 +631,7 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer, sharding, shards = unwrapped(optimizer), self.session.state_sharding, self.session.shards
+        optimizer, sharding, shards = unwrapped(optimizer), self.session.steps.sharding, self.session.steps.shards
         with self._unguarded(), nullcontext() if shards is None else shards.states_in_use():
             if self.checkpoints.is_sharded:
                 return parts.optimizer_state(optimizer, self._names, sharding)
@@ -684,7 +684,7 @@ class HanayoStrategy(MeshParallelStrategy):
         session = self.session
         if not session.has_pipeline:
             return None
-        return CutModel(self.module, session.pipeline, session.cube, session.shards, self.optimizers, self._names)
+        return CutModel(self.module, session.pipeline, session.cube, session.steps.shards, self.optimizers, self._names)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -698,7 +698,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if self._session is not None:
-            self._session.check_all_ranks("load_checkpoint")
+            self._session.guard.check_all_ranks("load_checkpoint")
         verify = self.options.verify_checkpoints
         checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
         with self._unguarded():
@@ -721,12 +721,12 @@ class HanayoStrategy(MeshParallelStrategy):
             kept.put_in(self.module, cube)
             if self.options.master_weights is not None:
                 with self._master_values():
-                    kept.put_in(self.module, self._session.sharding_in_use)
+                    kept.put_in(self.module, self._session.steps.sharding_in_use)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            sharding = self.session.state_sharding
+            sharding = self.session.steps.sharding
             load_optimizers(self.module, self.optimizers, checkpoint, self._names, sharding, self.options)
         move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
@@ -758,7 +758,8 @@ class HanayoStrategy(MeshParallelStrategy):
 
     def _master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
-        return nullcontext() if self._session is None else self._session.master_values()
+        session = self._session
+        return session.steps.master_values() if session is not None and session.has_pipeline else nullcontext()
 
     # end
 

@@ -37,7 +37,7 @@ What goes wrong in callbacks after the error is shown in one line. The error sta
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -245,8 +245,19 @@ def _hook(module: "pl.LightningModule", name: str, instance_hook: Callable[..., 
     """Takes the place of the module's hook. It holds nothing of the run, so that the module can be copied."""
     hook = instance_hook or partial(getattr(type(module), name), module)
     session: Any = module.trainer.strategy.session  # type: ignore[attr-defined]
-    with session.agreeing_on_gradients(name):
-        hook(*args)
+    parameters = session.pipeline.parameters  # no groups in local variables: a traceback would keep them alive
+    had_gradients = _any_gradient(parameters)
+    hook(*args)
+    session.replica_relay.broadcast("vote")
+    if session.groups.cube is not None:
+        agree_in_cube(parameters, session.groups.cube.whole)
+    check_alike(
+        name, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=session.groups.replica
+    )
+
+
+def _any_gradient(parameters: Iterable[Tensor]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -464,7 +464,7 @@ def _whole_gradient(trainer: pl.Trainer, parameter: nn.Parameter) -> Tensor:
     """A parameter's gradient; gathered from the data ranks, too, if each has the sums of its own rows alone."""
     if parameter.grad is None:
         return _whole(trainer, torch.zeros_like(parameter), parameter)
-    shards = None if (session := _session(trainer)) is None else session.shards
+    shards = None if (session := _session(trainer)) is None else session.steps.shards
     if shards is None or not shards.scatters or parameter not in shards:
         return _whole(trainer, parameter.grad, parameter)
     whole: Tensor = shards.unshard(shards.own_rows(parameter, parameter.grad), parameter)

@@ -4,7 +4,7 @@ Builds this rank's stages out of blocks and user code, and patches the blocks' f
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside
 from lightning_hanayo.pipeline_parallel import split_backward
-from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute, stop_recomputing
+from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, RecordedOutputs
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_parameters
@@ -32,6 +32,7 @@ from lightning_hanayo.pipeline_parallel.capture.user_step import ReplacedParamet
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.comm.replicated_tensors import ReplicatedTensors
 from lightning_hanayo.pipeline_parallel.engine import Engine
+from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce, TiedGradients, sparse_weights
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
@@ -41,7 +42,7 @@ from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, MiddleStage, NoHooks, SingleStage, Stage
 from lightning_hanayo.pipeline_parallel.tp_stages import TensorParallelFirstStage, TensorParallelLastStage
-from lightning_hanayo.pipeline_parallel.transport import OnFailure, ProcessGroupTransport, Relay
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind, Schedule
 from lightning_hanayo.schedule.communication import message_pairs
@@ -52,6 +53,7 @@ from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.pipeline import OUTSIDE, GradientSync, Pipeline
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
 from lightning_hanayo.strategy.setup.plan import ModelPlan, recomputed_modules
@@ -61,60 +63,37 @@ from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 
-@dataclass(frozen=True)
-class RankContext:
-    """What this rank brings to its pipeline. `on_failure` is called when a transfer fails."""
-
-    options: Options
-    groups: ProcessGroups
-    device: torch.device
-    relay: Relay
-    attributes: TemporaryAttributes
-    guard: ParameterGuard
-    on_failure: OnFailure
-    seed: int
-    """for values of what was built on the meta device; equal on all ranks"""
-    random_streams: RandomStreams | None
-    """None: random numbers come from torch's own generators, unchanged"""
-    values: MadeValues
-    """notes what blocks and stages make"""
-    given: Collection[str] = ()
-    """the names of what gets its values from a checkpoint"""
-    trains: bool = False
-    scatters_gradients: bool = False
-    """whether no user code reads gradients, so that each data rank may have sums of its own rows only"""
-
-    def transport(self, table: Schedule) -> ProcessGroupTransport:
-        """A new transport for the table among the ranks of this rank's pipeline. Called by all ranks of the world."""
-        return ProcessGroupTransport(
-            self.groups.pipe_ranks,
-            control=self.groups.control,
-            channels=self.groups.channels.connect(message_pairs(table)),
-            device=self.device,
-            on_failure=self.on_failure,
-        )
-
-
 def build_pipeline(
     model: nn.Module,
     plan: ModelPlan,
     prepared: PreparedModel,
-    context: RankContext,
-    example: Callable[[], object] | None,
+    run: Run,
+    streams: RandomStreams | None,
+    example: Callable[[], object] | None = None,
+    given: Collection[str] = (),
+    *,
+    scatters_gradients: bool | None = None,
 ) -> Pipeline:
     """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
 
-    The model is whole, and the same on all ranks; afterwards the parameters of other ranks are placeholders. `prepared`
-    takes the blocks of each stage. `example` runs the model once, for `balance="time"`.
+    Args:
+        model: whole, and the same on all ranks; afterwards the parameters of other ranks are placeholders.
+        plan: of the stack, the layout and the cube.
+        prepared: what earlier runs have done to the model; takes the blocks of each stage.
+        run: of the Trainer.
+        streams: of random numbers; None: torch's own generators, unchanged.
+        example: runs the model once, for `balance="time"`.
+        given: the names of what gets its values from a checkpoint.
+        scatters_gradients: whether data ranks may have sums of their own rows only; None: nothing is trained.
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
     stage_blocks = [range(len(plan.stack))] if layout.num_stages == 1 else _known_cut(prepared, layout)
     if stage_blocks is None:
-        loads = _loads(model, plan, context, example)
+        loads = _loads(model, plan, run, example)
         stage_blocks = cut(loads, table.stage_ranks[: layout.num_stages], outside_stage=_outside_stage(layout))
         prepared.stage_shares = stage_shares(loads[0], stage_blocks, _outside_stage(layout))
-    if context.options.costs is None and prepared.stage_shares is not None:
+    if run.options.costs is None and prepared.stage_shares is not None:
         layout = layout.with_shares(prepared.stage_shares)
         table = layout.table(layout.num_microbatches)
     loss_stage = [range(0)] if table.loss_stage else []
@@ -124,23 +103,22 @@ def build_pipeline(
     if cube is not None:
         ownership.check_cube(model, is_replicated=not cube.shares_samples)
     prepared.ownership = ownership  # from now on the module is cut
-    transport = context.transport(table)
+    transport = _transport(run, table)
     rank = transport.rank
-    deferred = DeferredInit(model, context.seed) if is_deferred(model) else None
+    deferred = DeferredInit(model, run.seed) if is_deferred(model) else None
     parameters = _keep_own(model, ownership, rank)
-    _move(model, context.device)
+    _move(model, run.device)
     if cube is not None:
         blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
         cube.parallelize(blocks, parameters, modules_outside(model, plan.stack))
-    full_parameters = _guard_parameters(model, ownership, rank, cube, context)
+    full_parameters = _guard_parameters(model, ownership, rank, cube, run)
     own_modules = _own_modules(model, ownership, rank)
     if plan.pretrained:
-        load_on_all_ranks(plan.pretrained, model, own_modules, deferred, context.device, cube)
+        load_on_all_ranks(plan.pretrained, model, own_modules, deferred, run.device, cube)
     if deferred is not None:
-        make_room(deferred, model, own_modules, context.given, context.device)
-        fill_initial_values(deferred, own_modules, context.device, cube)
+        make_room(deferred, model, own_modules, given, run.device)
+        fill_initial_values(deferred, own_modules, run.device, cube)
 
-    streams = context.random_streams
     stages, user_step = build_stages(
         model,
         layout,
@@ -148,48 +126,50 @@ def build_pipeline(
         rank,
         cube=cube,
         streams=streams,
-        values=context.values,
-        attributes=context.attributes,
-        guard=context.guard,
-        options=context.options,
+        values=run.values,
+        attributes=run.attributes,
+        guard=run.guard,
+        options=run.options,
     )
-    gradients = _gradient_sync(model, ownership, rank, context, cube, full_parameters)
+    gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients)
     engine = Engine(
         stages,
         PointToPointChannel(transport),
         gradients.stages.start,
-        Trace(clock_for(context.device)),
+        Trace(clock_for(run.device)),
         before_forward=gradients.finish_gather,
         streams=streams,
-        values=context.values,
-        pairs=_pairs(context, model, cube, stages),
+        values=run.values,
+        pairs=_pairs(run, model, cube, stages, streams),
     )
     splitter: BatchSplitter
     if cube is not None:
         splitter = cube.splitter
     else:
-        splitter = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(context.options.batch_rule)
+        splitter = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(run.options.batch_rule)
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(
         layout,
         ownership,
         rank,
         engine,
-        context.relay,
+        run.pipe_relay,
         parameters,
         gradients,
         splitter,
         _alone if cube is None else cube.all_gather,
-        _step_state(model, ownership, rank, cube, context.groups, context.device),
+        _step_state(model, ownership, rank, cube, run.groups, run.device),
         user_step,
         streams,
     )
 
 
-def _pairs(context: RankContext, model: nn.Module, cube: Cube | None, stages: Mapping[int, Stage]) -> Pairs | None:
+def _pairs(
+    run: Run, model: nn.Module, cube: Cube | None, stages: Mapping[int, Stage], streams: RandomStreams | None
+) -> Pairs | None:
     """What runs two actions of this rank at once, if that is asked for."""
-    groups = context.groups.cube
-    if groups is None or cube is None or not context.options.pairs:
+    groups = run.groups.cube
+    if groups is None or cube is None or not run.options.pairs:
         return None
     if cube.queue is None:
         rank_zero_warn(
@@ -198,9 +178,9 @@ def _pairs(context: RankContext, model: nn.Module, cube: Cube | None, stages: Ma
         )
         return None
     whole, parameters = groups.whole, list(model.parameters())
-    states: list[ActionState] = [context.values, *(stage.queue for stage in stages.values())]
-    if context.random_streams is not None:
-        states.append(context.random_streams)
+    states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values())]
+    if streams is not None:
+        states.append(streams)
     return Pairs(
         cube.queue,
         states,
@@ -216,11 +196,36 @@ def _alone(value: Any) -> list[Any]:
     return [value]
 
 
-def restore_forwards(pipeline: Pipeline) -> None:
-    """Give the blocks and their linear layers their own `forward` back, after a run."""
-    forward_patch.unpatch_blocks(pipeline.ownership.stack.blocks)
-    stop_recomputing(pipeline.ownership.stack.blocks)
-    split_backward.unpatch_linear_layers(pipeline.ownership.stack.blocks)
+def _transport(run: Run, table: Schedule) -> ProcessGroupTransport:
+    """A new transport for the table among the ranks of this rank's pipeline. Called by all ranks of the world."""
+    return ProcessGroupTransport(
+        run.groups.pipe_ranks,
+        control=run.groups.control,
+        channels=run.groups.channels.connect(message_pairs(table)),
+        device=run.device,
+        on_failure=run.failures.on_transfer,
+    )
+
+
+def examine_first_batch(run: Run, pipeline: Pipeline, cube: Cube | None) -> None:
+    """Let the first batch show that its micro-batches, and those of other data ranks, add up to it."""
+    ownership, count, num_data = pipeline.ownership, pipeline.layout.num_microbatches, run.topology.data
+    if count * num_data == 1 and cube is None:
+        return
+    own = [index for stage in ownership.stages_of(pipeline.rank) for index in ownership.stages[stage]]
+    pipeline.first_batch = FirstBatch(
+        blocks={index: ownership.stack.blocks[index] for index in own},
+        values=run.values,
+        device=run.device,
+        num_microbatches=count,
+        num_data=num_data,
+        is_single=pipeline.layout.num_stages == 1,
+        is_cube=cube is not None,
+        keeps_samples=cube is None or cube.keeps_layout,
+        carriers=next(iter(pipeline.engine.stages.values())).carriers,
+        share=partial(run.failures.gather, "what the first batch shows"),
+        warns=run.rank == 0,
+    )
 
 
 def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
@@ -234,35 +239,34 @@ def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
     return [tensor for tensor in stored if not tensor.is_meta]
 
 
-def _guard_parameters(
-    model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, context: RankContext
-) -> FullParameters:
+def _guard_parameters(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, run: Run) -> FullParameters:
     """Guard what user code can't use as it is, and return where it gets the whole of it."""
     parameters, owners = dict(model.named_parameters()), ownership.rank_by_name(model)
     shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, set())
-    context.guard.watch(parameters, owners, shapes, in_steps)
-    return FullParameters(parameters, owners, rank, context.groups, cube, context.guard)
+    run.guard.watch(parameters, owners, shapes, in_steps)
+    return FullParameters(parameters, owners, rank, run.groups, cube, run.guard)
 
 
 def _gradient_sync(
     model: nn.Module,
     ownership: Ownership,
     rank: int,
-    context: RankContext,
+    run: Run,
     cube: Cube | None,
     full_parameters: FullParameters,
+    scatters: bool | None,
 ) -> GradientSync:
     """Sum over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
-    groups = context.groups
+    groups = run.groups
     trained = {stage: ownership.stage_parameters(model, stage) for stage in ownership.stages_of(rank)}
     if cube is None:
         sparse = sparse_weights(model).values()
-        shards = _optimizer_shards(trained, context, None, sparse)
+        shards = _optimizer_shards(trained, run, None, scatters, sparse)
         return GradientSync(GradientAllReduce(trained, groups.data, sparse, shards), full_parameters, shards=shards)
     outside = cube.outside
     excluded = set(outside.parameters)
     sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
-    shards = _optimizer_shards({OUTSIDE: outside.parameters, **sharded}, context, cube)
+    shards = _optimizer_shards({OUTSIDE: outside.parameters, **sharded}, run, cube, scatters)
     all_reduce = GradientAllReduce(
         sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
     )
@@ -274,16 +278,17 @@ def _gradient_sync(
 
 def _optimizer_shards(
     stages: Mapping[int, Sequence[nn.Parameter]],
-    context: RankContext,
+    run: Run,
     cube: Cube | None,
+    scatters: bool | None,
     whole: Iterable[torch.Tensor] = (),
 ) -> OptimizerShards | None:
     """The rows of each parameter that this data rank will update; None if the optimizer isn't sharded."""
-    data = context.groups.data
-    if data is None or not (context.trains and context.options.shard_optimizer):
+    data = run.groups.data
+    if data is None or scatters is None or not run.options.shard_optimizer:
         return None
     axis = MeshAxis(data, data.size(), data.rank(), what="rows of a sharded optimizer")
-    return OptimizerShards(stages, axis, cube, whole=frozenset(whole), scatters=context.scatters_gradients)
+    return OptimizerShards(stages, axis, cube, whole=frozenset(whole), scatters=scatters)
 
 
 def _step_state(
@@ -310,16 +315,16 @@ def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:
     return blocks if blocks is not None and len(blocks) == layout.num_stages else None
 
 
-def _loads(model: nn.Module, plan: ModelPlan, context: RankContext, example: Callable[[], object] | None) -> list[Load]:
+def _loads(model: nn.Module, plan: ModelPlan, run: Run, example: Callable[[], object] | None) -> list[Load]:
     """What the pipeline ranks are to share evenly, the same on all of them: time, and parameters."""
-    stack, options = plan.stack, context.options
+    stack, options = plan.stack, run.options
     sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
     parameters = Load(sizes, num_parameters_outside(model, stack))
     if options.balance == "parameters":
         return [Load(sizes, num_parameters_outside(model, stack, computing=True)), parameters]
     if options.balance != "time":
         return [Load([float(cost) for cost in options.balance])]
-    times, outside = _measured_times(model, stack, example, context.device)
+    times, outside = _measured_times(model, stack, example, run.device)
     return [Load(times, outside), parameters]
 
 

@@ -1,0 +1,112 @@
+"""One run of the Trainer on one rank: who it is, whom it is connected to, what it has changed, and how all that ends.
+
+begun     relays, collectives, hooks of torch, the pipeline, norms, ...     each adds its end when it begins
+end       ..., norms, the pipeline, ...                                     the last first, together with all ranks
+abandon   the same order                                                    after a failure: waits for nobody
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from lightning_hanayo.errors import available
+from lightning_hanayo.partition.guards import ParameterGuard
+from lightning_hanayo.pipeline_parallel.nan import MadeValues
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Relay
+from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.topology import Topology
+
+End = Callable[[], object]
+
+
+class RunParts:
+    """What a run has begun on this rank, and how each part of it ends."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[End, End]] = []
+
+    def add(self, end: End, abandon: End | None = None) -> None:
+        """Called when a part begins.
+
+        Args:
+            end: called on all ranks, when the run has ended on this one: it may wait until others have what was sent.
+            abandon: called after a failure, maybe after `end`: other ranks may be gone, and gloo wakes those that wait
+                for this one only when no object holds a process group any more. None: the same as `end`.
+        """
+        self._parts.append((end, abandon or end))
+
+    def end(self) -> None:
+        """End all parts, the last one first."""
+        for end, _ in reversed(self._parts):
+            end()
+
+    def abandon(self) -> None:
+        """Abandon all parts, the last one first."""
+        for _, abandon in reversed(self._parts):
+            abandon()
+
+
+class Run:
+    """What the parts of a run share."""
+
+    def __init__(
+        self,
+        options: Options,
+        topology: Topology,
+        groups: ProcessGroups,
+        failures: Failures,
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.options = options
+        self.topology = topology
+        self.failures = failures
+        self.rank = rank
+        self.device = device
+        self.data_rank, self.pipe_rank, *_ = topology.coordinates(rank)
+        self.parts = RunParts()
+        self.attributes = TemporaryAttributes()
+        self.guard = ParameterGuard(device)
+        self.values = MadeValues(is_watched=options.nonfinite != "ignore")
+        self.seed = 0
+        """of the random streams, and of values that are made on each rank; the same on all ranks"""
+        self._open_groups: ProcessGroups | None = groups
+        self.pipe_relay = self._relay(groups.pipe_ranks)
+        """from pipeline rank 0 to the others"""
+        is_cube = prod(topology.cube) > 1
+        self.replica_relay = self._relay(groups.replica_ranks) if is_cube else self.pipe_relay
+        """from the first of the ranks that train one copy of the model to the others"""
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """This rank's process groups. Not to be kept in local variables: a traceback would keep them alive."""
+        return available(self._open_groups, "process groups exist until a run has failed")
+
+    def forget_groups(self) -> None:
+        """After a failure: hold no process group."""
+        self._open_groups = None
+
+    @property
+    def relays(self) -> tuple[Relay, ...]:
+        """Of this rank; one if the same ranks belong to both."""
+        return tuple({id(relay): relay for relay in (self.pipe_relay, self.replica_relay)}.values())
+
+    def _relay(self, ranks: tuple[int, ...]) -> Relay:
+        control = self.groups.control if ranks == self.groups.pipe_ranks else self.groups.replica
+        on_failure = self.failures.on_transfer
+        transport = ProcessGroupTransport(
+            ranks, control=control, channels={}, device=self.device, on_failure=on_failure
+        )
+        relay = Relay(transport)
+
+        def abandon() -> None:
+            relay.forget()
+            transport.close()
+
+        self.parts.add(relay.finish, abandon)
+        return relay

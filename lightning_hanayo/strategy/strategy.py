@@ -1,7 +1,7 @@
 """`HanayoStrategy`: Lightning's hooks, each a few lines that say when something happens; the work is done elsewhere."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -19,51 +18,35 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hanayo.dist_checkpointing.export import open_weights
-from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
-from lightning_hanayo.partition import guards
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
-from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import run_batch
-from lightning_hanayo.strategy.callbacks import ShardingOfCopy
-from lightning_hanayo.strategy.checkpoints import parts, save
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
-from lightning_hanayo.strategy.checkpoints.load import Checkpoint, check_start, load_optimizers, read_checkpoint
-from lightning_hanayo.strategy.checkpoints.parts import CutModel
-from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
+from lightning_hanayo.strategy.checkpoints import save
+from lightning_hanayo.strategy.checkpoints.load import check_start
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints, check_plugin, check_saving
 from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
-from lightning_hanayo.strategy.joining import is_lost_connection
 from lightning_hanayo.strategy.lightning.batch_size_search import end_searches_on_failure
 from lightning_hanayo.strategy.lightning.inspection import record_all_threads
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
 from lightning_hanayo.strategy.lightning.loops import agree_on_counts, validate_together
-from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
-from lightning_hanayo.strategy.memory import MemoryReport
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
 from lightning_hanayo.strategy.restarts import Restarts, write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
-from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
 from lightning_hanayo.strategy.setup.plan import plan_for
-from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.stopping import report_of
-from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 from lightning_hanayo.strategy.votes import SavesOnException
+from lightning_hanayo.strategy.whole_model import WholeModelStrategy
 
 
-class HanayoStrategy(MeshParallelStrategy):
+class HanayoStrategy(WholeModelStrategy):
     """Trains a LightningModule as a wave pipeline (Hanayo, SC'23), combined with data and 3-D tensor parallelism.
 
     The module stays unchanged. Its stack of blocks is cut into stages, which are assigned to the pipeline ranks in
@@ -217,56 +200,18 @@ class HanayoStrategy(MeshParallelStrategy):
     ) -> None:
         arguments = with_layout(locals() | {"costs": costs_from(costs)})
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
-        self._session: Session | None = None
-        self._saves_on_exception: SavesOnException | None = None
         self._stops_on_signal: StopsOnSignal | None = None
-        self._resume: Resume | None = None
-        self._checkpoints: Checkpoints | None = None
-        self._restarts: Restarts | None = None
-        self._names_in_fit: Mapping[Tensor, str] = {}
         self._accumulates = False
-        self._kept: KeptValues | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
         state: dict[str, Any] = super().__getstate__()
         of_run = (
-            "_groups",
-            "_failures",
-            "_session",
-            "_checkpoints",
-            "_saves_on_exception",
-            "_stops_on_signal",
-            "_resume",
+            "_groups", "_failures", "_session", "_checkpoints", "_saves_on_exception", "_stops_on_signal", "_resume",
             "_restarts",
-        )
+        )  # fmt: skip
         return state | dict.fromkeys(of_run) | {"_names_in_fit": {}}
-
-    @property
-    def session(self) -> Session:
-        """The run of the Trainer under way, or the last one."""
-        return available(self._session, "the session exists once the Trainer has started a run")
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """This rank's part of the pipeline; it exists while the Trainer runs."""
-        return self.session.pipeline
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """Saves and removes the checkpoints of this run."""
-        return available(self._checkpoints, "checkpoints can be saved once the Trainer has started a run")
-
-    @property
-    def _names(self) -> dict[Tensor, str]:
-        """The names of parameters, also of those that the optimizers have: another run may have cut the module anew."""
-        return {**self._names_in_fit, **self.session.names}
-
-    @property
-    def _prepared_module(self) -> PreparedModel:
-        """What runs have done to the current module."""
-        return PreparedModel.of(self.module)
 
     # set-up
 
@@ -296,16 +241,10 @@ class HanayoStrategy(MeshParallelStrategy):
                 f"first, or give the sizes, such as pipeline_parallel_size=2"
             )
         assert isinstance(self.launcher, CheckingLauncher)
-        given = self.launcher.arguments
-        planned = plan_at_start(
-            trainer,
-            self.module,
-            given.get("train_dataloaders") if given.get("datamodule") is None else given["datamodule"],
-            self.options,
-            world_size=self.topology.world_size,
-            ranks_per_node=max(1, self.num_processes),
-            device=self.root_device,
-        )
+        given, options, device = self.launcher.arguments, self.options, self.root_device
+        data = given.get("train_dataloaders") if given.get("datamodule") is None else given["datamodule"]
+        sizes = {"world_size": self.topology.world_size, "ranks_per_node": max(1, self.num_processes)}
+        planned = plan_at_start(trainer, self.module, data, options, **sizes, device=device)
         self.options = replace(self.options, layout=None, **planned.sizes)
         self.set_world_ranks()
         rank_zero_info(planned.said)
@@ -412,12 +351,17 @@ class HanayoStrategy(MeshParallelStrategy):
         check_sampler(dataloader, num_data=self.topology.data, num_ranks=self.topology.world_size)
         if self._session is not None:  # user code may ask a loop for its loaders before any run
             end_workers_with_process(dataloader, self.global_rank, self._session.attributes)
-        get_cube = self._cube_group if prod(self.topology.cube) > 1 else None
-        is_shortened = self._processes_training_loaders and self.topology.data > 1
-        get_data_ranks = self._data_ranks if is_shortened else None
+        topology, session = self.topology, lambda: self.session  # there may be no run yet
+        is_shortened = self._processes_training_loaders and topology.data > 1
         with self._unguarded():
-            get_relay = self._pipe_relay if self.topology.pipe > 1 else None
-            return wrap_loader(dataloader, self.pipe_rank, get_relay, get_cube, self._generators, get_data_ranks)
+            return wrap_loader(
+                dataloader,
+                self.pipe_rank,
+                (lambda: session().pipe_relay) if topology.pipe > 1 else None,
+                (lambda: available(self.groups.cube, "ranks of a cube").whole) if prod(topology.cube) > 1 else None,
+                lambda: session().generators,
+                (lambda: available(self.groups.data_control, "data ranks")) if is_shortened else None,
+            )
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -431,20 +375,6 @@ class HanayoStrategy(MeshParallelStrategy):
         if self.session.guard.scope == "off":  # else it is the user who calls this
             self.session.hand_over.before_batch()
         return batch
-
-    def _pipe_relay(self) -> Relay:
-        return self.session.pipe_relay
-
-    def _generators(self) -> SharedGenerators:
-        return self.session.generators
-
-    def _cube_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = available(self.groups.cube, "there is a cube group only with a cube").whole
-        return group
-
-    def _data_ranks(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = available(self.groups.data_control, "there is a data group with several data ranks")
-        return group
 
     # steps
 
@@ -513,224 +443,6 @@ class HanayoStrategy(MeshParallelStrategy):
                 self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs)
             )
 
-    # for user code
-
-    @property
-    @override
-    def user_collectives(self) -> UserCollectives | None:
-        collectives = None if self._session is None else self._session.collectives
-        return collectives if collectives is not None and collectives.is_user_code else None
-
-    def full_parameter(self, parameter: Tensor) -> Tensor:
-        """Return the whole of a parameter, of which this rank may hold a part or nothing.
-
-        In hooks that run on all ranks: all of them call it, for the same parameters in the same order. What a call in
-        `on_train_batch_start` returns, the steps of that batch may use: its gradient is added to the parameter's at the
-        end of the batch. What other hooks get is a copy of the values.
-
-        In steps: all ranks of the cube call it. It returns parameters of this pipeline rank, with a gradient; those of
-        other pipeline ranks only if `on_train_batch_start` has asked for them.
-
-        Example:
-            >>> def on_train_batch_start(self, batch, batch_idx):
-            ...     full = self.trainer.strategy.full_parameter
-            ...     self.matrices = [full(p) for p in self.blocks.parameters() if p.dim() > 1]
-            >>> def training_step(self, batch, batch_idx):
-            ...     return self.loss(batch) + 0.01 * sum(w.square().sum() for w in self.matrices)
-
-        Args:
-            parameter: one of the LightningModule's.
-
-        Returns:
-            A tensor of the parameter's whole shape, in this rank's memory.
-
-        Raises:
-            HanayoError: it is no parameter of the module.
-            UnsupportedError: the parameter's pipeline rank doesn't run this code.
-        """
-        return self.pipeline.gradients.full_parameters.get(parameter)
-
-    def gather_model(self, module: "pl.LightningModule | None" = None) -> "pl.LightningModule | None":
-        """Return a whole, ordinary copy of the module on global rank 0, in CPU memory; None on all other ranks.
-
-        Called by all ranks: after `fit`, or in a hook that runs on all of them. One parameter after another is sent, so
-        only rank 0 needs memory for the whole model. The copy belongs to you: it can be called, saved, exported, or
-        given to another Trainer, and what happens to it doesn't change the module that is trained.
-
-        Example:
-            >>> trainer.fit(module)
-            >>> whole = trainer.strategy.gather_model()
-            >>> if whole is not None:  # on rank 0
-            ...     whole.model.save_pretrained("trained")
-
-        Args:
-            module: the LightningModule of the Trainer's last run, which is the default.
-
-        Raises:
-            HanayoError: it is another module.
-            UnsupportedError: the module can't be copied, or a run of it has failed, or this is called in a step.
-        """
-        if module is not None and module is not self.module:
-            raise HanayoError(
-                f"gather_model takes the LightningModule of the Trainer's last run, a {type(self.module).__name__}; "
-                f"got a {type(module).__name__}. What it returns has all parts: gather_model().encoder."
-            )
-        return self.session.gather_model(self.module)
-
-    def memory_report(self) -> MemoryReport:
-        """Return what each rank holds when it holds the most, predicted and measured, in bytes by what they are for.
-
-        Called by all ranks, with `measure_memory=True`: after `fit`, or in a hook that runs on all of them. Measured is
-        every training batch but the first two of an epoch; reported is the one in which a rank held the most.
-
-        Example:
-            >>> strategy = HanayoStrategy(measure_memory=True)
-            >>> trainer = L.Trainer(devices=4, strategy=strategy, limit_train_batches=3, max_epochs=1)
-            >>> trainer.fit(module)
-            >>> report = strategy.memory_report()
-            >>> if trainer.is_global_zero:
-            ...     print(report)
-
-        Raises:
-            HanayoError: no batch was measured.
-            UnsupportedError: the steps make several passes through the stack, or this is called in a step.
-        """
-        with self._unguarded():
-            return self.session.memory_report()
-
-    def _unguarded(self) -> AbstractContextManager[None]:
-        """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""
-        if self._session is not None and self._session.is_running:
-            return self._session.guard.off()
-        return nullcontext() if self.lightning_module is None else guards.released(self.module)
-
-    # checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module, session = self.module, self._session
-        if self._saves_on_exception is not None:
-            self._saves_on_exception.check()
-        if session is not None:
-            session.guard.check_all_ranks("trainer.save_checkpoint")
-        with self._unguarded(), self._master_values():
-            self._prepared_module.check(module)
-            if session is None or not session.has_pipeline:
-                return module.state_dict()
-            return self._state_of(module, session.steps.sharding_in_use)
-
-    def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:
-        """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
-        ranks = self.pipeline.ownership.rank_by_name(self.module)
-        if self.checkpoints.is_sharded:
-            return parts.module_state(module, sharding, ranks, self.root_device)
-        if self.data_rank > 0 and not isinstance(sharding, OptimizerShards):  # one pipeline writes the checkpoint
-            return module.state_dict()
-        transport = self.session.pipe_relay.transport
-        return gather_module_state(module, ranks, transport, sharding, gathers=self.data_rank == 0)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer, sharding, shards = unwrapped(optimizer), self.session.steps.sharding, self.session.steps.shards
-        with self._unguarded(), nullcontext() if shards is None else shards.states_in_use():
-            if self.checkpoints.is_sharded:
-                return parts.optimizer_state(optimizer, self._names, sharding)
-            if self.data_rank > 0 and shards is None:  # one pipeline writes the checkpoint
-                return optimizer.state_dict()
-            transport = self.session.pipe_relay.transport
-            return gather_optimizer_state(optimizer, transport, sharding, gathers=self.data_rank == 0)
-
-    def _save(self, trainer: "pl.Trainer", *args: Any, **kwargs: Any) -> None:
-        """`Trainer.save_checkpoint`. After a run an error of one rank, of a hook, ends it on all, as in a run."""
-        save = partial(type(trainer).save_checkpoint, trainer, *args, **kwargs)
-        failures = self._failures
-        if failures is None or not failures.is_over:
-            return save()
-        failures.begin(self.abort_transfers)
-        try:
-            save()
-        except BaseException as error:
-            if not getattr(error, "is_common", False):
-                try:
-                    failures.explain(error)
-                finally:
-                    self._abandon()
-            raise
-        finally:
-            failures.stop()
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self._checkpoints is None:  # before the first run
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        with self._unguarded():
-            resumes = "optimizer_states" in checkpoint and self.session.is_running
-            state = resume_state(self.module.trainer, self.session) if resumes else None
-            if resumes and self._restarts is not None:
-                self._restarts.note(filepath)
-            try:
-                self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
-                # no batch may follow, before which an error could be raised
-                if not self.session.is_running or save.ends_job(filepath):
-                    self.checkpoints.finish()
-            except HanayoError as error:
-                error.is_common = not is_lost_connection(error)
-                raise
-
-    @property
-    def _cut_model(self) -> CutModel | None:
-        """The module and what trains it, as far as this rank has it; None before the model is set up."""
-        session = self.session
-        if not session.has_pipeline:
-            return None
-        return CutModel(self.module, session.pipeline, session.cube, session.steps.shards, self.optimizers, self._names)
-
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self._checkpoints is None:  # before the first run
-            super().remove_checkpoint(filepath)
-            return
-        self._checkpoints.remove(filepath)
-        if self._restarts is not None:
-            self._restarts.forget(filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._session is not None:
-            self._session.guard.check_all_ranks("load_checkpoint")
-        verify = self.options.verify_checkpoints
-        checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
-        with self._unguarded():
-            if self._checkpoints is not None:
-                self._checkpoints.finish()  # it may be the one that is still being written
-            return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.options.init_from is not None:
-            rank_zero_info("The checkpoint's values replace those of init_from.")
-        with self._unguarded():
-            source, cube = Checkpoint.source_of(checkpoint), self._prepared_module.cube
-            kept = KeptValues(self.module, checkpoint["state_dict"], source, self.options, strict=strict)
-            if self._session is None or not self._session.has_pipeline:
-                self._kept = kept  # `setup` puts it into the parts that the ranks will have
-                return
-            self._session.finish_gather()
-            kept.check(self.module, cube)
-            kept.put_in(self.module, cube)
-            if self.options.master_weights is not None:
-                with self._master_values():
-                    kept.put_in(self.module, self._session.steps.sharding_in_use)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            sharding = self.session.steps.sharding
-            load_optimizers(self.module, self.optimizers, checkpoint, self._names, sharding, self.options)
-        move_optimizers(self.optimizers, self._states_device)
-        self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
-
     @override
     def on_train_start(self) -> None:
         self.session.say_what_runs(self.module.trainer)
@@ -751,15 +463,6 @@ class HanayoStrategy(MeshParallelStrategy):
             self.session.finish_gather()
             self.session.nonfinite.read_late()
             self.session.replica_check.after(self.module.trainer.global_step)
-
-    @property
-    def _states_device(self) -> torch.device:
-        return torch.device("cpu") if self.options.offload_optimizer else self.root_device
-
-    def _master_values(self) -> AbstractContextManager[None]:
-        """Inside it, parameters have the values that the optimizer updates."""
-        session = self._session
-        return session.steps.master_values() if session is not None and session.has_pipeline else nullcontext()
 
     # end
 
@@ -782,6 +485,25 @@ class HanayoStrategy(MeshParallelStrategy):
             self._abandon()
             if is_consequence:  # an error that is raised here leaves Lightning's handler, which would tear down
                 self.tear_down_trainer()
+
+    def _save(self, trainer: "pl.Trainer", *args: Any, **kwargs: Any) -> None:
+        """`Trainer.save_checkpoint`. After a run an error of one rank, of a hook, ends it on all, as in a run."""
+        save = partial(type(trainer).save_checkpoint, trainer, *args, **kwargs)
+        failures = self._failures
+        if failures is None or not failures.is_over:
+            return save()
+        failures.begin(self.abort_transfers)
+        try:
+            save()
+        except BaseException as error:
+            if not getattr(error, "is_common", False):
+                try:
+                    failures.explain(error)
+                finally:
+                    self._abandon()
+            raise
+        finally:
+            failures.stop()
 
     def _abandon(self) -> None:
         """Leave the run after a failure. A script that catches the error may start the next one."""

@@ -1,0 +1,285 @@
+"""The whole model, of which each rank has a part: in checkpoints, and for user code."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
+from lightning_hanayo.errors import HanayoError, available
+from lightning_hanayo.partition import guards
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.strategy.callbacks import ShardingOfCopy
+from lightning_hanayo.strategy.checkpoints import parts, save
+from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import Checkpoint, load_optimizers, read_checkpoint
+from lightning_hanayo.strategy.checkpoints.parts import CutModel
+from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
+from lightning_hanayo.strategy.checkpoints.save import Checkpoints
+from lightning_hanayo.strategy.joining import is_lost_connection
+from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
+from lightning_hanayo.strategy.lightning.state import move_optimizers, unwrapped
+from lightning_hanayo.strategy.memory import MemoryReport
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.strategy.restarts import Restarts
+from lightning_hanayo.strategy.session import Session
+from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
+from lightning_hanayo.strategy.user_code.collectives import UserCollectives
+from lightning_hanayo.strategy.votes import SavesOnException
+
+
+class WholeModelStrategy(MeshParallelStrategy):
+    """Lightning's hooks that save and load, and the methods that user code calls for what no rank holds alone."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._session: Session | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._saves_on_exception: SavesOnException | None = None
+        self._restarts: Restarts | None = None
+        self._resume: Resume | None = None
+        self._kept: KeptValues | None = None
+        self._names_in_fit: Mapping[Tensor, str] = {}
+
+    @property
+    def session(self) -> Session:
+        """The run of the Trainer under way, or the last one."""
+        return available(self._session, "the session exists once the Trainer has started a run")
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """This rank's part of the pipeline; it exists while the Trainer runs."""
+        return self.session.pipeline
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Saves and removes the checkpoints of this run."""
+        return available(self._checkpoints, "checkpoints can be saved once the Trainer has started a run")
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        """The names of parameters, also of those that the optimizers have: another run may have cut the module anew."""
+        return {**self._names_in_fit, **self.session.names}
+
+    @property
+    def _prepared_module(self) -> PreparedModel:
+        """What runs have done to the current module."""
+        return PreparedModel.of(self.module)
+
+    # for user code
+
+    @property
+    @override
+    def user_collectives(self) -> UserCollectives | None:
+        collectives = None if self._session is None else self._session.collectives
+        return collectives if collectives is not None and collectives.is_user_code else None
+
+    def full_parameter(self, parameter: Tensor) -> Tensor:
+        """Return the whole of a parameter, of which this rank may hold a part or nothing.
+
+        In hooks that run on all ranks: all of them call it, for the same parameters in the same order. What a call in
+        `on_train_batch_start` returns, the steps of that batch may use: its gradient is added to the parameter's at the
+        end of the batch. What other hooks get is a copy of the values.
+
+        In steps: all ranks of the cube call it. It returns parameters of this pipeline rank, with a gradient; those of
+        other pipeline ranks only if `on_train_batch_start` has asked for them.
+
+        Example:
+            >>> def on_train_batch_start(self, batch, batch_idx):
+            ...     full = self.trainer.strategy.full_parameter
+            ...     self.matrices = [full(p) for p in self.blocks.parameters() if p.dim() > 1]
+            >>> def training_step(self, batch, batch_idx):
+            ...     return self.loss(batch) + 0.01 * sum(w.square().sum() for w in self.matrices)
+
+        Args:
+            parameter: one of the LightningModule's.
+
+        Returns:
+            A tensor of the parameter's whole shape, in this rank's memory.
+
+        Raises:
+            HanayoError: it is no parameter of the module.
+            UnsupportedError: the parameter's pipeline rank doesn't run this code.
+        """
+        return self.pipeline.gradients.full_parameters.get(parameter)
+
+    def gather_model(self, module: "pl.LightningModule | None" = None) -> "pl.LightningModule | None":
+        """Return a whole, ordinary copy of the module on global rank 0, in CPU memory; None on all other ranks.
+
+        Called by all ranks: after `fit`, or in a hook that runs on all of them. One parameter after another is sent, so
+        only rank 0 needs memory for the whole model. The copy belongs to you: it can be called, saved, exported, or
+        given to another Trainer, and what happens to it doesn't change the module that is trained.
+
+        Example:
+            >>> trainer.fit(module)
+            >>> whole = trainer.strategy.gather_model()
+            >>> if whole is not None:  # on rank 0
+            ...     whole.model.save_pretrained("trained")
+
+        Args:
+            module: the LightningModule of the Trainer's last run, which is the default.
+
+        Raises:
+            HanayoError: it is another module.
+            UnsupportedError: the module can't be copied, or a run of it has failed, or this is called in a step.
+        """
+        if module is not None and module is not self.module:
+            raise HanayoError(
+                f"gather_model takes the LightningModule of the Trainer's last run, a {type(self.module).__name__}; "
+                f"got a {type(module).__name__}. What it returns has all parts: gather_model().encoder."
+            )
+        return self.session.gather_model(self.module)
+
+    def memory_report(self) -> MemoryReport:
+        """Return what each rank holds when it holds the most, predicted and measured, in bytes by what they are for.
+
+        Called by all ranks, with `measure_memory=True`: after `fit`, or in a hook that runs on all of them. Measured is
+        every training batch but the first two of an epoch; reported is the one in which a rank held the most.
+
+        Example:
+            >>> strategy = HanayoStrategy(measure_memory=True)
+            >>> trainer = L.Trainer(devices=4, strategy=strategy, limit_train_batches=3, max_epochs=1)
+            >>> trainer.fit(module)
+            >>> report = strategy.memory_report()
+            >>> if trainer.is_global_zero:
+            ...     print(report)
+
+        Raises:
+            HanayoError: no batch was measured.
+            UnsupportedError: the steps make several passes through the stack, or this is called in a step.
+        """
+        with self._unguarded():
+            return self.session.memory_report()
+
+    def _unguarded(self) -> AbstractContextManager[None]:
+        """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""
+        if self._session is not None and self._session.is_running:
+            return self._session.guard.off()
+        return nullcontext() if self.lightning_module is None else guards.released(self.module)
+
+    # checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module, session = self.module, self._session
+        if self._saves_on_exception is not None:
+            self._saves_on_exception.check()
+        if session is not None:
+            session.guard.check_all_ranks("trainer.save_checkpoint")
+        with self._unguarded(), self._master_values():
+            self._prepared_module.check(module)
+            if session is None or not session.has_pipeline:
+                return module.state_dict()
+            return self._state_of(module, session.steps.sharding_in_use)
+
+    def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:
+        """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
+        ranks = self.pipeline.ownership.rank_by_name(self.module)
+        if self.checkpoints.is_sharded:
+            return parts.module_state(module, sharding, ranks, self.root_device)
+        if self.data_rank > 0 and not isinstance(sharding, OptimizerShards):  # one pipeline writes the checkpoint
+            return module.state_dict()
+        transport = self.session.pipe_relay.transport
+        return gather_module_state(module, ranks, transport, sharding, gathers=self.data_rank == 0)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer, sharding, shards = unwrapped(optimizer), self.session.steps.sharding, self.session.steps.shards
+        with self._unguarded(), nullcontext() if shards is None else shards.states_in_use():
+            if self.checkpoints.is_sharded:
+                return parts.optimizer_state(optimizer, self._names, sharding)
+            if self.data_rank > 0 and shards is None:  # one pipeline writes the checkpoint
+                return optimizer.state_dict()
+            transport = self.session.pipe_relay.transport
+            return gather_optimizer_state(optimizer, transport, sharding, gathers=self.data_rank == 0)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._checkpoints is None:  # before the first run
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with self._unguarded():
+            resumes = "optimizer_states" in checkpoint and self.session.is_running
+            state = resume_state(self.module.trainer, self.session) if resumes else None
+            if resumes and self._restarts is not None:
+                self._restarts.note(filepath)
+            try:
+                self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
+                # no batch may follow, before which an error could be raised
+                if not self.session.is_running or save.ends_job(filepath):
+                    self.checkpoints.finish()
+            except HanayoError as error:
+                error.is_common = not is_lost_connection(error)
+                raise
+
+    @property
+    def _cut_model(self) -> CutModel | None:
+        """The module and what trains it, as far as this rank has it; None before the model is set up."""
+        session = self.session
+        if not session.has_pipeline:
+            return None
+        return CutModel(self.module, session.pipeline, session.cube, session.steps.shards, self.optimizers, self._names)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self._checkpoints is None:  # before the first run
+            super().remove_checkpoint(filepath)
+            return
+        self._checkpoints.remove(filepath)
+        if self._restarts is not None:
+            self._restarts.forget(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._session is not None:
+            self._session.guard.check_all_ranks("load_checkpoint")
+        verify = self.options.verify_checkpoints
+        checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
+        with self._unguarded():
+            if self._checkpoints is not None:
+                self._checkpoints.finish()  # it may be the one that is still being written
+            return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.options.init_from is not None:
+            rank_zero_info("The checkpoint's values replace those of init_from.")
+        with self._unguarded():
+            source, cube = Checkpoint.source_of(checkpoint), self._prepared_module.cube
+            kept = KeptValues(self.module, checkpoint["state_dict"], source, self.options, strict=strict)
+            if self._session is None or not self._session.has_pipeline:
+                self._kept = kept  # `setup` puts it into the parts that the ranks will have
+                return
+            self._session.finish_gather()
+            kept.check(self.module, cube)
+            kept.put_in(self.module, cube)
+            if self.options.master_weights is not None:
+                with self._master_values():
+                    kept.put_in(self.module, self._session.steps.sharding_in_use)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
+            sharding = self.session.steps.sharding
+            load_optimizers(self.module, self.optimizers, checkpoint, self._names, sharding, self.options)
+        move_optimizers(self.optimizers, self._states_device)
+        self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
+
+    @property
+    def _states_device(self) -> torch.device:
+        return torch.device("cpu") if self.options.offload_optimizer else self.root_device
+
+    def _master_values(self) -> AbstractContextManager[None]:
+        """Inside it, parameters have the values that the optimizer updates."""
+        session = self._session
+        return session.steps.master_values() if session is not None and session.has_pipeline else nullcontext()

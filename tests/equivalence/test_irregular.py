@@ -45,7 +45,7 @@ IRREGULAR = {
         models.gpt2, partial(models.padded, (8, 11)), DOUBLE, loss_weight=shifted_tokens
     ),
 }
-COVER = [*product(IRREGULAR, LAYOUTS[:1]), ("an uneven batch", LAYOUTS[1]), ("uneven labels", LAYOUTS[1])]
+COVER = [*product(list(IRREGULAR)[::2], LAYOUTS[:1]), ("an uneven batch", LAYOUTS[1]), ("uneven labels", LAYOUTS[1])]
 # transformers computes this loss in fp32, so the means over the batch and over micro-batches differ by this much
 TOLERANCES = {"a loss_weight function": 1e-6}
 

@@ -101,7 +101,6 @@ PAIRS = [
     *((layout, "attention", TRAININGS[1]) for layout in LAYOUTS),
 ]
 COVER = [
-    (LAYOUTS[1], "blocks", TRAININGS[1]),
     (LAYOUTS[2], "blocks", TRAININGS[0]),
     (LAYOUTS[3], "attention", TRAININGS[1]),
     (LAYOUTS[4], "blocks", TRAININGS[1]),

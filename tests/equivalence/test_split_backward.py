@@ -35,7 +35,7 @@ DOUBLE = Training(models.gpt, WINDOWS, torch.float64, accumulate=2, clip=0.1)
 MIXED = Training(models.gpt, WINDOWS, accumulate=2, precision="bf16-mixed")
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS, by=[LAYOUTS[i] for i in (0, 1, 2, 4, 5)]), ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=[LAYOUTS[i] for i in (0, 4, 5)]), ids=str)
 def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
     outcome, expected = run(pool, DOUBLE, layout), plain(pool, DOUBLE)
     assert_same_training(outcome, expected)

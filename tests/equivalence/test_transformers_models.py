@@ -38,7 +38,7 @@ def training(kind: str, dtype: torch.dtype) -> Training:
 TRAININGS: dict[tuple[str, torch.dtype], Training] = {}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", covered(MODELS, by=["gpt2", "masked"]))
 def test_trains_as_one_process_does(pool: Pool, kind: str) -> None:
     single = training(kind, torch.float32)
     outcome = run(pool, single, LAYOUTS[0])
@@ -46,7 +46,7 @@ def test_trains_as_one_process_does(pool: Pool, kind: str) -> None:
     assert_bit_equal(outcome.gradients, by_hand(pool, single).gradients)  # of the first step
 
 
-COVER = [("gpt2", LAYOUTS[1]), ("llama", LAYOUTS[2]), ("bert", LAYOUTS[2]), *(("masked", one) for one in LAYOUTS[1:5])]
+COVER = [("llama", LAYOUTS[1]), ("bert", LAYOUTS[2]), *(("masked", one) for one in LAYOUTS[3:5])]
 
 
 @pytest.mark.parametrize(("kind", "layout"), covered(PAIRS, by=COVER), ids=str)

@@ -25,9 +25,9 @@ SITES = [  # (pipe, data), where, on which rank
     ((2, 2), "optimizer", 3),
 ]
 LAUNCHES = [  # pipe, where, on which rank
-    pytest.param(2, "training_step", 0, marks=pytest.mark.thorough),
+    (2, "training_step", 0),
     pytest.param(2, "backward", 1, marks=pytest.mark.thorough),
-    (3, "asleep", 2),
+    pytest.param(3, "asleep", 2, marks=pytest.mark.thorough),
 ]
 
 

@@ -35,6 +35,7 @@ def test_torchrun_on_one_node(tmp_path: Path, expected: Weights) -> None:
     assert_close(trained(tmp_path, [command], num_nodes=1, devices=2)[0], expected, 1e-12)
 
 
+@pytest.mark.thorough
 def test_torchrun_on_two_nodes(tmp_path: Path, expected: Weights) -> None:
     if reason := refusal():
         pytest.skip(reason)
@@ -56,6 +57,7 @@ def test_slurm(tmp_path: Path, expected: Weights) -> None:
     assert "SLURM auto-requeueing" in output, "Lightning has recognised SLURM"
 
 
+@pytest.mark.thorough
 def test_other_numbers_of_tasks_than_of_devices_are_one_line(tmp_path: Path) -> None:
     command = [*SRUN, "1", "1", sys.executable, SCRIPT, *arguments(tmp_path, 1, 2)]
     codes, output = run_nodes(tmp_path, [command])

@@ -97,6 +97,7 @@ print(lightning_hanayo.__file__)
     assert output.splitlines()[-3:] == ["True False", "HanayoStrategy", str(install.package / "__init__.py")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("install", ["editable"], indirect=True)
 def test_torch_and_lightning_work_with_a_broken_package(install: Install) -> None:
     with install.broken():

@@ -75,6 +75,7 @@ def test_a_failing_registration_does_not_reach_the_user() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_pytorch_lightning_gives_an_error_that_names_the_supported_package() -> None:
     pytest.importorskip("pytorch_lightning")
     output = run("""

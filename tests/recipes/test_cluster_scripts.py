@@ -43,6 +43,7 @@ def test_its_files_exist_and_it_says_what_it_needs(name: str) -> None:
     assert ended.returncode != 0 and "GLOO_SOCKET_IFNAME: set it to the network interface" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_torchrun_has_the_options() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--help"]
     known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -50,6 +51,7 @@ def test_torchrun_has_the_options() -> None:
     assert len(used) == 6 and all(option in known or option.replace("-", "_") in known for option in used)
 
 
+@pytest.mark.thorough
 def test_the_layout_holds_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     configs = [f"--config={ROOT / 'recipes/gpt/wave.yaml'}", f"--config={CLUSTER / 'gpus64.yaml'}"]

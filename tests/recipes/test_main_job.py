@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.harness.launch import ROOT, launch
 
 SMALL = {
@@ -13,6 +15,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_it_writes_all_its_files(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 800)
     options = [f"--{name}={value}" for name, value in SMALL.items()]

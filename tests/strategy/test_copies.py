@@ -94,7 +94,9 @@ def copied(layout: Layout, strategy: Callable[[], Any], copied_by: Callable[[Tra
 
 @pytest.mark.parametrize("copied_by", COPIES)
 @pytest.mark.parametrize(
-    "layout", [Layout(2, 1, 1), pytest.param(Layout(2, 2, 1), id="by name")], ids=lambda layout: str(layout)
+    "layout",
+    [Layout(2, 1, 1), pytest.param(Layout(2, 2, 1), id="by name", marks=pytest.mark.thorough)],
+    ids=str,
 )
 def test_a_copied_trainer_trains(pool: Pool, layout: Layout, copied_by: Callable[[Trainer], Trainer]) -> None:
     strategy: Any = partial(str, "hanayo") if layout.waves == 2 else partial(make_strategy, layout)

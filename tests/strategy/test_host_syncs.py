@@ -78,7 +78,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", covered(RUNS, by={"tied", "generic-cube-in-pipeline"}))
+@pytest.mark.parametrize("name", covered(RUNS, by={"generic-cube-in-pipeline"}))
 def test_the_host_waits_only_where_the_guide_says_so(pool: Pool, tmp_path: Path, name: str) -> None:
     model, batches, layout = RUNS[name]
     rule: Any = "tokens" if batches is TEXTS else "samples"

@@ -68,7 +68,7 @@ def test_a_step_reads_the_gradients_that_accumulate(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    covered(product(MODELS, [WAVE, LINE]), by=[*product(MODELS, [WAVE]), ("Sequence", LINE)]),
+    covered(product(MODELS, [WAVE, LINE]), by=[*product(list(MODELS)[::2], [WAVE]), ("Sequence", LINE)]),
     ids=str,
 )
 def test_trains_as_in_one_process(pool: Pool, kind: str, layout: Layout) -> None:
@@ -76,7 +76,9 @@ def test_trains_as_in_one_process(pool: Pool, kind: str, layout: Layout) -> None
     assert_close(run(pool, training, layout).weights, plain(pool, training).weights, 1e-10)
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize(
+    "kind", covered(FOREIGN, by=["gpt2 checkpointed re-entrant", "llama checkpointed anew", "looked into before"])
+)
 def test_transformers(pool: Pool, kind: str) -> None:
     training = Training(FOREIGN[kind], PADDED, DOUBLE, steps=3, loss_weight="tokens")
     assert_close(run(pool, training, WAVE).weights, by_hand(pool, training).weights, 1e-10)
@@ -97,7 +99,7 @@ def test_dropout_and_batch_norm_train(pool: Pool) -> None:
     assert len(outcome.losses) == 5 and max(outcome.losses) < 10
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", covered(OPTIMIZERS, by=["Adagrad", "Rprop", "AdamW"]))
 def test_optimizers(pool: Pool, kind: str) -> None:
     training = Training(partial(odd.Optimized, kind, **OPTIMIZERS[kind]), VECTORS, DOUBLE, steps=3)
     assert_close(run(pool, training, Layout(2, 1, 1)).weights, plain(pool, training).weights, 1e-10)

@@ -158,7 +158,7 @@ UNEVEN: dict[str, tuple[Layout, dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", covered(UNEVEN, by=["masks on some ranks", "masks in some batches"]))
+@pytest.mark.parametrize("name", covered(UNEVEN, by=["masks in some batches"]))
 def test_ranks_start_the_same_collectives_whatever_their_samples_need(pool: Pool, name: str) -> None:
     """Ranks with other samples have a mask or none, tensors as long as their samples or not, more rows or fewer."""
     layout, options, batches = UNEVEN[name]
@@ -179,6 +179,7 @@ class Thaws(Callback):
             layer.requires_grad_((is_late, True, not is_late)[batch_idx // STEPS])
 
 
+@pytest.mark.thorough
 def test_a_plan_is_of_the_parameters_that_are_trained(pool: Pool) -> None:
     """A frozen weight's gradient needs no collectives."""
     layout, batches = LAYOUTS[1], partial(models.texts, (8,) * (3 * STEPS))
@@ -190,6 +191,7 @@ def test_a_plan_is_of_the_parameters_that_are_trained(pool: Pool) -> None:
         assert planned
 
 
+@pytest.mark.thorough
 def test_losses_share_no_tokens_while_another_micro_batch_runs(pool: Pool) -> None:
     layout = replace(LAYOUTS[2], outside="replicate")
     alone, paired = (pool.run(4, train, "chunked", layout, pairs, {}) for pairs in (False, True))
@@ -212,6 +214,7 @@ def train_again(layout: Layout) -> list[int]:
     return planned
 
 
+@pytest.mark.thorough
 def test_a_second_run_of_a_module_runs_pairs_too(pool: Pool) -> None:
     for first, second in pool.run(2, train_again, LAYOUTS[1]):
         assert first == second > 0
@@ -239,6 +242,7 @@ def train_and_fail(layout: Layout) -> None:
     trainer.fit(module, make_loader(models.texts((8,) * STEPS)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", covered(LAYOUTS[:3:2], by=LAYOUTS[:1]), ids=str)
 def test_an_error_in_a_pair_ends_all_ranks_and_is_named(pool: Pool, layout: Layout) -> None:
     with pytest.raises(RunFailed, match="the user's own error"):

@@ -304,7 +304,11 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
     return HanayoStrategy(pipeline_parallel_size=layout.pipe, **(own | options))
 
 
-RARE = "streams with workers", "two modules", "balance by time", "steps of a stream counted at set-up"
+RARE = (
+    "streams with workers", "two modules", "balance by time", "steps of a stream counted at set-up", "overfit",
+    "fast dev run", "clipped by value", "plateau per step", "combined loaders", "validation every other epoch",
+    "accumulation by epoch", "checkpoints by step",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", covered(RUNS, by=[kind for kind in RUNS if kind not in RARE]))

@@ -65,6 +65,7 @@ def test_gradients_are_those_of_one_process(pool: Pool) -> None:
         assert max(errors) < 1e-10
 
 
+@pytest.mark.thorough
 def test_what_the_runtime_takes_is_found_from_two_layouts() -> None:
     machine = MODEL.instant.machine(LINK, action=5e-4, layer=2e-4)
     seconds = [StepModel(MODEL.instant.facts, machine).simulated(one).seconds for one in PROBES]
@@ -89,6 +90,7 @@ def records(plan: Plan, slower: float = 1.0) -> list[Record]:
     return [own] * HOSTS
 
 
+@pytest.mark.thorough
 def test_the_report_of_hosts_that_do_what_is_predicted(tmp_path: Path) -> None:
     plan = Plan(MODEL, tuple(layouts(MODEL.samples)), 3, (8, 4))
     outcome = outcome_of(plan, records(plan))

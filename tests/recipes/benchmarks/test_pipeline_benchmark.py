@@ -23,6 +23,7 @@ CASE = Case(2, 2, 0.001, 0.001, 0.001, 64, steps=1)
 GRADIENTS, LOSSES = expected(2, 2, CASE.width)
 
 
+@pytest.mark.thorough
 def test_both_runtimes_run_every_candidate_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +77,7 @@ def test_wrong_and_missing_gradients_are_detected() -> None:
     assert math.isnan(error(math.nan))
 
 
+@pytest.mark.thorough
 def test_a_planned_number_of_waves_is_that_of_the_measured_times() -> None:
     """Messages of 0.8 ms; without the runtime's time per action two waves are faster."""
     (planned,) = candidates(["hanayo-zb-planned"], [1, 2])

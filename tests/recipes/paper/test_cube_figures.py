@@ -54,12 +54,14 @@ def test_ranks_do_equal_work_in_all_schemes_and_overlap_some_of_it() -> None:
     assert efficiency(replace(one.one_d, step=2.0)) == pytest.approx(0.5)
 
 
+@pytest.mark.thorough
 def test_2_d_needs_a_square_and_the_cube_three_equal_sides() -> None:
     squares = [ranks for ranks in RANKS if steps(strong(ranks), ranks, machine()).two_d]
     cubes = [ranks for ranks in RANKS if steps(strong(ranks), ranks, machine()).cube]
     assert (squares, cubes) == ([4, 16, 64], [1, 8, 64])
 
 
+@pytest.mark.thorough
 def test_the_cube_gains_over_1_d_and_is_never_the_best_mesh() -> None:
     for rule in RULES.values():
         modelled = {ranks: steps(rule(ranks), ranks, machine()) for ranks in RANKS}

@@ -15,7 +15,11 @@ from recipes.paper.peers import SIZES, measured
 from recipes.paper.table import percent
 from recipes.paper.uneven import Condition, contest
 
-QUICK = [(document, name) for document in DOCUMENTS for name in document.quick]
+QUICK = [
+    pytest.param(document, name, marks=[pytest.mark.thorough] if name.startswith("cube-") else [])
+    for document in DOCUMENTS
+    for name in document.quick
+]
 
 
 def cells_of(name: str) -> list[list[str]]:
@@ -24,12 +28,15 @@ def cells_of(name: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-@pytest.mark.parametrize(("document", "name"), QUICK, ids=[f"{document.path.stem}:{name}" for document, name in QUICK])
+@pytest.mark.parametrize(
+    ("document", "name"), QUICK, ids=lambda value: value if isinstance(value, str) else value.path.stem
+)
 def test_a_block_is_up_to_date(document: Document, name: str) -> None:
     written = blocks_in(document.path.read_text(encoding="utf-8"))[name]
     assert written == document.quick[name](), "run python -m recipes.paper"
 
 
+@pytest.mark.thorough
 def test_a_cell_of_the_smaller_budgets_is_up_to_date() -> None:
     rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))["budgets-4"].splitlines()
     column = rows[0].split(" | ").index("W = 2, B = P")

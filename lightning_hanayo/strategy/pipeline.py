@@ -208,7 +208,6 @@ class Pipeline:
         self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool, is_first: bool
     ) -> None:
         self.gradients.begin_batch()
-        self.engine.memory.note_gathered()
         with (
             self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
             self.step_state.watched(num_microbatches) if trains else nullcontext(),

@@ -142,8 +142,8 @@ class HanayoStrategy(MeshParallelStrategy):
             forward and backward. For optimizers that treat each element alone, such as AdamW.
         offload_optimizer: whether the optimizer's states, and master weights, are in host memory, where it steps: for
             each step gradients are copied there, and parameters back.
-        measure_memory: whether training counts the bytes of live tensors, by what they are for, which slows it down;
-            `memory_report()` shows them next to the prediction.
+        measure_memory: whether training measures how many bytes each action of the schedule takes, which slows it
+            down; `memory_report()` predicts from them what each rank holds, and shows what it held.
         tied_gradients: when the gradients of a weight that embedding and head share are added: "in_order", the two of
             each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
             there; or "at_once", without keeping any, in another order, so that the last bits differ.
@@ -578,7 +578,7 @@ class HanayoStrategy(MeshParallelStrategy):
         return self.session.gather_model(self.module)
 
     def memory_report(self) -> MemoryReport:
-        """Return what each rank holds when it holds the most, predicted and measured, in bytes by what they are for.
+        """Return what each rank holds when it holds the most: predicted by what it is for, and measured, in bytes.
 
         Called by all ranks, with `measure_memory=True`: after `fit`, or in a hook that runs on all of them. Measured is
         every training batch but the first two of an epoch; reported is the one in which a rank held the most.

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-import torch
-
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
@@ -284,8 +282,8 @@ class Engine:
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
         run = self._actions[action.stage, action.kind]
         try:
-            if is_profiling() or torch.is_anomaly_enabled():
-                with self.values.explaining(action.stage), action_range(action):
+            if is_profiling():
+                with action_range(action):
                     made = run(batch, action.microbatch, received)
             else:
                 made = run(batch, action.microbatch, received)

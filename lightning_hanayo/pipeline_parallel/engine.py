@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-import torch
-
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
-from lightning_hanayo.pipeline_parallel.profiling.memory import MemoryWatch
+from lightning_hanayo.pipeline_parallel.profiling.memory import MemoryTrace
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, action_range, is_profiling
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.stages import Stage
@@ -163,8 +161,8 @@ class Engine:
     """the random streams of steps and blocks; None: torch's own generators are left as they are"""
     values: MadeValues = field(default_factory=MadeValues, kw_only=True)
     """notes what stages make; it is off unless somebody turns it on"""
-    memory: MemoryWatch = field(default_factory=MemoryWatch, kw_only=True)
-    """measures what actions hold, if it is a `MemoryTrace`"""
+    memory: MemoryTrace | None = field(default=None, kw_only=True)
+    """measures what actions hold, which then run one at a time"""
     pairs: Pairs | None = field(default=None, kw_only=True)
     """runs pairs of actions; None: their actions run one after the other"""
     _messages: dict[MessageKey, Message] = field(default_factory=dict, init=False)
@@ -218,11 +216,7 @@ class Engine:
 
     def _communicate(self, step: Communicate) -> None:
         sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
-        if not self.memory.is_measuring:
-            self.channel.start_transfers(sends, step.receives)
-            return
-        with self.memory.transfers():
-            self.channel.start_transfers(sends, step.receives)
+        self.channel.start_transfers(sends, step.receives)
 
     def _copy_waiting_gradients(self) -> None:
         """Copy gradients that wait here for their stage: one may also be a parameter's (`x + p`), reduced in place."""
@@ -232,15 +226,18 @@ class Engine:
 
     def _compute(self, step: Compute, batch: Batch) -> None:
         reached = self.trace.clock.mark()
-        if not self.memory.is_measuring:
+        if self.memory is None:
             self.trace.add(step.action, reached, *self._run(step, batch, self._receive(step)))
             return
-        with self.memory.action(step.action):
-            self.trace.add(step.action, reached, *self._run(step, batch, self._receive(step)))
-            self.memory.note_kept(step.action.stage, self.stages[step.action.stage].hooks.kept)
+        received = self._receive(step)
+        with self.memory.action(step.action, received):
+            self.trace.add(step.action, reached, *self._run(step, batch, received))
+            made = None if step.output_key is None else self._messages.get(step.output_key)
+            self.memory.note_made(step.action, made, self.stages[step.action.stage].hooks.kept)
+            del received  # nothing holds the message when its bytes are counted
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
-        if self.pairs is None or self.memory.is_measuring or not self._may_run_at_once(pair):
+        if self.pairs is None or self.memory is not None or not self._may_run_at_once(pair):
             for one in (pair.first, pair.second):
                 self._compute(one, batch)
             return
@@ -276,8 +273,6 @@ class Engine:
         assert action.microbatch is not None
         start = clock.mark()
         self.action = action
-        if received is not None:
-            self.memory.note_input(received)
         if action.kind is Kind.F:
             self.before_forward(action.stage)
         if step.is_last_gradient:
@@ -287,8 +282,8 @@ class Engine:
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
         run = self._actions[action.stage, action.kind]
         try:
-            if is_profiling() or torch.is_anomaly_enabled():
-                with self.values.explaining(action.stage), action_range(action):
+            if is_profiling():
+                with action_range(action):
                     made = run(batch, action.microbatch, received)
             else:
                 made = run(batch, action.microbatch, received)
@@ -300,5 +295,4 @@ class Engine:
                 self.values.note_gradients(action.stage, made.tensors)
             if step.output_key is not None:
                 self._messages[step.output_key] = made
-                self.memory.note_output(made)
         return start, clock.mark()

@@ -7,9 +7,6 @@
 
 A sum is NaN or infinite if an element is. Nobody reads the numbers, and no host waits for them, until a NaN was found.
 But with `Trainer(detect_anomaly=True)` each is read at once, so that the rank that makes a NaN is the one that fails.
-
-Finds the operation that makes the first NaN while a block runs, with `Trainer(detect_anomaly=True)`.
-
 torch's own anomaly mode looks at backwards alone: a NaN that a forward makes shows in a backward on another rank.
 """
 
@@ -21,9 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from typing_extensions import override
 
 BEFORE_STACK = -1
 """stands for the block before the first one: user code, and the batch"""
@@ -54,8 +49,8 @@ class MadeValues:
     """What one rank has made since the optimizer's last step. Nothing is noted unless it `is_watched`."""
 
     is_watched: bool = False
-    on_nan: Callable[["Place", str], object] = lambda *_: None
-    """called with the place of a NaN while anomalies are detected, and with what is known of it; it may raise"""
+    on_nan: Callable[["Place"], object] = lambda _: None
+    """called with the place of a NaN while anomalies are detected; it may raise"""
     calls: dict[int, Any] = field(default_factory=dict)
     """by block: takes the arguments of the first call of those that are in it"""
     _places: list[Place] = field(default_factory=list)
@@ -95,14 +90,15 @@ class MadeValues:
         """The action runs again."""
         self._action = saved
 
-    def note_block(self, index: int, output: object, nan_line: str = "") -> None:
-        """Called with each block's output, and which line made a NaN; with `BEFORE_STACK` and its arguments."""
+    def note_block(self, index: int, output: object) -> None:
+        """Called with each block's output; with `BEFORE_STACK` and the first block's arguments."""
         if self._is_on and self._action[2]:  # in a backward it is made again, to save memory
             differentiable = _tensors(output, with_gradient=True)
             if differentiable or index == BEFORE_STACK:  # a batch may well have a NaN for a missing value
-                self._note("forward", index, differentiable, nan_line)
-            else:  # of a frozen block
-                self._note("forward", index, _tensors(output, with_gradient=False), nan_line, only_nan=True)
+                self._note("forward", index, differentiable)
+            else:  # of a frozen block: what is infinite may be a mask
+                values = _tensors(output, with_gradient=False)
+                self._note("forward", index, (one.nan_to_num(nan, 0.0, 0.0) for one in map(_sum, values)))
 
     def note_gradients(self, stage: int, gradients: Iterable[Tensor]) -> None:
         """Called with the gradients that a stage passes on."""
@@ -120,30 +116,16 @@ class MadeValues:
         self._places, self._sums, self._batch = [], [], -1
         return noted
 
-    @contextmanager
-    def explaining(self, stage: int) -> Iterator[None]:
-        """Inside it, torch's error of a backward that makes a NaN calls `on_nan`."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "returned nan values" in str(error):
-                microbatch, pass_number, _ = self._action
-                self.on_nan(Place(self._batch, microbatch, pass_number, "backward", stage), str(error))
-            raise
-
-    def _note(
-        self, direction: Direction, index: int, tensors: Iterable[Tensor], nan_line: str = "", *, only_nan: bool = False
-    ) -> None:
+    def _note(self, direction: Direction, index: int, tensors: Iterable[Tensor]) -> None:
         microbatch, pass_number, _ = self._action
         for tensor in tensors:
-            self._add(Place(self._batch, microbatch, pass_number, direction, index), tensor, nan_line, only_nan)
+            self._add(Place(self._batch, microbatch, pass_number, direction, index), tensor)
 
-    def _add(self, place: Place, tensor: Tensor, nan_line: str = "", only_nan: bool = False) -> None:
-        total = _sum(tensor.detach())
+    def _add(self, place: Place, tensor: Tensor) -> None:
         self._places.append(place)
-        self._sums.append(total.nan_to_num(nan, 0.0, 0.0) if only_nan else total)
+        self._sums.append(_sum(tensor.detach()))
         if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
-            self.on_nan(place, nan_line)
+            self.on_nan(place)
 
 
 @dataclass(frozen=True)
@@ -166,13 +148,13 @@ class BlockValues:
     made: MadeValues
     index: int
 
-    def note(self, args: object, output: object, nan_line: str) -> None:
-        """Called after the block has run. `nan_line`: which made a NaN of values without one; "" if it isn't known."""
+    def note(self, args: object, output: object) -> None:
+        """Called after the block has run."""
         if self.index == 0:
             self.made.note_block(BEFORE_STACK, args)
         if self.index in self.made.calls:
             self.made.calls[self.index] = self.made.calls[self.index] or args
-        self.made.note_block(self.index, output, nan_line)
+        self.made.note_block(self.index, output)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
@@ -196,38 +178,3 @@ def _tensors(output: object, *, with_gradient: bool) -> list[Tensor]:
     if with_gradient:
         return [leaf for leaf in strided if leaf.requires_grad]
     return [one for one in strided if (one.is_floating_point() or one.is_complex()) and one.element_size() > 1]
-
-
-class FirstNaN(TorchDispatchMode):
-    """While it is open, looks at each operation: `found` is the first that made a NaN of values without one.
-
-    `user_line` returns the line of the user's that is running.
-    """
-
-    def __init__(self, user_line: Callable[[], str]) -> None:
-        super().__init__()
-        self._user_line = user_line
-        self.found = ""
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        call: Callable[..., Any] = func
-        if self.found or "empty" in str(func):  # memory that nothing was written to may look like a NaN
-            return call(*args, **(kwargs or {}))
-        had_nan = _has_nan((args, kwargs))  # before an operation in place
-        made = call(*args, **(kwargs or {}))
-        if not had_nan and _has_nan(made):
-            self.found = f"{func} in {self._user_line()}"
-        return made
-
-
-def _has_nan(tree: Any) -> bool:
-    return any(bool(tensor.isnan().any()) for tensor in _floating(tree))
-
-
-def _floating(tree: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_meta:
-            yield leaf

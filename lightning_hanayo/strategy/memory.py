@@ -1,16 +1,9 @@
-"""The most memory that this process has held.
-
-What one rank knows for a memory report: sizes of parameters, the bytes of one micro-batch, and what it has held.
-
-MemoryReport: predicted and measured bytes of each rank, by what they are for.
-
-Measures the memory of one run on this rank, and makes the report of all ranks.
-"""
+"""The memory of ranks: predicted by the schedule from one measured micro-batch, measured, and the report of both."""
 
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import prod
 
 import torch
@@ -20,18 +13,21 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.pipeline_parallel.p2p import most_buffer_bytes
 from lightning_hanayo.pipeline_parallel.profiling.memory import (
-    MEMORY_KINDS,
     ActionBytes,
+    AllocatedBytes,
     BatchBytes,
     LiveBytes,
-    MemoryKind,
     MemoryTrace,
+    storage_bytes,
 )
 from lightning_hanayo.schedule import Action, CostModel, Kind, MemoryModel, RankMemory, Schedule, complete, simulate
 from lightning_hanayo.schedule.dependency import target_stage
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.weight_gradients import gradient_dtype
+
+MEMORY_KINDS = (*(field.name for field in fields(RankMemory)), "other")
+"""what memory is for; `MemoryReport` explains the kinds"""
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -58,21 +54,23 @@ class StageBytes:
     @staticmethod
     def of(actions: Mapping[Action, ActionBytes], stage: int, microbatch: int) -> "StageBytes":
         """Of a measured micro-batch: the last one, so that its backwards find the gradients of earlier ones."""
-        forward, whole, backward, weight = (actions.get(Action(stage, kind, microbatch)) for kind in _KINDS)
-        backward = whole or backward
+        forward, whole, split, weight = (actions.get(Action(stage, kind, microbatch)) for kind in _KINDS)
+        backward = whole or split
         assert forward is not None and backward is not None, "a batch has a forward and a backward of each micro-batch"
-        is_new = microbatch == 0  # the only micro-batch: its backward has made the gradients
-        made = backward.change["gradients"] + backward.change["gathered"] if is_new else 0
-        kept = sum(forward.change.values()) - forward.output
-        left = 0 if weight is None else -weight.change["activations"]
+        kept = forward.change - forward.output
+        activation = max(0, kept + forward.input - forward.suspended)
+        suspended = max(0, forward.suspended)
+        # What the first stage's backward frees besides has waited for it since the loss's backward.
+        freed = backward.gradients - backward.change
+        is_waited_for = stage == 0 and whole is not None and microbatch > 0
         return StageBytes(
-            activation=max(0, left - backward.change["activations"]),
-            suspended=max(0, forward.change["suspended"]),
-            queue=0 if weight is None else max(0, left - weight.change["queue"]),
-            tied=0 if stage or is_new else max(0, -backward.change["gradients"]),
+            activation=activation,
+            suspended=suspended,
+            queue=0 if weight is None else max(0, weight.gradients - weight.change),
+            tied=max(0, freed - backward.input - activation - suspended) if is_waited_for else 0,
             message=forward.output,
             forward_workspace=max(0, forward.most - kept),
-            backward_workspace=max(0, backward.most - made),
+            backward_workspace=max(0, backward.most - backward.gradients),
             weight_workspace=0 if weight is None else max(0, weight.most),
         )
 
@@ -95,11 +93,11 @@ class RankBytes:
     """from step to step"""
     stages: Mapping[int, StageBytes]
     other: int
-    """what is left after the last action besides"""
+    """what the batch holds besides"""
     step: int
     """the most during an optimizer's step, beyond what was there before it"""
-    measured: Mapping[MemoryKind, int]
-    """by kind, when there was the most"""
+    measured: int
+    """when there was the most"""
 
     @staticmethod
     def of(
@@ -116,28 +114,23 @@ class RankBytes:
         last: dict[int, int] = {}
         for action in batch.actions:
             last[action.stage] = max(last.get(action.stage, 0), action.microbatch or 0)
+        whole = sum(p.element_size() * prod(shape) for p, shape in shapes.items())
         return RankBytes(
-            weights=_num_bytes(weights),
+            weights=storage_bytes(weights),
             gradients={
                 stage: sum(_gradient_bytes(p, p.shape) for p in own if p.requires_grad and p not in shapes)
                 for stage, own in ((stage, pipeline.ownership.stage_parameters(model, stage)) for stage in last)
             },
-            optimizer=_num_bytes(optimizer),
-            gathered=sum(p.element_size() * prod(shape) for p, shape in shapes.items())
+            optimizer=storage_bytes(optimizer),
+            gathered=whole
             + sum(_gradient_bytes(p, shape) for p, shape in shapes.items() if p.requires_grad)
             + batch.kept,
-            keeps_gradients=batch.begin["gradients"] > 0,
+            keeps_gradients=batch.keeps_gradients,
             stages={stage: StageBytes.of(batch.actions, stage, microbatch) for stage, microbatch in last.items()},
-            other=batch.end["other"] + batch.end["suspended"],
+            other=max(0, batch.before_actions - whole),
             step=batch.step,
-            measured=dict(batch.peak.by_kind),
+            measured=batch.peak,
         )
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Shared memory counts once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _gradient_bytes(parameter: nn.Parameter, shape: Iterable[int]) -> int:
@@ -146,10 +139,11 @@ def _gradient_bytes(parameter: nn.Parameter, shape: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Bytes of one rank when it holds the most, by kind; see `MemoryReport`."""
+    """Bytes of one rank when it holds the most, the predicted ones by kind; see `MemoryReport`."""
 
-    predicted: Mapping[MemoryKind, int]
-    measured: Mapping[MemoryKind, int]
+    predicted: Mapping[str, int]
+    measured_peak: int
+    """bytes of live tensors; on an accelerator, what torch's allocator had"""
     process: int
     """the most that the process has held so far, code and libraries included; on an accelerator what torch's allocator
     has"""
@@ -158,11 +152,6 @@ class RankReport:
     def predicted_peak(self) -> int:
         """All kinds together."""
         return sum(self.predicted.values())
-
-    @property
-    def measured_peak(self) -> int:
-        """All kinds together."""
-        return sum(self.measured.values())
 
     @property
     def error(self) -> float:
@@ -197,13 +186,12 @@ class MemoryReport:
     another number of micro-batches of the same size, would take; without `other` and the optimizer's step"""
 
     def __str__(self) -> str:
-        kinds = [kind for kind in MEMORY_KINDS if any(one.predicted[kind] or one.measured[kind] for one in self.ranks)]
-        head = ["rank", "MB", *kinds, "peak", "process"]
+        kinds = [kind for kind in MEMORY_KINDS if any(one.predicted[kind] for one in self.ranks)]
+        head = ["MB", *kinds, "predicted", "measured", "error", "process"]
         rows = []
         for rank, one in enumerate(self.ranks):
-            predicted, measured = ([_megabytes(part[kind]) for kind in kinds] for part in (one.predicted, one.measured))
-            rows.append([str(rank), "predicted", *predicted, _megabytes(one.predicted_peak), f"{one.error:+.1%}"])
-            rows.append(["", "measured", *measured, _megabytes(one.measured_peak), _megabytes(one.process)])
+            sizes = (*(one.predicted[kind] for kind in kinds), one.predicted_peak, one.measured_peak)
+            rows.append([f"rank {rank}", *map(_megabytes, sizes), f"{one.error:+.1%}", _megabytes(one.process)])
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         return "\n".join(
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
@@ -212,7 +200,7 @@ class MemoryReport:
 
 def predict(
     ranks: Sequence[RankBytes], schedule: Schedule, *, keeps_spare: bool
-) -> tuple[list[dict[MemoryKind, int]], MemoryModel]:
+) -> tuple[list[dict[str, int]], MemoryModel]:
     """The bytes that each rank of a pipeline holds when it holds the most, by kind; and the model that tells them.
 
     Args:
@@ -259,7 +247,7 @@ def predict(
     return [_at_peak(*one) for one in zip(ranks, peaks, buffers, strict=True)], model
 
 
-def _at_peak(rank: RankBytes, batch: RankMemory, buffers: int) -> dict[MemoryKind, int]:
+def _at_peak(rank: RankBytes, batch: RankMemory, buffers: int) -> dict[str, int]:
     """The bytes by kind at the peak of the batch, or of the optimizer's step if that is higher."""
     gradients = sum(rank.gradients.values())
     step = RankMemory(rank.weights, gradients, rank.optimizer, messages=buffers, workspace=rank.step)
@@ -295,38 +283,41 @@ class RunMemory:
     """Of the training batches of a run."""
 
     def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
-        outside = pipeline.gradients.outside
-        blocks, parameters = pipeline.ownership.stack.blocks, pipeline.parameters
-        self._pipeline = pipeline
-        is_whole = (lambda _: False) if outside is None else outside.is_whole
-        self._device = device
+        self._pipeline, self._device = pipeline, device
         self._own: RankBytes | None = None
         """of the batch that held the most"""
         self._repeats = False
-        self._trace = MemoryTrace(blocks, parameters, is_whole, LiveBytes(device.type))
+        held = LiveBytes() if device.type == "cpu" else AllocatedBytes(device)
+        self._trace = MemoryTrace(pipeline.ownership.stack.blocks, pipeline.parameters, held)
+
+    @property
+    def peak(self) -> int:
+        """The most that was held while batches were measured, which resets the peak of torch's allocator."""
+        return self._trace.peak
 
     @contextmanager
     def batch(self, model: nn.Module, optimizer: Iterable[Tensor]) -> Iterator[None]:
         """Inside it a training batch runs; `optimizer` are the tensors that optimizers hold."""
         engine = self._pipeline.engine
-        engine.memory, unmeasured = self._trace, engine.memory
+        engine.memory = self._trace
         try:
-            with self._trace.batch(_tensors(model), optimizer):
+            with self._trace.batch((*_tensors(model), *optimizer)):
                 yield
         finally:
-            engine.memory = unmeasured
+            engine.memory = None
 
     @contextmanager
     def step(self, model: nn.Module, optimizer: Callable[[], Iterable[Tensor]], batch_idx: int) -> Iterator[None]:
         """Inside it the optimizer steps, after the batch of that index in its epoch, which it may run."""
         with self._trace.optimizer_step():
             yield
-        if batch_idx >= FIRST and self._trace.keep() and self._trace.largest is not None:
-            batch = self._trace.largest
-            self._repeats = batch.repeats
-            if not batch.repeats:
-                weights, states = self._on_device(_tensors(model)), self._on_device(optimizer())
-                self._own = RankBytes.of(self._pipeline, model, batch, weights=weights, optimizer=states)
+        batch = self._trace.last
+        if batch_idx < FIRST or (self._own is not None and batch.peak <= self._own.measured):
+            return
+        self._repeats = batch.repeats
+        if not batch.repeats:
+            weights, states = self._on_device(_tensors(model)), self._on_device(optimizer())
+            self._own = RankBytes.of(self._pipeline, model, batch, weights=weights, optimizer=states)
 
     def report(self, groups: ProcessGroups) -> MemoryReport:
         """Return the report of all ranks, which call this.
@@ -343,7 +334,7 @@ class RunMemory:
             )
         if self._own is None:
             raise not_measured()
-        layout, process = self._pipeline.layout, peak_bytes(self._device)
+        layout, process = self._pipeline.layout, max(self.peak, peak_bytes(self._device))
         ranks = all_gather_objects(groups.control, self._own)
         table, keeps_spare = layout.table(layout.num_microbatches), self._device.type == "cpu"
         predicted, memory = predict(ranks, table, keeps_spare=keeps_spare)

@@ -339,7 +339,7 @@ class NonFiniteCheck:
         elif self.mode == "raise" and (late.useless_scale.read() or not loss_is_finite(findings)):
             self._report(findings, late.step, scale=" at any loss scale" if late.useless_scale.read() else "")
 
-    def _detected(self, place: Place, how: str) -> None:
+    def _detected(self, place: Place) -> None:
         """Called by the rank that makes a NaN, at once, with `Trainer(detect_anomaly=True)`.
 
         Raises:
@@ -347,12 +347,12 @@ class NonFiniteCheck:
         """
         finding = Finding(self._names.rank, [(place, True)], ())
         where = described([finding], self._names.blocks, self._names.place_of)
-        raise NonFiniteError(f"optimizer step {self._num_steps()}: {where}{how and f': {how}'} (detect_anomaly=True)")
+        raise NonFiniteError(f"optimizer step {self._num_steps()}: {where} (detect_anomaly=True)")
 
     def close(self) -> None:
         """Forget the other ranks: the run has ended."""
         self._open_groups = self._late = None
-        self._values.on_nan = lambda *_: None
+        self._values.on_nan = lambda _: None
 
     def _is_found(self, optimizer: Optimizer, total: Tensor | None) -> bool:
         """Whether a rank's gradients aren't finite, or only their norms. Here the host waits for the device."""

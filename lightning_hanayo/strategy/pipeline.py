@@ -197,7 +197,6 @@ class Pipeline:
             num_microbatches, signature, key = self.relay.broadcast("batch")
             batch = Batch(signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches)
         self.gradients.begin_batch()
-        self.engine.memory.note_gathered()
         with (
             self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
             self.step_state.watched(batch.num_microbatches) if trains else nullcontext(),

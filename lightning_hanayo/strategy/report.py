@@ -212,7 +212,7 @@ def peak_memory(strategy: HanayoStrategy) -> dict[int, int]:
     On an accelerator what torch has allocated there; on CPUs the memory of the process. Called by all ranks of the
     replica; rank 0 gets the values.
     """
-    own = peak_bytes(strategy.root_device)
+    own = max(peak_bytes(strategy.root_device), strategy.session.measured_peak)
     if strategy.topology.replica_size == 1:
         return {0: own}
     peaks = gather_objects(strategy.groups.replica, own)

@@ -142,7 +142,8 @@ def _run(
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
 
     def measured_step(inputs: Any) -> Any:
-        with pipeline.engine.memory.user_code():
+        memory = pipeline.engine.memory
+        with nullcontext() if memory is None else memory.user_code():
             return step(inputs)
 
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"

@@ -353,6 +353,11 @@ class Session(Run):
             return nullcontext()
         return self._memory.step(module, lambda: self._held_by(optimizers), state.batch_idx(module.trainer))
 
+    @property
+    def measured_peak(self) -> int:
+        """The most bytes that measured batches have held; 0 if none was measured."""
+        return 0 if self._memory is None else self._memory.peak
+
     def memory_report(self) -> MemoryReport:
         """See `HanayoStrategy.memory_report`."""
         self.guard.check_all_ranks("memory_report")

@@ -125,8 +125,8 @@ class HanayoStrategy(WholeModelStrategy):
             forward and backward. For optimizers that treat each element alone, such as AdamW.
         offload_optimizer: whether the optimizer's states, and master weights, are in host memory, where it steps: for
             each step gradients are copied there, and parameters back.
-        measure_memory: whether training counts the bytes of live tensors, by what they are for, which slows it down;
-            `memory_report()` shows them next to the prediction.
+        measure_memory: whether training measures how many bytes each action of the schedule takes, which slows it
+            down; `memory_report()` predicts from them what each rank holds, and shows what it held.
         tied_gradients: when the gradients of a weight that embedding and head share are added: "in_order", the two of
             each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
             there; or "at_once", without keeping any, in another order, so that the last bits differ.

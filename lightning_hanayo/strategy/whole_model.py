@@ -141,7 +141,7 @@ class WholeModelStrategy(MeshParallelStrategy):
         return self.session.gather_model(self.module)
 
     def memory_report(self) -> MemoryReport:
-        """Return what each rank holds when it holds the most, predicted and measured, in bytes by what they are for.
+        """Return what each rank holds when it holds the most: predicted by what it is for, and measured, in bytes.
 
         Called by all ranks, with `measure_memory=True`: after `fit`, or in a hook that runs on all of them. Measured is
         every training batch but the first two of an epoch; reported is the one in which a rank held the most.

@@ -94,18 +94,18 @@ def _count(
     live = LiveBytes("meta")
     with live.counting():
         for _ in range(2):  # the first time makes gradients
-            live.claim(known, "weights")
-            live.claim((p.grad for p in known if p.grad is not None), "gradients")
-            before, _ = live.num_bytes, live.restart()
+            live.note(known)
+            live.restart()
+            before = live.num_bytes
             inputs = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             output = forward(inputs)
-            kept, forward_peak = live.num_bytes - before - output.nbytes, live.peak.num_bytes - before
+            kept, forward_peak = live.num_bytes - before - output.nbytes, live.peak - before
             gradient = torch.empty_like(output)
             live.restart()
             start = live.num_bytes
             before_backward()
             output.backward(gradient)
-            backward_peak = live.peak.num_bytes - start
+            backward_peak = live.peak - start
             counted = Part(kept, output.nbytes, max(0, forward_peak - kept), max(0, backward_peak))
             del inputs, output, gradient
     return counted

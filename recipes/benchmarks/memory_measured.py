@@ -80,18 +80,18 @@ def _fit_ours(rank: int, num_ranks: int, *, sizes: Sizes, layout: Mapping[str, A
         use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(make_model(sizes), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    names: Sequence[str] = ("predicted", "measured", "predicted_peak", "measured_peak", "error", "process")
+    names: Sequence[str] = ("predicted", "predicted_peak", "measured_peak", "error", "process")
     return [{name: getattr(one, name) for name in names} for one in strategy.memory_report().ranks]
 
 
 def _fit_peer(_: int, num_ranks: int, *, sizes: Sizes, system: str) -> int:
     import torch
 
-    from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
     from recipes.benchmarks.memory_models import make_model
+    from recipes.benchmarks.resized_bytes import ResizedBytes
 
     torch.manual_seed(0)
-    live = LiveBytes(resized=True)
+    live = ResizedBytes()
     with live.counting():
         model = _parallelize(make_model(sizes), system, num_ranks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
@@ -101,7 +101,7 @@ def _fit_peer(_: int, num_ranks: int, *, sizes: Sizes, system: str) -> int:
             model({"input_ids": tokens, "labels": tokens}, 0).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return live.peak.num_bytes
+        return live.peak
 
 
 def _parallelize(model: Any, system: str, num_ranks: int) -> Any:

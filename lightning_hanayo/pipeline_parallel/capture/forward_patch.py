@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.capture.proxy import user_line
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
-from lightning_hanayo.pipeline_parallel.nan import BlockValues, FirstNaN, MadeValues
+from lightning_hanayo.pipeline_parallel.nan import BlockValues, MadeValues
 from lightning_hanayo.pipeline_parallel.profiling.trace import block_range
 from lightning_hanayo.pipeline_parallel.rng import BlockRandomness, RandomStreams
 
@@ -138,11 +137,10 @@ def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the block's own forward, compiled if `block.compile()` was called."""
     compiled = vars(block).get(_COMPILED)
     values: BlockValues | None = vars(block).get(_VALUES)
-    finds_nan = values is not None and compiled is None and torch.is_anomaly_enabled()
-    with FirstNaN(user_line) if finds_nan else nullcontext() as nan, block_range(block):
+    with block_range(block):
         made = _original(block, *args, **kwargs) if compiled is None else compiled.run(*args, **kwargs)
     if values is not None:
-        values.note((args, kwargs), made, "" if nan is None else nan.found)
+        values.note((args, kwargs), made)
     return made
 
 

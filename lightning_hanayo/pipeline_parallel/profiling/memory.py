@@ -1,81 +1,62 @@
-"""Counts the bytes of this process's live tensors by what they are for, and remembers the most at one time.
-
-    operation returns a tensor    + bytes of its memory, as the current kind: "activations", "messages", ...
-    memory is freed               - the same bytes
-    claim(tensors, kind)          what is there already, or has become something else, counts as that kind
-
-Memory that several tensors share counts once. What an operation needs inside itself, and what other libraries allocate,
-is not seen.
-
-Measures what each action of a batch changes in its rank's memory, and the most bytes at one time.
+"""Measures what each action of a batch changes in its rank's memory, and the most bytes at one time.
 
     held before the F of a stage  --->  most held during it  --->  held after it
           |<------------------ most ---------->|                        |
           |<------------------ change ---------------------------------->|
 
-What a backward makes counts as workspace until it ends: then it is a gradient, is sent on, or waits in the queue of
-weight gradients. What an operation needs inside itself isn't seen.
+On an accelerator torch's allocator knows how many bytes are held. On the CPU `LiveBytes` counts those of live tensors:
+what an operation needs inside itself, and what other libraries allocate, is not seen there.
 """
 
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from typing_extensions import override
 
 from lightning_hanayo.pipeline_parallel.message import Message
-from lightning_hanayo.schedule import Action, Kind
-
-MemoryKind = Literal[
-    "weights",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "activations",
-    "suspended",
-    "queue",
-    "messages",
-    "workspace",
-    "other",
-]
-"""What tensors are for; `MemoryReport` explains the kinds."""
-MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+from lightning_hanayo.schedule import Action
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes that were live at one time."""
+class AllocatedBytes:
+    """Bytes of torch's allocator. `restart` resets the allocator's own peak, too."""
 
-    num_bytes: int
-    by_kind: Mapping[MemoryKind, int]
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Held now."""
+        return int(self._module.memory_allocated(self._device))
 
-@dataclass
-class _Memory:
-    """The memory of one or more tensors."""
+    def restart(self) -> int:
+        """Return the most since the last call, and begin anew."""
+        peak = int(self._module.max_memory_allocated(self._device))
+        self._module.reset_peak_memory_stats(self._device)
+        return peak
 
-    kind: MemoryKind
-    num_bytes: int
-    reference: "weakref.ref[Any] | None" = None
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Do nothing: the allocator counts what all threads make."""
+        yield
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Do nothing: they are counted."""
 
 
 class LiveBytes:
-    """Counts in the threads that are inside `counting`.
+    """Bytes of live tensors. Memory that several tensors share counts once.
 
     Args:
-        device: the type of the device whose memory counts, such as "cuda"; also "meta".
-        resized: whether memory may be resized outside operations, as FSDP2 frees parameters; that is looked at before
-            a peak is taken for one.
+        device: the type of the device whose memory counts; also "meta".
 
     Example:
         >>> live = LiveBytes()
@@ -85,70 +66,28 @@ class LiveBytes:
         4000
     """
 
-    def __init__(self, device: str = "cpu", *, resized: bool = False) -> None:
-        self.kind: MemoryKind = "other"
-        """what is made from now on"""
+    def __init__(self, device: str = "cpu") -> None:
         self._device = device
-        self._resized = resized
-        self._held: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        self.peak = Peak(0, dict(self._held))
+        self._sizes: dict[int, int] = {}
+        """bytes by storage"""
+        self._freed: deque[int] = deque()
+        """storages, noted in whichever thread frees them; taken off in a thread that counts"""
+        self._num_bytes = 0
+        self.peak = 0
         """since `restart`"""
-        self._memories: dict[int, _Memory] = {}
-        self._freed: deque[tuple[int, _Memory]] = deque()
-        """noted in whichever thread frees; taken off in a thread that counts"""
         self._threads: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
-        """All that is live now."""
-        return sum(self.held.values())
-
-    @property
-    def held(self) -> Mapping[MemoryKind, int]:
-        """The bytes of each kind that are live now."""
+        """Held now."""
         while self._freed:
-            key, memory = self._freed.popleft()
-            self._held[memory.kind] -= memory.num_bytes
-            if self._memories.get(key) is memory:
-                del self._memories[key]
-        return MappingProxyType(self._held)
+            self._num_bytes -= self._sizes.pop(self._freed.popleft())
+        return self._num_bytes
 
-    def restart(self) -> Peak:
-        """Begin a new peak, and return the one before; what is live stays counted."""
-        before, self.peak = self.peak, Peak(self.num_bytes, dict(self._held))
+    def restart(self) -> int:
+        """Return the most since the last call, and begin anew."""
+        before, self.peak = self.peak, self.num_bytes
         return before
-
-    def go_on(self, before: Peak) -> None:
-        """Let the peak be that of the time before `restart`, too."""
-        if before.num_bytes > self.peak.num_bytes:
-            self.peak = before
-
-    def claim(self, tensors: Iterable[Tensor], kind: MemoryKind) -> None:
-        """Count the memory of these tensors as `kind` from now on."""
-        for tensor in tensors:
-            memory = self._find(tensor)
-            if memory is not None:
-                self._held[memory.kind] -= memory.num_bytes
-                memory.kind = kind
-                self._held[kind] += memory.num_bytes
-
-    def claim_all(self, of: MemoryKind, kind: MemoryKind) -> None:
-        """Count everything of one kind as another."""
-        _ = self.held
-        for memory in self._memories.values():
-            if memory.kind == of:
-                memory.kind = kind
-        self._held[kind] += self._held[of]
-        self._held[of] = 0
-
-    @contextmanager
-    def making(self, kind: MemoryKind) -> Iterator[None]:
-        """Inside it, what is made counts as `kind`."""
-        before, self.kind = self.kind, kind
-        try:
-            yield
-        finally:
-            self.kind = before
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -165,36 +104,18 @@ class LiveBytes:
             self._threads.discard(thread)
 
     def note(self, tensors: Iterable[Any]) -> None:
-        """Count the memory of those among `tensors` that isn't counted yet."""
+        """Count those among `tensors` that aren't counted yet, and what has been resized."""
         for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                self._find(tensor)
-        if self.num_bytes > self.peak.num_bytes and self._resized:
-            self._look_at_sizes()
-        if (total := self.num_bytes) > self.peak.num_bytes:
-            self.peak = Peak(total, dict(self._held))
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == self._device:
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.num_bytes)
 
-    def _look_at_sizes(self) -> None:
-        for memory in self._memories.values():
-            storage = None if memory.reference is None else memory.reference()
-            if storage is not None:
-                self._held[memory.kind] += storage.nbytes() - memory.num_bytes
-                memory.num_bytes = storage.nbytes()
-
-    def _find(self, tensor: Tensor) -> _Memory | None:
-        """The memory of a tensor, counted from now on if it is new. None: it isn't counted."""
-        if tensor.layout is not torch.strided or tensor.device.type != self._device:
-            return None
-        storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
-        memory = self._memories.get(key)
-        if memory is None or memory.reference is None or memory.reference() is not storage:
-            memory = self._memories[key] = _Memory(self.kind, 0)
-            freed = (key, memory)
-            memory.reference = weakref.ref(storage, lambda _: self._freed.append(freed))
-        self._held[memory.kind] += num_bytes - memory.num_bytes  # memory may be resized
-        memory.num_bytes = num_bytes
-        return memory
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        held, key, size = self.num_bytes, storage._cdata, storage.nbytes()  # first, as a new one may have an old key
+        if key not in self._sizes:
+            weakref.finalize(storage, self._freed.append, key).atexit = False
+        self._num_bytes = held + size - self._sizes.get(key, 0)
+        self._sizes[key] = size
 
 
 class _Counting(TorchDispatchMode):
@@ -212,205 +133,158 @@ class _Counting(TorchDispatchMode):
         return result
 
 
-_NOT_MEASURED = nullcontext()
-
-
-class MemoryWatch:
-    """What the engine, and the code around it, tell of a rank's memory. This one does nothing with it."""
-
-    is_measuring = False
-    """whether actions are measured, and so run one at a time"""
-
-    def action(self, action: Action) -> AbstractContextManager[None]:
-        """Entered for each action."""
-        return _NOT_MEASURED
-
-    def transfers(self) -> AbstractContextManager[None]:
-        """Entered while sends and receives start."""
-        return _NOT_MEASURED
-
-    def user_code(self) -> AbstractContextManager[None]:
-        """Entered by each step of the user's, in its thread."""
-        return _NOT_MEASURED
-
-    def note_input(self, message: Message) -> None:
-        """Called with the message that an action uses."""
-
-    def note_output(self, message: Message) -> None:
-        """Called with the message that an action has made."""
-
-    def note_gathered(self) -> None:
-        """Called when parameters have become whole for a batch."""
-
-    def note_kept(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        """Called after an action with what its stage keeps for later micro-batches."""
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' memory. What they share counts once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 @dataclass(frozen=True)
 class ActionBytes:
     """What one action does to the bytes that its rank holds."""
 
-    change: Mapping[MemoryKind, int]
-    """by kind, from before it to after it"""
+    change: int
+    """from before it to after it"""
     most: int
     """the most during it, beyond what was held before"""
-    output: int = 0
+    gradients: int
+    """of the change, what `.grad` has got"""
+    suspended: int
+    """of the change, what the user's code outside the stack has made"""
+    input: int
+    """of the message that it uses"""
+    output: int
     """of the message that it makes for another stage"""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchBytes:
     """What was measured of one batch on one rank."""
 
-    actions: Mapping[Action, ActionBytes]
-    begin: Mapping[MemoryKind, int]
-    """held before its first action"""
-    end: Mapping[MemoryKind, int]
-    """held after its last action"""
-    peak: Peak
-    """from its begin to the end of the optimizer's step"""
+    actions: dict[Action, ActionBytes] = field(default_factory=dict)
+    before_actions: int = 0
+    """made in the batch before its first action"""
+    keeps_gradients: bool = False
+    """whether there were gradients then"""
     repeats: bool = False
     """whether actions ran several times, in several passes through the stack; then the last ones are in `actions`"""
     kept: int = 0
     """the most that stages have kept for later micro-batches"""
+    peak: int = 0
+    """from its begin to the end of the optimizer's step"""
     step: int = 0
     """the most during the optimizer's step, beyond what was held before it"""
 
 
 @dataclass(eq=False)
-class MemoryTrace(MemoryWatch):
-    """Measures the batches of one rank, and keeps the one that held the most."""
+class MemoryTrace:
+    """Measures the batches of one rank."""
 
-    is_measuring = True
     blocks: Sequence[nn.Module]
-    """of the stack: what they make in a forward are activations"""
+    """of the stack: what they make in a forward is no user code's"""
     parameters: Sequence[nn.Parameter]
-    """that this rank trains: their `.grad` are gradients"""
-    is_whole: Callable[[Tensor], bool] = lambda _: False
-    """whether a cube holds the parameter whole, while a batch runs"""
-    live: LiveBytes = field(default_factory=LiveBytes)
-    largest: BatchBytes | None = field(default=None, init=False)
-    """None: no batch was measured"""
-    _actions: dict[Action, ActionBytes] = field(default_factory=dict, init=False)
-    _begin: Mapping[MemoryKind, int] = field(default_factory=dict, init=False)
-    _end: Mapping[MemoryKind, int] = field(default_factory=dict, init=False)
-    _repeats: bool = field(default=False, init=False)
-    _output: int = field(default=0, init=False)
-    """bytes of the message that the current action has made"""
-    _batch: BatchBytes | None = field(default=None, init=False)
-    """the last one, before its optimizer step"""
-    _after_batch: int = field(default=0, init=False)
+    """that this rank trains"""
+    held: LiveBytes | AllocatedBytes
+    last: BatchBytes = field(default_factory=BatchBytes, init=False)
+    """what was measured of the last batch"""
+    peak: int = field(default=0, init=False)
+    """the most that was ever held"""
+    _begin: int = field(default=0, init=False)
+    """held when the batch began"""
+    _end: int = field(default=0, init=False)
+    """held before its optimizer step"""
     _kept: dict[int, int] = field(default_factory=dict, init=False)
     """by stage: what it keeps for later micro-batches"""
-    _most_kept: int = field(default=0, init=False)
-    _around_blocks: defaultdict[int, list[MemoryKind]] = field(default_factory=lambda: defaultdict(list), init=False)
-    """by thread: as what memory counted where a block was called"""
+    _output: int = field(default=0, init=False)
+    """bytes of the message that the current action has made"""
+    _suspended: int = field(default=0, init=False)
+    """bytes that user code has made in the current action"""
+    _in_user_code: dict[int, int] = field(default_factory=dict, init=False)
+    """by thread: what was held when user code began, or when a block returned to it"""
 
     def __post_init__(self) -> None:
         self._ids = {id(block) for block in self.blocks}
 
     @contextmanager
-    def batch(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor]) -> Iterator[None]:
-        """Inside it the rank runs a batch; these are its weights, and the optimizer's tensors."""
-        live = self.live
-        self._actions, self._batch, self._repeats = {}, None, False
-        self._around_blocks.clear()
+    def batch(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Inside it the rank runs a batch; `tensors` are the model's and the optimizer's."""
+        self.held.note(tensors)
+        self.held.note(p.grad for p in self.parameters)
+        self.held.restart()
+        self.last, self._begin = BatchBytes(), self.held.num_bytes
         self._kept.clear()
-        self._most_kept = 0
-        live.claim_all("workspace", "other")
-        live.claim(weights, "weights")
-        live.claim(optimizer, "optimizer")
-        self._claim_gradients()
-        live.restart()
         hooks = (
             torch_module.register_module_forward_pre_hook(self._before_block),
             torch_module.register_module_forward_hook(self._after_block, always_call=True),
         )
         try:
-            with live.counting(), live.making("other"):
+            with self.held.counting():
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
-        self._batch = BatchBytes(self._actions, self._begin, self._end, live.restart(), self._repeats, self._most_kept)
-        self._after_batch = live.num_bytes
+        self._lap()
+        self._end = self.held.num_bytes
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Inside it the optimizer steps, and before that it may run the batch."""
-        with self.live.counting(), self.live.making("workspace"):
+        with self.held.counting():
             yield
-        if self._batch is not None:
-            step, peak = self.live.peak, self._batch.peak
-            peak = step if step.num_bytes > peak.num_bytes else peak
-            self._batch = replace(self._batch, peak=peak, step=max(0, step.num_bytes - self._after_batch))
+        self.last.step = max(0, self._lap() - self._end)
 
-    def keep(self) -> bool:
-        """Called between two batches, unless the one before was unlike others. Returns whether it is the largest."""
-        batch, largest = self._batch, self.largest
-        if batch is None or (largest is not None and batch.peak.num_bytes <= largest.peak.num_bytes):
-            return False
-        self.largest = batch
-        return True
-
-    @override
     @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
-        live, is_forward = self.live, action.kind is Kind.F
-        self._output, live.kind = 0, "activations" if is_forward else "workspace"
-        before, peak = dict(live.held), live.restart()
-        self._begin = self._begin if self._actions else before
-        self._repeats |= action in self._actions
+    def action(self, action: Action, received: Message | None) -> Iterator[None]:
+        """Entered for each action, with the message that it uses."""
+        used = 0 if received is None else storage_bytes(received.tensors)
+        del received  # so that it is freed as soon as the action is done with it
+        self._lap()
+        batch, before, gradients = self.last, self.held.num_bytes, self._gradients()
+        if not batch.actions:
+            batch.before_actions, batch.keeps_gradients = before - self._begin, gradients > 0
+        batch.repeats |= action in batch.actions
+        self._output = self._suspended = 0
         yield
-        self._claim_gradients()
-        live.claim_all("workspace", "queue" if action.kind is Kind.I else "gradients")
-        self._end = dict(live.held)
-        change = {kind: held - before[kind] for kind, held in self._end.items()}
-        self._actions[action] = ActionBytes(change, live.peak.num_bytes - sum(before.values()), self._output)
-        live.go_on(peak)
+        after, most = self.held.num_bytes, self._lap()
+        batch.actions[action] = ActionBytes(
+            change=after - before,
+            most=most - before,
+            gradients=self._gradients() - gradients,
+            suspended=self._suspended,
+            input=used,
+            output=self._output,
+        )
 
-    @override
-    def transfers(self) -> AbstractContextManager[None]:
-        return self.live.making("messages")
+    def note_made(self, action: Action, made: Message | None, kept: Sequence[Tensor]) -> None:
+        """Called after an action: its message to another stage, and what its stage keeps for later micro-batches."""
+        self._output = 0 if made is None else storage_bytes(made.tensors)
+        self._kept[action.stage] = storage_bytes(kept)
+        self.last.kept = max(self.last.kept, sum(self._kept.values()))
 
-    @override
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        with self.live.counting(), self.live.making("suspended"):
-            yield
-
-    @override
-    def note_input(self, message: Message) -> None:
-        if self.live.kind == "activations":
-            self.live.claim(message.tensors, "activations")
-
-    @override
-    def note_output(self, message: Message) -> None:
-        self._output = sum({one.untyped_storage()._cdata: one.nbytes for one in message.tensors}.values())
-        if self.live.kind == "workspace":
-            self.live.claim(message.tensors, "messages")
-
-    @override
-    def note_gathered(self) -> None:
-        self.live.claim((p.data for p in self.parameters if self.is_whole(p)), "gathered")
-
-    @override
-    def note_kept(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        self.live.claim(tensors, "gathered")
-        self._kept[stage] = sum({one.untyped_storage()._cdata: one.nbytes for one in tensors}.values())
-        self._most_kept = max(self._most_kept, sum(self._kept.values()))
-
-    def _claim_gradients(self) -> None:
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self.live.claim([parameter.grad], "gathered" if self.is_whole(parameter) else "gradients")
+        """Entered by each step of the user's, in its thread."""
+        thread = threading.get_ident()
+        with self.held.counting():
+            self._in_user_code[thread] = self.held.num_bytes
+            try:
+                yield
+            finally:
+                self._suspended += self.held.num_bytes - self._in_user_code.pop(thread)
 
     def _before_block(self, module: nn.Module, _: Any) -> None:
-        if id(module) in self._ids:
-            self._around_blocks[threading.get_ident()].append(self.live.kind)
-            if self.live.kind == "suspended":
-                self.live.kind = "activations"
+        if id(module) in self._ids and (thread := threading.get_ident()) in self._in_user_code:
+            self._suspended += self.held.num_bytes - self._in_user_code[thread]
 
     def _after_block(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._ids:
-            self.live.kind = self._around_blocks[threading.get_ident()].pop()
+        if id(module) in self._ids and (thread := threading.get_ident()) in self._in_user_code:
+            self._in_user_code[thread] = self.held.num_bytes
+
+    def _gradients(self) -> int:
+        return sum(p.grad.untyped_storage().nbytes() for p in self.parameters if p.grad is not None)
+
+    def _lap(self) -> int:
+        """The most since the last call."""
+        most = self.held.restart()
+        self.last.peak, self.peak = max(self.last.peak, most), max(self.peak, most)
+        return most

@@ -1,10 +1,11 @@
-"""Bytes of live tensors: shared memory once, until it is freed, by what it is for, in every thread that counts."""
+"""Bytes of live tensors: shared memory once, until it is freed, in every thread that counts."""
 
 import threading
 
 import torch
 
 from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
+from recipes.benchmarks.resized_bytes import ResizedBytes
 
 KB = 1024
 """bytes of 256 numbers in fp32"""
@@ -22,36 +23,26 @@ def test_memory_counts_once_and_until_it_is_freed() -> None:
         del views
         assert live.num_bytes == KB
     del y
-    assert (live.num_bytes, live.peak.num_bytes) == (0, 2 * KB)
+    assert (live.num_bytes, live.peak) == (0, 2 * KB)
 
 
-def test_kinds() -> None:
+def test_backwards_count_and_tensors_of_before() -> None:
     live = LiveBytes()
     weight = torch.zeros(256, requires_grad=True)
     with live.counting():
-        live.claim([weight], "weights")
-        with live.making("activations"):
-            kept = (weight * 2).exp()
-        live.kind = "workspace"
-        kept.sum().backward()
-        assert weight.grad is not None
-        live.claim([weight.grad], "gradients")
-    held = {kind: held for kind, held in live.held.items() if held >= KB}
-    assert held == {"weights": KB, "activations": KB, "gradients": KB}
-    live.claim_all("activations", "queue")
-    del kept
-    assert live.held["queue"] == live.held["activations"] == 0
+        live.note([weight, weight.view(16, 16)])
+        assert live.num_bytes == KB
+        (weight * 2).sum().backward()
+    assert weight.grad is not None and live.num_bytes == 2 * KB
 
 
-def test_a_peak_within_a_peak() -> None:
+def test_a_peak_begins_anew() -> None:
     live = LiveBytes()
     with live.counting():
         torch.zeros(1024)
-        before = live.restart()
+        assert live.restart() == 4 * KB
         torch.zeros(512)
-        assert live.peak.num_bytes == 2 * KB
-        live.go_on(before)
-        assert live.peak.num_bytes == 4 * KB
+        assert live.peak == 2 * KB
 
 
 def test_threads_and_resized_memory() -> None:
@@ -82,10 +73,10 @@ def test_one_device_counts() -> None:
 
 
 def test_memory_that_is_resized_outside_operations() -> None:
-    live = LiveBytes(resized=True)
+    live = ResizedBytes()
     with live.counting():
         first = torch.zeros(256)
         first.untyped_storage().resize_(0)
         second = torch.zeros(512)
-        assert live.peak.num_bytes == 2 * KB
+        assert live.peak == 2 * KB
     del first, second

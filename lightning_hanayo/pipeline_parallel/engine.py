@@ -227,11 +227,11 @@ class Engine:
     def _compute(self, step: Compute, batch: Batch) -> None:
         reached = self.trace.clock.mark()
         if self.memory is None:
-            self.trace.add(step.action, reached, *self._run(step, batch, self._receive(step)))
+            self.trace.add(step.action, reached, *self._run_action(step, batch, self._receive(step)))
             return
         received = self._receive(step)
         with self.memory.action(step.action, received):
-            self.trace.add(step.action, reached, *self._run(step, batch, received))
+            self.trace.add(step.action, reached, *self._run_action(step, batch, received))
             made = None if step.output_key is None else self._messages.get(step.output_key)
             self.memory.note_made(step.action, made, self.stages[step.action.stage].hooks.kept)
             del received  # nothing holds the message when its bytes are counted
@@ -246,9 +246,9 @@ class Engine:
         received = [self._receive(one) for one in (first, second)]
         ran = self.pairs.run(
             first.action,
-            lambda: self._run(first, batch, received[0]),
+            lambda: self._run_action(first, batch, received[0]),
             second.action,
-            lambda: self._run(second, batch, received[1]),
+            lambda: self._run_action(second, batch, received[1]),
         )
         for step, marks in zip((first, second), ran, strict=True):
             self.trace.add(step.action, reached, *marks)
@@ -267,7 +267,7 @@ class Engine:
             return None
         return self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
 
-    def _run(self, step: Compute, batch: Batch, received: Message | None) -> tuple[Any, Any]:
+    def _run_action(self, step: Compute, batch: Batch, received: Message | None) -> tuple[Any, Any]:
         """Run an action, and return the clock's marks of its start and its end."""
         action, clock = step.action, self.trace.clock
         assert action.microbatch is not None

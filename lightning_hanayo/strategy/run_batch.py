@@ -64,7 +64,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         finish=pipeline.reduce_gradients if separate and steps else None,
         unguarded=session.guard.off,
     )
-    result = _run(
+    result = _run_batch(
         session,
         trainer,
         batch,
@@ -95,7 +95,7 @@ def train_manually(session: Session, trainer: "pl.Trainer", batch: Any, step: Us
     Returns:
         What the step returned.
     """
-    return _hand_over(session, _run(session, trainer, batch, step, trains=True, has_loss=False), batch)
+    return _hand_over(session, _run_batch(session, trainer, batch, step, trains=True, has_loss=False), batch)
 
 
 def average_gradients(session: Session) -> None:
@@ -109,10 +109,10 @@ def average_gradients(session: Session) -> None:
 
 def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
     """Run the forward of a batch. Called by all ranks; returns the merged results, or what stands for them."""
-    return _hand_over(session, _run(session, trainer, batch, step, trains=False), batch)
+    return _hand_over(session, _run_batch(session, trainer, batch, step, trains=False), batch)
 
 
-def _run(
+def _run_batch(
     session: Session,
     trainer: "pl.Trainer",
     batch: Any,
@@ -141,17 +141,15 @@ def _run(
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
 
-    def measured_step(inputs: Any) -> Any:
-        memory = pipeline.engine.memory
-        with nullcontext() if memory is None else memory.user_code():
-            return step(inputs)
+    if pipeline.engine.memory is not None:
+        step = pipeline.engine.memory.user_code()(step)
 
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     running = Batch(
         microbatches.signature(batch, split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
-        step=lambda m: measured_step(split.step_inputs[m]),
-        dry_run_step=lambda m: measured_step(split.block_input(m)),
+        step=lambda m: step(split.step_inputs[m]),
+        dry_run_step=lambda m: step(split.block_input(m)),
         on_user_code=microbatch_steps.enter,
         on_whole_step=on_whole_step,
         in_step=in_step,

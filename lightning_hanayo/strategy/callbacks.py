@@ -1,4 +1,6 @@
-"""Copies of the module in which callbacks average its weights: each rank averages what it holds of the module.
+"""Lightning's callbacks that average, copy or freeze parameters, of which each rank has its own.
+
+Copies of the module in which callbacks average its weights: each rank averages what it holds of the module.
 
                        rank 0                    rank 1
     module             embedding, block 0  .     .  .  block 1       a dot is a placeholder

@@ -1,4 +1,6 @@
-"""The store in which the ranks of one start find each other; who is missing there is named.
+"""Joining: how the ranks of one start find each other, and what they agree on before and after their groups exist.
+
+The store in which the ranks of one start find each other; who is missing there is named.
 
 torchrun --max-restarts starts all ranks again with the same store. A rank that finds the old address of another one
 there waits for it until the time-out. So rank 0 makes up a prefix for the keys of this start, and tells each rank:

@@ -1,4 +1,6 @@
-"""Figures of single batches for loggers, such as the bubble ratio, read without stopping the pipeline.
+"""`WaveReport`: how the pipeline really ran, as figures for loggers, tables, files and pictures.
+
+Figures of single batches for loggers, such as the bubble ratio, read without stopping the pipeline.
 
 The last batches of a pipeline as they ran, gathered on its rank 0, and the costs and timelines derived from them.
 

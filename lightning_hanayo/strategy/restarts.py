@@ -1,4 +1,6 @@
-"""Tells torchrun why a rank has failed: its agent shows the text of a small file instead of "<N/A>".
+"""Restarts: a run that torchrun or SLURM starts again goes on from its newest checkpoint.
+
+Tells torchrun why a rank has failed: its agent shows the text of a small file instead of "<N/A>".
 
 Root Cause (first observed failure):
   rank      : 1 (local_rank: 1)

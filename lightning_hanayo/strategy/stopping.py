@@ -1,4 +1,4 @@
-"""Ends a run that a signal has stopped: saves a checkpoint, and says what was saved and how to go on.
+"""Stopping: how the ranks agree on the batch after which they stop, and the errors with which such a run ends.
 
 All ranks of a run stop before the same batch once one of them has been told to stop.
 

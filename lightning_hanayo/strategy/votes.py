@@ -1,4 +1,6 @@
-"""Lets the ranks agree whether the optimizer steps, where the user's `optimizer_step` decides it on each rank alone.
+"""What all ranks that train one copy of the model decide alike: steps, removed gradients, equal copies, saves.
+
+Lets the ranks agree whether the optimizer steps, where the user's `optimizer_step` decides it on each rank alone.
 
 rank 0    closure    gradients are finite: optimizer.step()    vote "step" --+-- skipped    vote "end"
 rank 1    closure    a gradient is NaN                         vote "end"  --+              vote "end"

@@ -1,4 +1,6 @@
-"""Counts FLOPs of the whole model on the meta device, and what the device could do.
+"""What Lightning shows of a run: model summaries, FLOPs, profiles, throughput, and one line on what runs.
+
+Counts FLOPs of the whole model on the meta device, and what the device could do.
 
 Lets Lightning's model summaries show the whole model where this rank holds a part of it.
 

@@ -1,4 +1,6 @@
-"""Lets `validate`, `test` and `predict` run in inference mode over gloo, too, if the Trainer was asked for it.
+"""Lightning's loops on several ranks: equal numbers of loaders and batches, and validation at the same time.
+
+Lets `validate`, `test` and `predict` run in inference mode over gloo, too, if the Trainer was asked for it.
 
 Lightning uses `torch.no_grad` with gloo, whose collectives once failed in inference mode. A validation within `fit`
 never runs in inference mode.

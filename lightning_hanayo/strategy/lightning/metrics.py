@@ -1,4 +1,6 @@
-"""Makes the metrics that pipeline rank 0 has logged known on every rank of its pipeline.
+"""Logged values and metrics: merged over micro-batches, sent to the ranks that have none, synced by torchmetrics.
+
+Makes the metrics that pipeline rank 0 has logged known on every rank of its pipeline.
 
 Keeps back what a step logs for its micro-batches, merges it, and logs it once, as for one undivided batch.
 

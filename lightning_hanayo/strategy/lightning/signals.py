@@ -1,4 +1,4 @@
-"""Signals that end a run: a handler only notes them, and the ranks stop together after a batch.
+"""Signals: SIGTERM, SIGINT and SLURM's are noted by a handler, and all ranks stop together after a batch.
 
 SIGTERM, SIGINT     once: all ranks stop after the same batch; again: all end at once
 SLURM's signal      the same; then Lightning saves, and lets SLURM start the job again

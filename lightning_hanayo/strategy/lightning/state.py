@@ -1,4 +1,6 @@
-"""Where the Trainer's loops are: the batch under way, its number, and its place in an accumulation.
+"""Where the Trainer is, and what it does with losses and optimizers: batch, accumulation, loss scale, wrappers.
+
+Where the Trainer's loops are: the batch under way, its number, and its place in an accumulation.
 
 Loss scaling of Lightning's precision plugins: one scale, and one decision to skip a step, on all ranks.
 

@@ -1,4 +1,6 @@
-"""Rejects what a pipeline can't run, each with an error that names it, before the first message.
+"""Rejects what a pipeline can't run, before the first message; runs uncompiled what can't be compiled.
+
+Rejects what a pipeline can't run, each with an error that names it, before the first message.
 
 Runs uncompiled, for the time of a run, what can't be compiled: code around the stack, and some blocks of cubes.
 

@@ -1,4 +1,6 @@
-"""Gives values to a model that was built on the meta device, module by module, on the ranks that need them.
+"""Initial values: of models that were built on the meta device, and from folders of safetensors.
+
+Gives values to a model that was built on the meta device, module by module, on the ranks that need them.
 
 no cube   each pipeline rank builds the modules of its stages, one after another
 a cube    module 0      1      2      3  |  4      5 ...        its ranks build one each at the same time, and send

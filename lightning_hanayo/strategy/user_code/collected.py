@@ -1,4 +1,6 @@
-"""Stand for values of pipeline rank 0 on the ranks above it, in what hooks read there: outputs, batches, lists.
+"""What steps collect in lists and attributes: found, merged over micro-batches, and given to the other ranks' hooks.
+
+Stand for values of pipeline rank 0 on the ranks above it, in what hooks read there: outputs, batches, lists.
 
     rank 0     outputs = {"loss": 0.5, "logits": [8, 1000]}     batch = {"x": [8, 3, 224, 224], "names": [...]}
     rank 1     outputs = {"loss": 0.5, "logits": no values}     batch = {"x": no values, "names": [...]}

@@ -98,9 +98,9 @@ def summary_of_microbatches(compared: Comparison) -> str:
 
 
 MICROBATCHES_DIFFER = (
-    "The layout itself is right: it equals one process that runs the same micro-batches. If your loss is a mean over "
-    "something other than samples, say over what: HanayoStrategy(loss_weight='tokens'), for instance. If the samples "
-    "of a batch depend on each other (BatchNorm, in-batch negatives), micro-batches aren't whole batches."
+    "The layout itself is right: it equals one process that runs the same micro-batches. loss_weight says over what "
+    "your loss is a mean. If the samples of a batch depend on each other (BatchNorm, in-batch negatives), no "
+    "loss_weight makes it exact."
 )
 
 

@@ -1,10 +1,10 @@
 """`check` trains a user's module in one process and on a layout, and compares losses, gradients, weights and logs.
 
-check_module           what users call
-inputs, prepare        what is trained: batches, options, a copy of the module
-trainings              in one process and on the layout; what each process does for them
-comparison, causes     what differs, and why
-examine, verdict       which runs are compared, and what is said about them; report: how it is shown
+check_module      what users call
+case              the module, its batches and options; what a rank of a run returns
+trainings         in one process and on the layout; what each process does for them
+comparison        the values of two runs, by name
+examine, verdict  which runs are compared, and what is said about them
 """
 
 from lightning_hanayo.checking.check_module import check

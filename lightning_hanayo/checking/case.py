@@ -89,10 +89,6 @@ class RankResult:
     """of the layout"""
     num_microbatches: int = 1
     """of the layout"""
-    forward_order: tuple[str, ...] = ()
-    """names of parameters, as the forward uses them; only of one process"""
-    changed_attributes: tuple[str, ...] = ()
-    """attributes of modules that the step has changed, such as `blocks.0.aux_loss`; only of one process"""
     draws_numbers: bool = False
     """whether the step has drawn random numbers; only of one process"""
     has_rounded: bool = False

@@ -1,11 +1,11 @@
 """Compares the values that two runs have left, name by name, and lists what differs in the order of its making.
 
-of each step    losses, gradients (in the order of the forward), weights, buffers, logged values
+of each step    losses, gradients, weights, buffers, logged values
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 from typing import Literal, NamedTuple
 
 import torch
@@ -56,8 +56,6 @@ class Difference:
     expected: float | None
     """the element that is farthest off; None: there is no such value"""
     actual: float | None
-    factor: float | None = None
-    """what the whole expected value is multiplied by, if it is"""
     note: str = ""
     data_rank: int = 0
 
@@ -78,19 +76,12 @@ class Comparison:
         return not self.differences
 
     @property
-    def trains_alike(self) -> bool:
-        """Whether nothing differs but logged values."""
-        return all(one.key.kind == "log" for one in self.differences)
-
-    @property
     def gap(self) -> float:
         """The largest of all gaps."""
         return max(self.largest.values(), default=0.0)
 
 
-def compare(
-    expected: Values, actual: Sequence[Values], tolerance: Tolerance, forward_order: Sequence[str] = ()
-) -> Comparison:
+def compare(expected: Values, actual: Sequence[Values], tolerance: Tolerance) -> Comparison:
     """Compare each data rank's values with the expected ones.
 
     Args:
@@ -98,7 +89,6 @@ def compare(
         actual: one per data rank. The first has all; the others may lack what only one of them reports. Logged values
             may be more than expected: some aren't compared.
         tolerance: what counts as equal.
-        forward_order: names of parameters as the forward uses them; gradients are listed so.
 
     Example:
         >>> key = Key(0, "loss", "batch 0")
@@ -117,8 +107,8 @@ def compare(
             if not one.gap <= tolerance.relative[key.kind]:
                 found.append(one)
         found += [_surplus(key, values[key], data_rank) for key in values.keys() - expected.keys() if key.kind != "log"]
-    positions = {name: i for i, name in enumerate([*forward_order, *(key.name for key in expected)][::-1])}
-    found.sort(key=lambda one: (one.key.step, KINDS.index(one.key.kind), -positions.get(one.key.name, 0)))
+    positions = {key: i for i, key in enumerate(expected)}
+    found.sort(key=lambda one: (one.key.step, KINDS.index(one.key.kind), positions.get(one.key, len(positions))))
     return Comparison(largest, counts, tuple(found))
 
 
@@ -153,7 +143,7 @@ def _difference(key: Key, expected: Tensor, actual: Tensor | None, floor: float,
     size = max(_largest(wanted), floor)
     distance = float(gaps[place])
     gap = distance / size if size else (inf if distance else 0.0)
-    return Difference(key, gap, float(wanted[place]), float(got[place]), _factor(wanted, got), data_rank=data_rank)
+    return Difference(key, gap, float(wanted[place]), float(got[place]), data_rank=data_rank)
 
 
 def _surplus(key: Key, value: Tensor, data_rank: int) -> Difference:
@@ -167,13 +157,3 @@ def _comparable(value: Tensor) -> Tensor:
 
 def _first(value: Tensor) -> float | None:
     return float(_comparable(value)[0]) if value.numel() else None
-
-
-def _factor(expected: Tensor, actual: Tensor) -> float | None:
-    """The number by which `expected` is multiplied, to six digits."""
-    square = float(expected @ expected)
-    if not square or not isfinite(square):
-        return None
-    factor = float(expected @ actual) / square
-    rest = float((actual - factor * expected).norm())
-    return factor if rest <= 1e-6 * float(actual.norm()) else None

@@ -39,59 +39,11 @@ def peak_bytes(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class StageBytes:
-    """What a stage holds of one micro-batch. `MemoryModel` explains each."""
-
-    activation: int
-    suspended: int
-    queue: int
-    tied: int
-    message: int
-    forward_workspace: int
-    backward_workspace: int
-    weight_workspace: int
-
-    @staticmethod
-    def of(actions: Mapping[Action, ActionBytes], stage: int, microbatch: int) -> "StageBytes":
-        """Of a measured micro-batch: the last one, so that its backwards find the gradients of earlier ones."""
-        forward, whole, split, weight = (actions.get(Action(stage, kind, microbatch)) for kind in _KINDS)
-        backward = whole or split
-        assert forward is not None and backward is not None, "a batch has a forward and a backward of each micro-batch"
-        kept = forward.change - forward.output
-        activation = max(0, kept + forward.input - forward.suspended)
-        suspended = max(0, forward.suspended)
-        # What the first stage's backward frees besides has waited for it since the loss's backward.
-        freed = backward.gradients - backward.change
-        is_waited_for = stage == 0 and whole is not None and microbatch > 0
-        return StageBytes(
-            activation=activation,
-            suspended=suspended,
-            queue=0 if weight is None else max(0, weight.gradients - weight.change),
-            tied=max(0, freed - backward.input - activation - suspended) if is_waited_for else 0,
-            message=forward.output,
-            forward_workspace=max(0, forward.most - kept),
-            backward_workspace=max(0, backward.most - backward.gradients),
-            weight_workspace=0 if weight is None else max(0, weight.most),
-        )
-
-
-_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-
-
-@dataclass(frozen=True)
 class RankBytes:
-    """What one rank knows."""
+    """What was measured on one rank."""
 
-    weights: int
-    gradients: Mapping[int, int]
-    """by stage"""
-    optimizer: int
-    gathered: int
-    """what a cube holds whole while a batch runs: parameters outside the stack, weights that are kept, and gradients of
-    both"""
-    keeps_gradients: bool
-    """from step to step"""
-    stages: Mapping[int, StageBytes]
+    fields: Mapping[str, Mapping[int, int]]
+    """of `MemoryModel`, by this rank's stages; what it holds all the time counts with its first one"""
     other: int
     """what the batch holds besides"""
     step: int
@@ -99,38 +51,63 @@ class RankBytes:
     measured: int
     """when there was the most"""
 
-    @staticmethod
-    def of(
-        pipeline: Pipeline,
-        model: nn.Module,
-        batch: BatchBytes,
-        *,
-        weights: Iterable[Tensor],
-        optimizer: Iterable[Tensor],
-    ) -> "RankBytes":
-        """Of a measured batch; `weights` and `optimizer` are this rank's tensors on its device, after the step."""
-        outside = pipeline.gradients.outside
-        shapes = {} if outside is None else {p: outside.shards[p].shape for p in outside.parameters}
-        last: dict[int, int] = {}
-        for action in batch.actions:
-            last[action.stage] = max(last.get(action.stage, 0), action.microbatch or 0)
-        whole = sum(p.element_size() * prod(shape) for p, shape in shapes.items())
-        return RankBytes(
-            weights=storage_bytes(weights),
-            gradients={
-                stage: sum(_gradient_bytes(p, p.shape) for p in own if p.requires_grad and p not in shapes)
-                for stage, own in ((stage, pipeline.ownership.stage_parameters(model, stage)) for stage in last)
-            },
-            optimizer=storage_bytes(optimizer),
-            gathered=whole
-            + sum(_gradient_bytes(p, shape) for p, shape in shapes.items() if p.requires_grad)
-            + batch.kept,
-            keeps_gradients=batch.keeps_gradients,
-            stages={stage: StageBytes.of(batch.actions, stage, microbatch) for stage, microbatch in last.items()},
-            other=max(0, batch.before_actions - whole),
-            step=batch.step,
-            measured=batch.peak,
-        )
+    def total(self, *names: str) -> int:
+        """The bytes of some fields in all stages."""
+        return sum(sum(self.fields.get(name, {}).values()) for name in names)
+
+
+def rank_bytes(
+    pipeline: Pipeline, model: nn.Module, batch: BatchBytes, *, weights: Iterable[Tensor], optimizer: Iterable[Tensor]
+) -> RankBytes:
+    """Of a measured batch; `weights` and `optimizer` are this rank's tensors on its device, after the step."""
+    last: dict[int, int] = {}
+    for action in batch.actions:
+        last[action.stage] = max(last.get(action.stage, 0), action.microbatch or 0)
+    outside = pipeline.gradients.outside
+    shapes = {} if outside is None else {p: outside.shards[p].shape for p in outside.parameters}
+    whole = sum(p.element_size() * prod(shape) for p, shape in shapes.items())
+    whole_gradients = sum(_gradient_bytes(p, shape) for p, shape in shapes.items() if p.requires_grad)
+    first = min(last)
+    fields: dict[str, dict[int, int]] = {
+        "weights": {first: storage_bytes(weights)},
+        "optimizer": {first: storage_bytes(optimizer)},
+        "gathered": {first: whole + whole_gradients + batch.kept},
+        "gradients" if batch.keeps_gradients else "new_gradients": {
+            stage: sum(
+                _gradient_bytes(p, p.shape)
+                for p in pipeline.ownership.stage_parameters(model, stage)
+                if p.requires_grad and p not in shapes
+            )
+            for stage in last
+        },
+    }
+    for stage, microbatch in last.items():
+        for name, num_bytes in _stage_fields(batch.actions, stage, microbatch).items():
+            fields.setdefault(name, {})[stage] = max(0, num_bytes)
+    return RankBytes(fields, max(0, batch.before_actions - whole), batch.step, batch.peak)
+
+
+def _stage_fields(actions: Mapping[Action, ActionBytes], stage: int, microbatch: int) -> dict[str, int]:
+    """Fields of `MemoryModel`, of a measured micro-batch: the last one, as its backwards make no new gradients."""
+    forward, whole, split, weight = (
+        actions.get(Action(stage, kind, microbatch)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+    )
+    backward = whole or split
+    assert forward is not None and backward is not None, "a batch has a forward and a backward of each micro-batch"
+    kept = forward.change - forward.output
+    found = {
+        "activation": kept + forward.input - forward.suspended,
+        "suspended": forward.suspended,
+        "message": forward.output,
+        "forward_workspace": forward.most - kept,
+        "backward_workspace": backward.most - backward.gradients,
+    }
+    if weight is not None:
+        found |= {"queue": weight.gradients - weight.change, "weight_workspace": weight.most}
+    elif stage == 0 and microbatch > 0:
+        # What this backward frees besides has waited for it since the loss's backward: gradients of tied weights.
+        found["tied"] = backward.gradients - backward.change - backward.input - kept - forward.input
+    return found
 
 
 def _gradient_bytes(parameter: nn.Parameter, shape: Iterable[int]) -> int:
@@ -208,40 +185,16 @@ def predict(
         schedule: that they run.
         keeps_spare: whether send buffers are used again, as on the CPU.
     """
-    by_stage = {stage: own for rank in ranks for stage, own in rank.stages.items()}
-    stages = [by_stage[stage] for stage in range(schedule.num_stages)]
-    gradients = {stage: own for rank in ranks for stage, own in rank.gradients.items()}
-    buffers = send_buffers(schedule, [one.message for one in stages], keeps_spare=keeps_spare)
-    first = [schedule.stages_of(rank)[0] for rank in range(schedule.num_ranks)]
-
-    def of_stages(name: str) -> tuple[float, ...]:
-        return tuple(float(getattr(one, name)) for one in stages)
-
-    def of_ranks(values: Iterable[int]) -> tuple[float, ...]:
-        """What a rank holds all the time, counted with its first stage."""
-        of = dict(zip(first, values, strict=True))
-        return tuple(float(of.get(stage, 0)) for stage in range(len(stages)))
-
-    def of_gradients(*, kept: bool) -> tuple[float, ...]:
-        found = enumerate(schedule.stage_ranks)
-        return tuple(float(gradients[stage] if ranks[rank].keeps_gradients is kept else 0) for stage, rank in found)
-
-    model = MemoryModel(
-        activation=of_stages("activation"),
-        weights=of_ranks(rank.weights for rank in ranks),
-        gradients=of_gradients(kept=True),
-        optimizer=of_ranks(rank.optimizer for rank in ranks),
-        new_gradients=of_gradients(kept=False),
-        gathered=of_ranks(rank.gathered for rank in ranks),
-        suspended=of_stages("suspended"),
-        tied=float(stages[0].tied),
-        queue=of_stages("queue") if any(one.queue for one in stages) else None,
-        message=of_stages("message"),
-        send_buffers=of_ranks(buffers),
-        forward_workspace=of_stages("forward_workspace"),
-        backward_workspace=of_stages("backward_workspace"),
-        weight_workspace=of_stages("weight_workspace"),
-    )
+    stages = range(schedule.num_stages)
+    names = {name for rank in ranks for name in rank.fields}
+    values = {
+        name: tuple(float(sum(rank.fields.get(name, {}).get(stage, 0) for rank in ranks)) for stage in stages)
+        for name in names
+    }
+    buffers = send_buffers(schedule, list(map(int, values["message"])), keeps_spare=keeps_spare)
+    first = {schedule.stages_of(rank)[0]: float(held) for rank, held in enumerate(buffers)}
+    tied = sum(values.pop("tied", ()))
+    model = MemoryModel(**values, tied=tied, send_buffers=tuple(first.get(stage, 0.0) for stage in stages))
     times = (1.0,) * len(stages)  # a loss stage takes time, too
     peaks = model.peaks(simulate(schedule, CostModel(times, times, times)))
     return [_at_peak(*one) for one in zip(ranks, peaks, buffers, strict=True)], model
@@ -249,8 +202,13 @@ def predict(
 
 def _at_peak(rank: RankBytes, batch: RankMemory, buffers: int) -> dict[str, int]:
     """The bytes by kind at the peak of the batch, or of the optimizer's step if that is higher."""
-    gradients = sum(rank.gradients.values())
-    step = RankMemory(rank.weights, gradients, rank.optimizer, messages=buffers, workspace=rank.step)
+    step = RankMemory(
+        weights=rank.total("weights"),
+        gradients=rank.total("gradients", "new_gradients"),
+        optimizer=rank.total("optimizer"),
+        messages=buffers,
+        workspace=rank.step,
+    )
     held = asdict(max(batch, step, key=lambda one: one.total)) | {"other": rank.other}
     return {kind: int(held[kind]) for kind in MEMORY_KINDS}
 
@@ -317,7 +275,7 @@ class RunMemory:
         self._repeats = batch.repeats
         if not batch.repeats:
             weights, states = self._on_device(_tensors(model)), self._on_device(optimizer())
-            self._own = RankBytes.of(self._pipeline, model, batch, weights=weights, optimizer=states)
+            self._own = rank_bytes(self._pipeline, model, batch, weights=weights, optimizer=states)
 
     def report(self, groups: ProcessGroups) -> MemoryReport:
         """Return the report of all ranks, which call this.

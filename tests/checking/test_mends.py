@@ -103,23 +103,22 @@ def without_batch_dim() -> Iterator[None]:
 
 
 CUBE = Layout(1, 1, 1, cube=(1, 2, 1))
-NORM = "a norm over all of them"
-CASES: dict[str, tuple[type[LightningModule], Layout, str, Break, str, str]] = {
-    "what blocks store": (AddsStored, WAVE, "exact", without_carriers, "the loss of batch 0", "blocks.*.aux_loss"),
-    "what the step sets": (Annealed, WAVE, "exact", without_carriers, "the loss of batch 1", "temperature"),
-    "norms of the whole model": (Clips, WAVE, "exact", without_whole_norms, "the weight of", NORM),
-    "a loop over gradients of other ranks": (ScalesByNorm, WAVE, "refused", without_guard, "the weight of", NORM),
-    "a loop over parts of gradients": (ScalesByNorm, CUBE, "refused", without_guard, "the weight of", ""),
+CASES: dict[str, tuple[type[LightningModule], Layout, str, Break, str]] = {
+    "what blocks store": (AddsStored, WAVE, "exact", without_carriers, "the loss of batch 0"),
+    "what the step sets": (Annealed, WAVE, "exact", without_carriers, "the loss of batch 1"),
+    "norms of the whole model": (Clips, WAVE, "exact", without_whole_norms, "the weight of"),
+    "a loop over gradients of other ranks": (ScalesByNorm, WAVE, "refused", without_guard, "the weight of"),
+    "a loop over parts of gradients": (ScalesByNorm, CUBE, "refused", without_guard, "the weight of"),
 }
 
 
 @pytest.mark.parametrize("name", covered(CASES, by=["what blocks store", "a loop over parts of gradients"]))
 def test_what_is_no_longer_prevented_is_found(pool: Pool, name: str) -> None:
-    factory, layout, outcome, break_, first, cause = CASES[name]
+    factory, layout, outcome, break_, first = CASES[name]
     assert verdict_of(pool, factory, VECTORS, layout).outcome == outcome
     verdict = verdict_of(pool, factory, VECTORS, layout, break_)
     assert verdict.outcome == "differs", verdict.summary
-    assert first in verdict.summary and cause in verdict.cause, f"{verdict.summary} {verdict.cause}"
+    assert first in verdict.summary, verdict.summary
 
 
 def test_a_batch_that_is_cut_wrong_is_found(pool: Pool) -> None:

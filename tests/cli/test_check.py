@@ -116,7 +116,7 @@ def test_a_difference_gives_one_and_is_named(capsys: pytest.CaptureFixture[str])
     assert run("--config=recipe.yaml", "--model.stores=true") == 1
     output = capsys.readouterr().out
     assert "the layout differs, first in the loss of batch 0 in step 0" in output
-    assert "The step changes previous." in " ".join(output.split())
+    assert "It is computed by the step on pipeline rank 0." in " ".join(output.split())
 
 
 def test_micro_batches_that_make_a_difference_give_one_unless_they_are_accepted() -> None:

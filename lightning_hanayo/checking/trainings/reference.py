@@ -14,8 +14,6 @@ block i                key: the same and i, and from its second call on the numb
                        the step's own code draws one number at each call, and then continues
 
 Keeps back what a step logs for its pieces, and logs one value for them all, as a layout does.
-
-Watches a module in one process: in which order the forward uses parameters, and which attributes it changes.
 """
 
 from collections import Counter
@@ -208,45 +206,6 @@ def _reduced(pairs: Sequence[tuple[float, Any]], reduction: Callable[[Tensor], T
     return (values.nan_to_num() if not total else values[weights > 0] * weights[weights > 0] / total).sum()
 
 
-class ModuleWatch:
-    """What the first step of a module has done, as far as another process can't see it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters: dict[str, None] = {}
-        """names, in the order of their modules' forwards"""
-        self._module = module
-        self._before = _attributes(module)
-        names = {parameter: name for name, parameter in module.named_parameters()}
-
-        def note(part: nn.Module, _: Any) -> None:
-            self.parameters.update(dict.fromkeys(names[one] for one in part.parameters(recurse=False) if one in names))
-
-        self._hooks = [part.register_forward_pre_hook(note) for part in module.modules()]
-
-    def changed_attributes(self) -> list[str]:
-        """The attributes that differ from those before: a count, a stored tensor, a longer list. Ends the watch."""
-        for hook in self._hooks:
-            hook.remove()
-        now = _attributes(self._module)
-        return [name for name, value in now.items() if _differs(self._before.get(name), value)]
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The public attributes of all modules, by qualified name; of containers the length."""
-    return {
-        f"{path}.{name}".removeprefix("."): len(value) if isinstance(value, (list, dict, set)) else value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if not name.startswith("_") and name not in ("training", "log", "training_step", "configure_model")
-    }
-
-
-def _differs(before: Any, now: Any) -> bool:
-    if before is now:
-        return False
-    return not (isinstance(now, (int, float, str)) and before == now)
-
-
 class RoundingWatch(TorchDispatchMode):
     """While it is active: whether user code rounds a tensor of `dtype` to a lower precision, as norms of Llama do."""
 
@@ -263,24 +222,21 @@ class RoundingWatch(TorchDispatchMode):
 
 
 @rank_of_run
-def run_reference(case: Case, num_microbatches: int, rule: LossWeight) -> RankResult:
+def run_reference(case: Case, num_microbatches: int) -> RankResult:
     """Train in this process.
 
     Args:
         case: what is trained.
         num_microbatches: B, at most so many for each batch; 1: whole batches.
-        rule: how the losses are weighed, as in `HanayoStrategy(loss_weight=...)`.
     """
     module = prepare(case, whole=True)
-    steps = _PiecewiseSteps(case, num_microbatches, rule)
+    steps = _PiecewiseSteps(case, num_microbatches)
     accumulate, num_data = case.trainer.accumulate_grad_batches, case.topology.data
     observer = Observer(lambda _: dict(enumerate(steps.losses)), accumulate, num_data, logs=True)
     make_trainer(case, steps, observer, devices=1).fit(module, make_loader(case, 0))
     return RankResult(
         {key: value for key, value in observer.values.items() if key.kind != "log" or steps.log.has_merged(key.name)},
         stack=steps.stack,
-        forward_order=tuple(steps.watch.parameters),
-        changed_attributes=tuple(steps.changed_attributes),
         draws_numbers=steps.random.has_drawn,
         has_rounded=steps.rounding.has_rounded,
     )
@@ -304,18 +260,16 @@ class _PiecewiseSteps(Callback):
 
     stack: str
     log: PiecewiseLog
-    watch: ModuleWatch
 
-    def __init__(self, case: Case, num_microbatches: int, rule: LossWeight) -> None:
+    def __init__(self, case: Case, num_microbatches: int) -> None:
         self.losses: list[Tensor] = []
         """of the last batch, by data rank"""
-        self.changed_attributes: list[str] = []
         self.rounding = RoundingWatch(case.dtype)
         self.random = KeyedRandom(case.seed, is_keyed=case.topology.world_size > 1 or num_microbatches > 1)
         self._case = case
         self._splitter = WholeSplitter(case.options.batch_rule)
         self._num_microbatches = num_microbatches
-        self._rule = rule
+        self._rule = case.options.loss_weight
         self._has_run = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -334,7 +288,6 @@ class _PiecewiseSteps(Callback):
             return self._run(trainer, rows, lambda piece: step(piece, *arguments, **keywords))
 
         object.__setattr__(pl_module, "training_step", training_step)
-        self.watch = ModuleWatch(pl_module)
         self._collections = Collections(pl_module, modules_outside(pl_module, stack))
 
     def _run(self, trainer: pl.Trainer, batches: Sequence[Any], step: UserStep) -> Any:
@@ -349,7 +302,6 @@ class _PiecewiseSteps(Callback):
                     results.append(self._run_row(row, own, data_rank, step))
         losses = [[_loss_of(result) for result in row] for row in results]
         self.log.finish(losses if self._rule == "sum" else ())
-        self.changed_attributes = self.changed_attributes or self.watch.changed_attributes()
         self.losses = [_weighted(row, own.in_loss).detach() for row, own in zip(losses, weights, strict=True)]
         all_losses = [loss for row in losses for loss in row]
         total = _weighted(all_losses, [weight for own in weights for weight in own.in_gradient])

@@ -25,7 +25,7 @@ from lightning_hanayo.dist_checkpointing.part import TensorPart
 from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import RUN, WITHOUT_STATE, data_stem, decode, encode
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_named
 from lightning_hanayo.errors import CheckpointError
 
@@ -83,7 +83,7 @@ def open_checkpoint(path: str) -> OpenedCheckpoint:
     Raises:
         CheckpointError: it isn't a checkpoint, isn't whole, or can't be read without running code.
     """
-    storage = Storage.of(path)
+    storage = storage_of(path)
     if not (storage.is_local and storage.is_file()):
         folder = CheckpointFolder(path)
         folder.verify()

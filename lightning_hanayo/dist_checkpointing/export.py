@@ -54,7 +54,7 @@ from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage, Storage
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage, storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import bytes_of, write_tensors
 from lightning_hanayo.errors import HanayoError, nearest, writing
 
@@ -165,7 +165,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: i
 
 def check_free(path: str) -> None:
     """Raises a HanayoError if there is something at a path, local or remote; an empty folder is nothing."""
-    storage = Storage.of(path)
+    storage = storage_of(path)
     if storage.is_file() or (storage.is_folder() and storage.names()):
         raise HanayoError(f"{path} exists. Give another path, or remove it first.")
 
@@ -308,7 +308,7 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unsafe(target: str) -> list[str]:
     """Classes in the file that only code can rebuild: a Trainer refuses them unless it is told to trust the file."""
-    if not Storage.of(target).is_local:
+    if not storage_of(target).is_local:
         return []
     names = torch.serialization.get_unsafe_globals_in_checkpoint(target)
     return [f"the Trainer reads {', '.join(sorted(names))} with weights_only=False only"] if names else []

@@ -31,7 +31,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     stored_as,
 )
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._storage = Storage.of(path)
+        self._storage = storage_of(path)
         self._headers: dict[str, dict[str, Entry]] = {}
         with self._readable(MANIFEST):
             self.manifest = Manifest.from_bytes(self._manifest_bytes(), self.where(MANIFEST))

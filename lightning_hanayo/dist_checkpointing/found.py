@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import Storage, storage_of
 from lightning_hanayo.dist_checkpointing.target import is_of_a_save, unnamed_files
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
@@ -50,7 +50,7 @@ def existing(path: str) -> str:
     Raises:
         HanayoError: there is nothing.
     """
-    storage = Storage.of(path)
+    storage = storage_of(path)
     if not storage.is_folder() and not storage.is_file():
         raise HanayoError(f"there is no {path}")
     return path
@@ -58,7 +58,7 @@ def existing(path: str) -> str:
 
 def look_at(path: str) -> Found | None:
     """Returns what is at a path; None if that isn't a checkpoint. Only names, sizes and the manifest are read."""
-    storage = Storage.of(path)
+    storage = storage_of(path)
     name = os.path.basename(path.rstrip("/"))
     if storage.is_folder():
         return _folder(path, storage, is_leftover=bool(_LEFTOVER.fullmatch(name)))
@@ -94,7 +94,7 @@ def look_at_one(path: str) -> Found | None:
 
 
 def _below(path: str) -> Iterator[Found]:
-    storage = Storage.of(path)
+    storage = storage_of(path)
     for name in storage.names() if storage.is_folder() else ():
         inner = f"{path.rstrip('/')}/{name}"
         found = look_at(inner)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.dist_checkpointing.target import (
     is_checkpoint,
     is_of_a_save,
@@ -214,10 +214,10 @@ def _call(write: Callable[[BinaryIO], object], file: BinaryIO) -> None:
 
 
 def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
-    target = Storage.of(path)
+    target = storage_of(path)
     path = os.path.abspath(target.path) if target.is_local else path.rstrip("/")
     parent, _, name = path.rpartition("/")
-    folder = Storage.of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
+    folder = storage_of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
     folder.make_folder()
     save_id = secrets.token_hex(4)
     is_folder = target.is_local and target.is_folder() and not os.path.islink(path)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.commit import FolderSave
-from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, Peers, PeersLost, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, RankPart, RanksLost, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.target import AtPoint, go_on, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
@@ -143,7 +143,7 @@ class Saver:
     """One rank's saves of a run. All ranks call its methods alike, and in the same order.
 
     Example:
-        >>> saver = Saver(GroupPeers(group), background=GroupPeers(other_group))
+        >>> saver = Saver(SavingRanks(group), background=SavingRanks(other_group))
         >>> saver.save("checkpoints/last.ckpt", part)  # returns when the part is copied
         >>> saver.poll()  # before each batch
         >>> saver.finish()
@@ -158,7 +158,7 @@ class Saver:
         CheckpointError: on all ranks alike. By `save`, `poll` and `finish` also for an earlier save in the background.
     """
 
-    def __init__(self, peers: Peers, background: Peers | None = None, *, at: AtPoint = go_on) -> None:
+    def __init__(self, peers: SavingRanks, background: SavingRanks | None = None, *, at: AtPoint = go_on) -> None:
         self._peers = peers
         self._background = background
         self._at = at
@@ -214,7 +214,7 @@ class Saver:
             if peers is not None:
                 peers.close()
 
-    def _write(self, peers: Peers, path: str, snapshot: Snapshot) -> None:
+    def _write(self, peers: SavingRanks, path: str, snapshot: Snapshot) -> None:
         FolderSave(peers, path, snapshot.wait(), at=self._at, check=self._check).run()
 
     def _check(self) -> None:
@@ -228,7 +228,7 @@ class Saver:
         try:
             state = self._peers.largest(_FAILED if own else _DONE if is_idle else _WRITES)
             texts = self._peers.all_gather(own) if state == _FAILED else ()
-        except PeersLost as lost:
+        except RanksLost as lost:
             unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
             raise CheckpointError(own or unknown) from lost
         if state == _FAILED:

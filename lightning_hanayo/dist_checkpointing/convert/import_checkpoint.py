@@ -24,7 +24,7 @@ from lightning_hanayo.dist_checkpointing.huggingface import (
     names_of,
     read_config,
 )
-from lightning_hanayo.dist_checkpointing.part import NoPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import STATE, OptimizerDocument, StateDocument
@@ -56,7 +56,7 @@ def import_checkpoint(path: str, target: str, *, module: str = "", weights_only:
     """
     check_free(target)
     part = _of_folder(Path(path), module) if Path(path).is_dir() else _of_file(path, weights_only)
-    Saver(NoPeers()).save(target, part)
+    Saver(SavingRanks()).save(target, part)
 
 
 def _of_file(path: str, weights_only: bool) -> RankPart:

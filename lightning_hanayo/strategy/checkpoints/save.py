@@ -30,11 +30,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_hanayo.dist_checkpointing.part import GroupPeers, NoPeers, Peers
+from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import encode
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.strategy.checkpoints.parts import CutModel, Place, rank_part, with_distributed_marked
@@ -69,12 +69,12 @@ class Checkpoints:
         self._io = io
         world, factory = topology.groups(*_ALL), groups.factory
         is_alone = topology.world_size == 1
-        self._peers: Peers = NoPeers() if is_alone else GroupPeers(factory.control(world))
+        self._peers = SavingRanks(None if is_alone else factory.control(world))
         self.newest: str | None = None
         """the path of the last one that was saved; in the background of the one before, which is there for certain"""
         self._begun: str | None = None
         self.in_background = options.save_async and self.is_sharded
-        self._saver = Saver(self._peers, GroupPeers(factory.background(world)) if self.in_background else None)
+        self._saver = Saver(self._peers, SavingRanks(factory.background(world)) if self.in_background else None)
         self.poll, self.wait = self._saver.poll, self._saver.wait
         self.finish, self.abandon = self._saver.finish, self._saver.abandon
 
@@ -216,12 +216,12 @@ def _check_states(trainer: "pl.Trainer") -> None:
 
 def _check_writable(folder: str, rank: int) -> None:
     """Make and remove a file, in the folder or in the nearest one above it that there is."""
-    storage = Storage.of(folder)
+    storage = storage_of(folder)
     if storage.is_local:
         above = os.path.abspath(storage.path)
         while not os.path.lexists(above):
             above = os.path.dirname(above)
-        storage = Storage.of(above)
+        storage = storage_of(above)
     name = f".hanayo-{secrets.token_hex(4)}"
     try:
         with storage.create(name):

@@ -26,7 +26,6 @@ from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, 
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import RUN, WITHOUT_STATE, data_stem, decode, encode
 from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.dist_checkpointing.tensor_file import dtype_named
 from lightning_hanayo.errors import CheckpointError
 
 
@@ -238,9 +237,10 @@ def as_in_a_file(folder: CheckpointFolder, entry: Any) -> Any:
     """
     if not isinstance(entry, dict):
         return entry
-    tensors = {name: _stored(folder, name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
-    ranks = [int(stem.removeprefix(_STEM)) for stem in folder.manifest.texts if _is_of_data(stem)]
-    return {**entry, "data": {rank: _document(folder, rank) for rank in sorted(ranks)}, "tensors": tensors}
+    tensors = {name: folder.stored(name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
+    numbers = (stem.removeprefix(_STEM) for stem in folder.manifest.texts)
+    ranks = sorted(int(one) for one in numbers if one.isdecimal() and data_stem(int(one)) in folder.manifest.texts)
+    return {**entry, "data": {rank: data_document(folder, rank) for rank in ranks}, "tensors": tensors}
 
 
 def as_in_a_folder(content: dict[str, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
@@ -255,25 +255,32 @@ def as_in_a_folder(content: dict[str, Any]) -> tuple[list[TensorPart], dict[str,
     content[RUN] = {key: value for key, value in entry.items() if key not in ("data", "tensors")}
     found = {name: tensor for name, tensor in _items(entry, "tensors") if str(name).startswith(_PREFIXES)}
     parts = [TensorPart.whole(name, tensor, "state") for name, tensor in found.items() if isinstance(tensor, Tensor)]
-    texts = {}
+    texts: dict[str, Any] = {}
     for rank, value in _items(entry, "data"):
-        texts[data_stem(rank)], tensors = encode(value, "state of the training loaders")
-        parts += [TensorPart.whole(f"data/{rank}/{number}", tensor, "state") for number, tensor in enumerate(tensors)]
+        tensors, text = data_parts(rank, value)
+        parts += tensors
+        texts |= text
     return parts, texts
 
 
-def _is_of_data(stem: str) -> bool:
-    number = stem.removeprefix(_STEM)
-    return number.isdecimal() and data_stem(int(number)) == stem
+def data_parts(data_rank: int, document: Any) -> tuple[list[TensorPart], dict[str, Any]]:
+    """Returns the tensors in the document of a data rank, and the document by its stem.
+
+    Raises:
+        UnsupportedError: a loader's state can't be stored without pickle.
+    """
+    text, tensors = encode(document, "state of the training loaders")
+    parts = [TensorPart.whole(f"data/{data_rank}/{number}", one, "state") for number, one in enumerate(tensors)]
+    return parts, {data_stem(data_rank): text}
 
 
-def _document(folder: CheckpointFolder, rank: int) -> Any:
-    return decode(folder.text(data_stem(rank)), lambda number: folder.read(f"data/{rank}/{number}"))
-
-
-def _stored(folder: CheckpointFolder, name: str) -> StoredTensor:
-    tensor = folder.manifest.tensors[name]
-    return StoredTensor.of(tensor.shape, dtype_named(tensor.dtype), lambda region: folder.read(name, region))
+def data_document(folder: CheckpointFolder, data_rank: int) -> Mapping[str, Any]:
+    """Returns the document of a data rank, with its tensors; empty if there is none."""
+    stem = data_stem(data_rank)
+    if stem not in folder.manifest.texts:
+        return {}
+    found: Mapping[str, Any] = decode(folder.text(stem), lambda number: folder.read(f"data/{data_rank}/{number}"))
+    return found
 
 
 def _items(entry: Mapping[str, Any], key: str) -> Any:

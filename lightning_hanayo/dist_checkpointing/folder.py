@@ -37,6 +37,7 @@ from lightning_hanayo.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 
 _OF_TORCH = ".metadata"
 """in folders of `torch.distributed.checkpoint`"""
@@ -109,6 +110,14 @@ class CheckpointFolder:
 
         tensor = self.manifest.tensors[name]
         return read_region(tensor, Region.whole(tensor.shape) if region is None else region, self._part_bytes)
+
+    def stored(self, name: str) -> "StoredTensor":
+        """Returns a tensor of the checkpoint that is read when it is used. Raises as `read` does."""
+        from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+        from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
+
+        tensor = self.manifest.tensors[name]
+        return StoredTensor.of(tensor.shape, DTYPES[tensor.dtype], lambda region: self.read(name, region))
 
     def text(self, stem: str) -> Any:
         """Returns a JSON document of the checkpoint, whose hash is checked first.

@@ -36,7 +36,6 @@ each rank writes what it has there.
 """
 
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,6 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.dist_checkpointing.huggingface import transformers_models
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.part import Kind, RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.plain_file import numbered_state_dict
@@ -430,7 +430,14 @@ def about(
             "torch": torch.__version__,
         },
         "tied": dict(tied),
-        "huggingface": list(_huggingface(module)),
+        "huggingface": [
+            {
+                "prefix": name,
+                "class": type(part).__name__,
+                "config": json.loads(part.config.to_json_string(use_diff=False)),
+            }
+            for name, part in transformers_models(module)
+        ],
     }
 
 
@@ -438,18 +445,6 @@ def num_parameters(module: nn.Module, cube: Cube | None) -> int:
     """How many the whole model has."""
     shapes = {} if cube is None else cube.whole_shapes
     return sum(prod(shapes.get(parameter, parameter.shape)) for parameter in module.parameters())
-
-
-def _huggingface(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The models of transformers that aren't inside another one, with what `from_pretrained` needs of them."""
-    library = sys.modules.get("transformers.modeling_utils")  # else none of its models exists
-    outer: list[str] = []
-    for name, part in module.named_modules():
-        is_inside = any(not prefix or name.startswith(f"{prefix}.") for prefix in outer)
-        if library is not None and isinstance(part, library.PreTrainedModel) and not is_inside:
-            outer.append(name)
-            config = json.loads(part.config.to_json_string(use_diff=False))
-            yield {"prefix": name, "class": type(part).__name__, "config": config}
 
 
 _WAY_OUT = (

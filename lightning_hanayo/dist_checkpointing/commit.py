@@ -69,16 +69,15 @@ class RankFiles:
         self._target, self._rank = target, rank
         self._at, self._check = at, check
         self._started: list[str] = []
-        self._bytes_to_half: int | None = None
 
     def write(self, tensors: Sequence[TensorPart], texts: Mapping[str, bytes]) -> Written:
         """Write all, and return when it is on the disk. If it raises, no file is left."""
-        self._bytes_to_half = sum(one.num_bytes for one in tensors) // 2
         try:
             with ExitStack() as files:  # which syncs them at its end, when the disk has been at work for a while
                 for kind in get_args(Kind):
                     self._write_tensors(files, kind, [one for one in tensors if one.kind == kind])
-                self._pass_half()  # a rank with little to write passes the same points
+                    if kind == "model":
+                        self._at(Point.HALF_WRITTEN)
                 for stem, content in texts.items():
                     file, name = self._create(files, stem, "json")
                     file.write(content)
@@ -102,7 +101,7 @@ class RankFiles:
         file, name = self._create(files, f"{kind}-{self._rank:05d}", "safetensors")
         tensors = {key: part.tensor for key, part in by_key.items()}
         metadata = {"format": "pt", "file": name}  # so that no two files of any saves have the same header
-        written = write_tensors(_Counted(file, self._count), tensors, metadata=metadata)
+        written = write_tensors(_Checked(file, self._check), tensors, metadata=metadata)
         self._files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
         for key, part in by_key.items():
             stored = StoredPart(name, key, part.region, written.xxh3_128[key])
@@ -114,29 +113,16 @@ class RankFiles:
         self._started.append(name)
         return files.enter_context(self._target.storage.create(name)), name
 
-    def _count(self, num_bytes: int) -> None:
-        """Called before bytes of tensors are written."""
-        self._check()
-        if self._bytes_to_half is not None:
-            self._bytes_to_half -= num_bytes
-            if self._bytes_to_half < 0:
-                self._pass_half()
-
-    def _pass_half(self) -> None:
-        if self._bytes_to_half is not None:
-            self._bytes_to_half = None
-            self._at(Point.HALF_WRITTEN)
-
 
 @dataclass(frozen=True)
-class _Counted:
-    """A file that says how many bytes it is about to write."""
+class _Checked:
+    """A file that asks before each piece whether to go on."""
 
     file: BinaryIO
-    count: Callable[[int], object]
+    check: Callable[[], object]
 
     def write(self, data: memoryview | bytes) -> None:
-        self.count(len(data))
+        self.check()
         self.file.write(data)
 
 

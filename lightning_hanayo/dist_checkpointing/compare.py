@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
-from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
+from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME, parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.part import TensorPart
 from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-from lightning_hanayo.dist_checkpointing.state import RUN, WITHOUT_STATE, data_stem, decode, encode
+from lightning_hanayo.dist_checkpointing.state import RUN, data_stem, decode, encode
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError
 
@@ -148,16 +148,10 @@ def _comparable(opened: list[OpenedCheckpoint], index: int, model_only: bool) ->
 
 def _named(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict, with the other one's names if it has numbers alone."""
-    own = [one for group in state.get("param_groups", ()) for one in group["params"]]
-    names = [one for group in other.get("param_groups", ()) for one in group["params"]]
+    own, names = parameters_in(state), parameters_in(other)
     translated = dict(zip(own, names, strict=True)) if CLASS_NAME in other and len(own) == len(names) else {}
-    groups = [
-        {**group, "params": [translated.get(one, one) for one in group["params"]]}
-        for group in state.get("param_groups", ())
-    ]
-    states = {str(translated.get(one, one)): values for one, values in state.get("state", {}).items()}
-    rest = {key: value for key, value in state.items() if key not in (CLASS_NAME, WITHOUT_STATE)}
-    return {**rest, "state": states, "param_groups": groups}
+    renamed = with_keys(state, translated)
+    return {**renamed, "state": {str(key): values for key, values in renamed["state"].items()}}
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     MANIFEST,
     MAX_BYTES,
     Entry,
-    InvalidHeader,
+    ImpossibleError,
     Manifest,
     StoredPart,
     WholeTensor,
@@ -198,7 +198,7 @@ class CheckpointFolder:
             data = data[:length] if length <= len(data) else bytes(self._storage.read(file, 0, length))
             self._check(file, data)
             entries = read_header(data, num_bytes)
-        except InvalidHeader as error:
+        except ImpossibleError as error:
             raise damaged(self.where(file), f"its header isn't that of a safetensors file: {error}") from None
         expected = {key: stored_as(of.tensor.dtype, of.part.region.shape) for key, of in self.parts[file].items()}
         if expected != {key: (entry.dtype, entry.shape) for key, entry in entries.items()}:
@@ -299,14 +299,21 @@ def share(folder: CheckpointFolder, rank: int, num_ranks: int) -> dict[str, set[
     All of them stand in a row, file after file, and a rank takes what begins in its part of the row. Whoever takes
     tensors of a file verifies its header, too.
     """
-    total = sum(num_bytes for _, _, num_bytes in _row(folder)) or 1
+    row = list(_row(folder))
     taken: dict[str, set[str]] = defaultdict(set)
-    position = 0
-    for file, key, num_bytes in _row(folder):
-        if position * num_ranks // total == rank:
-            taken[file] |= set() if key is None else {key}
-        position += num_bytes
+    for number in share_of([num_bytes for *_, num_bytes in row], rank, num_ranks):
+        file, key, _ = row[number]
+        taken[file] |= set() if key is None else {key}
     return taken
+
+
+def share_of(sizes: Sequence[int], rank: int, num_ranks: int) -> Iterator[int]:
+    """Yield the numbers of the items that begin in a rank's part of a row of all."""
+    total, position = sum(sizes) or 1, 0
+    for number, size in enumerate(sizes):
+        if position * num_ranks // total == rank:
+            yield number
+        position += size
 
 
 def _row(folder: CheckpointFolder) -> Iterator[tuple[str, str | None, int]]:

@@ -275,6 +275,21 @@ CLASS_NAME = "class_name"
 """in an optimizer's state dict: its class, such as torch.optim.adamw.AdamW"""
 
 
+def parameters_in(state: Mapping[str, Any]) -> list[Any]:
+    """The numbers or names of the parameters in an optimizer's state dict, in the order of its groups."""
+    return [key for group in state.get("param_groups", ()) for key in group["params"]]
+
+
+def with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with other numbers or names of parameters, and without this package's own entries."""
+    groups = state.get("param_groups", ())
+    return {
+        **{key: value for key, value in state.items() if key not in (CLASS_NAME, WITHOUT_STATE)},
+        "state": {keys.get(key, key): values for key, values in state.get("state", {}).items()},
+        "param_groups": [{**group, "params": [keys.get(key, key) for key in group["params"]]} for group in groups],
+    }
+
+
 @dataclass(frozen=True)
 class _Saved:
     """A saved state dict, by names."""
@@ -362,11 +377,9 @@ class OptimizerState:
                 "Build the same groups. Only folders that HanayoStrategy saves have the parameters' names",
             )
         own_names = [name for group in self._groups for name, _ in group]
-        numbers = [number for group in saved for number in group["params"]]
-        names = dict(zip(numbers, own_names, strict=True))
-        named = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
+        names = dict(zip(parameters_in(state), own_names, strict=True))
         return _Saved(
-            named,
+            with_keys(state, names)["param_groups"],
             {names[key]: value for key, value in states.items() if key in names},
             {key: value for key, value in states.items() if key not in names},
             frozenset(names[number] for number in without_state if number in names),

@@ -111,7 +111,10 @@ class HostBuffers:
             self._buffers[_key(one)].copy_(one.tensor.detach(), non_blocking=True)
         tensors = tuple(replace(one, tensor=self._buffers[_key(one)]) for one in part.tensors)
         devices = dict.fromkeys(one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu")
-        return Snapshot(replace(part, tensors=tensors), tuple(map(_recorded, devices)))
+        events = {device: torch.Event(device) for device in devices}
+        for device, event in events.items():
+            event.record(torch.accelerator.current_stream(device))
+        return Snapshot(replace(part, tensors=tensors), tuple(events.values()))
 
     def _buffer(self, part: TensorPart) -> Tensor:
         tensor, is_pinned = part.tensor, part.tensor.is_cuda
@@ -123,13 +126,6 @@ class HostBuffers:
 
 def _key(part: TensorPart) -> tuple[str, Region]:
     return part.name, part.region
-
-
-def _recorded(device: torch.device) -> torch.Event:
-    """An event in the device's current stream."""
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
 
 
 _DONE, _WRITES, _FAILED = range(3)
@@ -224,7 +220,9 @@ class Saver:
     def _settle(self) -> None:
         """Compare all ranks' states: go on, forget the save that has ended, or raise the error of the first rank."""
         is_idle, error = self._tasks.is_idle, self._tasks.error  # in this order: once idle, no error comes
-        own = None if error is None else _text(error)
+        own = None if error is None else str(error)
+        if not isinstance(error, CheckpointError | None):
+            own = f"{type(error).__name__}: {error}"
         try:
             state = self._peers.largest(_FAILED if own else _DONE if is_idle else _WRITES)
             texts = self._peers.all_gather(own) if state == _FAILED else ()
@@ -242,7 +240,3 @@ class Saver:
         self._in_flight = None
         self._tasks = Background()
         self._buffers = HostBuffers()
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -191,7 +191,7 @@ class Point(IntEnum):
     FOLDER_MADE = 2
     """and this rank sees it"""
     HALF_WRITTEN = 3
-    """half of its bytes, the last of them perhaps half a tensor"""
+    """the model's tensors, and not the optimizer's"""
     WRITTEN = 4
     SYNCED = 5
     """its files are on the disk"""

@@ -79,20 +79,17 @@ class KeptValues:
         """
         if not self._is_scanned:
             found = on_all_ranks(lambda: load_state.not_finite(module, self._state, cube))
-            self._check_finite(sorted({name for names in found for name in names}))
+            names = sorted({name for names in found for name in names})
+            message = f"{self._source} has NaN or infinite values in {listed(names)}"
+            if names and "nan" not in self._options.load_anyway:
+                raise CheckpointError(
+                    f"{message}: the training had failed before it was saved. Load an earlier checkpoint, or accept "
+                    f"them: HanayoStrategy(load_anyway=('nan',)). No value was changed."
+                )
+            if names:
+                rank_zero_warn(f"{message}: accepted")
             self._is_scanned = True
         with_common_errors(lambda: load_state.load(module, self._state, cube, self._source, strict=self._strict))
-
-    def _check_finite(self, names: list[str]) -> None:
-        if not names:
-            return
-        message = f"{self._source} has NaN or infinite values in {listed(names)}"
-        if "nan" not in self._options.load_anyway:
-            raise CheckpointError(
-                f"{message}: the training had failed before it was saved. Load an earlier checkpoint, or accept them: "
-                f"HanayoStrategy(load_anyway=('nan',)). No value was changed."
-            )
-        rank_zero_warn(f"{message}: accepted")
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -173,37 +173,20 @@ def _check_this_rank(
     checkpoints: Checkpoints,
     savers: Sequence[ModelCheckpoint | OnExceptionCheckpoint],
 ) -> None:
-    if checkpoints.is_sharded:
-        _check_links(savers, checkpoints)
-        _check_parameters(module)
-    if checkpoints.is_sharded and trainer.is_global_zero:
-        _check_states(trainer)
-    if checkpoints.is_sharded or trainer.is_global_zero:
-        for folder in {os.fspath(one.dirpath): None for one in savers if one.dirpath is not None}:
-            _check_writable(folder, trainer.global_rank)
-
-
-def _check_links(savers: Sequence[ModelCheckpoint | OnExceptionCheckpoint], checkpoints: Checkpoints) -> None:
-    linked = [one for one in savers if isinstance(one, ModelCheckpoint) and one.save_last == "link"]
-    if linked and checkpoints.in_background:
+    is_sharded = checkpoints.is_sharded
+    links = [one for one in savers if isinstance(one, ModelCheckpoint) and one.save_last == "link"]
+    if links and checkpoints.in_background:
         raise UnsupportedError(
             "ModelCheckpoint(save_last='link') links to a checkpoint as soon as it is saved, but with save_async=True "
             "it isn't complete then. Set save_last=True, or leave out save_async."
         )
-
-
-def _check_parameters(module: "pl.LightningModule") -> None:
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters() if is_sharded else ():
         if not parameter.is_meta and is_tensor_subclass(parameter):
             raise UnsupportedError(
                 f"{name} is a {type(parameter.data).__name__}, which isn't one plain tensor, as those of a "
                 f"checkpoint's folder are. Leave out ModelCheckpoint (enable_checkpointing=False), {_ONE_FILE}"
             )
-
-
-def _check_states(trainer: "pl.Trainer") -> None:
-    """Those of callbacks, as far as they can be known yet."""
-    for callback in callbacks_of(trainer):
+    for callback in callbacks_of(trainer) if is_sharded and trainer.is_global_zero else ():
         try:
             state = callback.state_dict()
         except Exception:  # it may need what training makes
@@ -212,6 +195,9 @@ def _check_states(trainer: "pl.Trainer") -> None:
             encode(with_distributed_marked(state), f"the state_dict() of {type(callback).__name__}")
         except HanayoError as error:
             raise UnsupportedError(f"{error} Store plain values there, {_ONE_FILE}") from error
+    if is_sharded or trainer.is_global_zero:
+        for folder in {os.fspath(one.dirpath): None for one in savers if one.dirpath is not None}:
+            _check_writable(folder, trainer.global_rank)
 
 
 def _check_writable(folder: str, rank: int) -> None:

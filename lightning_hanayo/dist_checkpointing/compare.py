@@ -176,7 +176,11 @@ def _difference(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> 
         return _of_tensors(name, a, b)
     if isinstance(a, Tensor) or isinstance(b, Tensor) or type(a) is not type(b):
         return Difference(name, f"{type(a).__name__} and {type(b).__name__}")
-    if _equal(a, b):
+    try:
+        is_equal = bool(a == b) or (a != a and b != b)  # NaN
+    except (ValueError, RuntimeError):  # arrays
+        is_equal = repr(a) == repr(b)
+    if is_equal:
         return Difference(name, "")
     return Difference(name, f"{_short(a)} and {_short(b)}", abs(a - b) if isinstance(a, int | float) else None)
 
@@ -202,13 +206,6 @@ def _values(tensor: Tensor) -> Tensor:
     read = tensor.read() if isinstance(tensor, StoredTensor) else tensor
     is_small = read.dtype.is_floating_point and read.element_size() == 1
     return read.float() if is_small else read  # NumPy's and torch's comparisons don't know all formats of 8 bits
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b) or (a != a and b != b)  # NaN
-    except (ValueError, RuntimeError):  # arrays
-        return repr(a) == repr(b)
 
 
 def _short(value: Any) -> str:

@@ -157,38 +157,39 @@ class RemoteStorage:
         self._file_system = file_system
         self._root = root.rstrip("/")
 
+    @contextmanager
+    def _fresh(self) -> Iterator[Any]:
+        """The file system, without what it remembers of its folders."""
+        with _as_os_error(self.path):
+            self._file_system.invalidate_cache()
+            yield self._file_system
+
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     def is_folder(self) -> bool:
         """Whether there are files under the path."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            return bool(self._file_system.isdir(self._root))
+        with self._fresh() as files:
+            return bool(files.isdir(self._root))
 
     def is_file(self) -> bool:
         """Whether there is a file at the path."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            return bool(self._file_system.isfile(self._root))
+        with self._fresh() as files:
+            return bool(files.isfile(self._root))
 
     def names(self) -> list[str]:
         """Returns the names of the folder's files and subfolders, sorted."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            return sorted(
-                path.rstrip("/").rpartition("/")[2] for path in self._file_system.ls(self._root, detail=False)
-            )
+        with self._fresh() as files:
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in files.ls(self._root, detail=False))
 
     def sizes(self, names: Collection[str]) -> Mapping[str, int]:
         """Returns the bytes of those of the files that are there, also of those that a list doesn't show yet."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            listed = self._file_system.ls(self._root, detail=True) if self._file_system.isdir(self._root) else ()
+        with self._fresh() as files:
+            listed = files.ls(self._root, detail=True) if files.isdir(self._root) else ()
             found = {one["name"].rpartition("/")[2]: one["size"] for one in listed if one["type"] == "file"}
             for name in set(names) - found.keys():
-                if self._file_system.isfile(self._at(name)):
-                    found[name] = self._file_system.size(self._at(name))
+                if files.isfile(self._at(name)):
+                    found[name] = files.size(self._at(name))
         return {name: found[name] for name in names if name in found}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
@@ -222,10 +223,9 @@ class RemoteStorage:
 
     def remove(self, name: str) -> None:
         """Remove a file. One that isn't there is no error."""
-        with _as_os_error(f"{self.path}/{name}"):
-            self._file_system.invalidate_cache()
-            if self._file_system.exists(self._at(name)):
-                self._file_system.rm_file(self._at(name))
+        with self._fresh() as files:
+            if files.exists(self._at(name)):
+                files.rm_file(self._at(name))
 
     def remove_folder(self) -> None:
         """Remove the folder with all that is in it."""

@@ -157,7 +157,7 @@ class SavedRun:
 
     document: Mapping[str, Any]
     data_document: Callable[[int], Mapping[str, Any]]
-    """of a data rank; empty where there is none"""
+    """of a data rank: the states of its loaders, and whether they could have given more batches; may be empty"""
     names: Collection[str]
     """of all its tensors"""
     read: Callable[[str, Region | None], Tensor]
@@ -192,11 +192,6 @@ class SavedRun:
         """The states of the loaders of a data rank; none if they had none."""
         states: Sequence[Any] = self.data_document(data_rank).get("loaders", ())
         return states
-
-    def have_more(self, data_rank: int) -> Sequence[bool]:
-        """For each of those loaders, whether it could have given more batches in its epoch."""
-        found: Sequence[bool] = self.data_document(data_rank).get("have_more", ())
-        return found
 
     def random_states(self, data_rank: int, when: str) -> dict[str, Tensor]:
         """The states of the generators of the rank that has read the data: hooks draw the same on all its ranks."""
@@ -302,8 +297,8 @@ class Resume:
             return (), ()
         if self._saved is None:  # a plain Trainer stores those of one process
             return (resumed_loops.plain_loader_states(self._trainer), ()) if topology.data == 1 else ((), ())
-        data_rank = topology.coordinates(rank)[0]
-        return self._saved.loader_states(data_rank), self._saved.have_more(data_rank)
+        document = self._saved.data_document(topology.coordinates(rank)[0])
+        return document.get("loaders", ()), document.get("have_more", ())
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, session = self._trainer, self._session

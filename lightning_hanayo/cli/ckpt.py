@@ -19,7 +19,7 @@ from typing import Any
 from lightning_hanayo.cli.common import CommandGroup, fail, print_table
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.found import Found, existing, layout_text, look_at, look_at_one, look_into
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.dist_checkpointing.target import UNITS, is_of_a_save, remove_checkpoint, size_text
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.plotting.terminal_status import showing
@@ -266,7 +266,7 @@ def _agreed(found: list[Found]) -> bool:
 
 def _remove(one: Found) -> list[str]:
     """Remove it, and return why something of it was kept."""
-    storage = Storage.of(one.path)
+    storage = storage_of(one.path)
     if one.kind == "leftover" and storage.is_folder() and all(map(is_of_a_save, storage.names())):
         shutil.rmtree(one.path)
         return []
@@ -435,7 +435,7 @@ def _problem(path: str, found: Found | None, *, quiet: bool) -> str:
     try:
         if found is not None and found.kind == "file":
             _verify_file(path)
-        elif found is not None and Storage.of(path).is_file():
+        elif found is not None and storage_of(path).is_file():
             raise CheckpointError(f"{path} isn't whole: {found.problem}")
         else:
             folder = CheckpointFolder(path)

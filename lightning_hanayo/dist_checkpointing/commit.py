@@ -19,11 +19,13 @@ Puts together what all ranks have written, and checks that it is a whole checkpo
 Writes the files of one rank: a safetensors file for each kind of tensors, and its JSON documents.
 """
 
+import errno
 import json
+import os
 import secrets
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,22 +35,11 @@ from warnings import warn
 from xxhash import xxh3_128
 
 from lightning_hanayo.dist_checkpointing.format import Manifest, StoredFile, StoredPart, WholeTensor
-from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, Kind, Peers, PeersLost, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, Kind, RankPart, RanksLost, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import partition_problem
-from lightning_hanayo.dist_checkpointing.target import AtPoint, Point, Target, go_on, no_space, problem_of, target_for
+from lightning_hanayo.dist_checkpointing.target import AtPoint, Point, Target, go_on, problem_of, target_for
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name, write_tensors
 from lightning_hanayo.errors import CheckpointError, available
-
-
-@dataclass(frozen=True)
-class WrittenPart:
-    """A part of a tensor that is in a file now."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """of the whole tensor"""
-    stored: StoredPart
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,8 @@ class Written:
 
     files: Mapping[str, StoredFile]
     """by name"""
-    parts: Sequence[WrittenPart]
+    tensors: Sequence[tuple[str, WholeTensor]]
+    """by name, each with one of its parts"""
     texts: Mapping[str, str]
     """the file of each document, by its stem"""
 
@@ -72,34 +64,33 @@ class RankFiles:
 
     def __init__(self, target: Target, rank: int, at: AtPoint, check: Callable[[], object]) -> None:
         self._files: dict[str, StoredFile] = {}
-        self._parts: list[WrittenPart] = []
+        self._tensors: list[tuple[str, WholeTensor]] = []
         self._texts: dict[str, str] = {}
         self._target, self._rank = target, rank
         self._at, self._check = at, check
         self._started: list[str] = []
-        self._bytes_to_half: int | None = None
 
     def write(self, tensors: Sequence[TensorPart], texts: Mapping[str, bytes]) -> Written:
         """Write all, and return when it is on the disk. If it raises, no file is left."""
-        self._bytes_to_half = sum(one.num_bytes for one in tensors) // 2
         try:
             with ExitStack() as files:  # which syncs them at its end, when the disk has been at work for a while
                 for kind in get_args(Kind):
                     self._write_tensors(files, kind, [one for one in tensors if one.kind == kind])
-                self._pass_half()  # a rank with little to write passes the same points
+                    if kind == "model":
+                        self._at(Point.HALF_WRITTEN)
                 for stem, content in texts.items():
-                    self._write_text(files, stem, content)
+                    file, name = self._create(files, stem, "json")
+                    file.write(content)
+                    self._files[name] = StoredFile(len(content), xxh3_128(content).hexdigest())
+                    self._texts[stem] = name
                 self._at(Point.WRITTEN)
             self._at(Point.SYNCED)
         except BaseException:
-            self._remove()
+            for name in self._started:
+                with suppress(OSError):  # what made the writing fail is shown, and the next save removes the rest
+                    self._target.storage.remove(name)
             raise
-        return Written(self._files, self._parts, self._texts)
-
-    def _remove(self) -> None:
-        for name in self._started:
-            with suppress(OSError):  # what made the writing fail is shown, and the next save removes the rest
-                self._target.storage.remove(name)
+        return Written(self._files, self._tensors, self._texts)
 
     def _write_tensors(self, files: ExitStack, kind: Kind, parts: Sequence[TensorPart]) -> None:
         if not parts:
@@ -110,45 +101,28 @@ class RankFiles:
         file, name = self._create(files, f"{kind}-{self._rank:05d}", "safetensors")
         tensors = {key: part.tensor for key, part in by_key.items()}
         metadata = {"format": "pt", "file": name}  # so that no two files of any saves have the same header
-        written = write_tensors(_Counted(file, self._count), tensors, metadata=metadata)
+        written = write_tensors(_Checked(file, self._check), tensors, metadata=metadata)
         self._files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
         for key, part in by_key.items():
             stored = StoredPart(name, key, part.region, written.xxh3_128[key])
-            self._parts.append(WrittenPart(part.name, dtype_name(part.tensor, part.name), part.shape, stored))
-
-    def _write_text(self, files: ExitStack, stem: str, content: bytes) -> None:
-        file, self._texts[stem] = self._create(files, stem, "json")
-        file.write(content)
-        self._files[self._texts[stem]] = StoredFile(len(content), xxh3_128(content).hexdigest())
+            whole = WholeTensor(part.shape, dtype_name(part.tensor, part.name), (stored,))
+            self._tensors.append((part.name, whole))
 
     def _create(self, files: ExitStack, stem: str, ending: str) -> tuple[Any, str]:
         name = f"{stem}-{self._target.save_id}.{ending}"
         self._started.append(name)
         return files.enter_context(self._target.storage.create(name)), name
 
-    def _count(self, num_bytes: int) -> None:
-        """Called before bytes of tensors are written."""
-        self._check()
-        if self._bytes_to_half is not None:
-            self._bytes_to_half -= num_bytes
-            if self._bytes_to_half < 0:
-                self._pass_half()
-
-    def _pass_half(self) -> None:
-        if self._bytes_to_half is not None:
-            self._bytes_to_half = None
-            self._at(Point.HALF_WRITTEN)
-
 
 @dataclass(frozen=True)
-class _Counted:
-    """A file that says how many bytes it is about to write."""
+class _Checked:
+    """A file that asks before each piece whether to go on."""
 
     file: BinaryIO
-    count: Callable[[int], object]
+    check: Callable[[], object]
 
     def write(self, data: memoryview | bytes) -> None:
-        self.count(len(data))
+        self.check()
         self.file.write(data)
 
 
@@ -158,7 +132,7 @@ _SAVED = "was saved"
 
 @dataclass(frozen=True)
 class _Result(Generic[_T]):
-    """What came of a step of one rank, as the others hear of it."""
+    """The result of a step on one rank, for the others."""
 
     value: _T | None = None
     problem: str | None = None
@@ -176,16 +150,16 @@ class FolderSave:
     """
 
     def __init__(
-        self, peers: Peers, path: str, part: RankPart, *, at: AtPoint = go_on, check: Callable[[], object] = int
+        self, peers: SavingRanks, path: str, part: RankPart, *, at: AtPoint = go_on, check: Callable[[], object] = int
     ) -> None:
         self._peers = peers
-        self._path = path.rstrip("/")
+        self._path = self._name = path.rstrip("/")
         self._part = part
         self._at, self._check = at, check
-        self._target: Target | None = None
+        self._texts: dict[str, bytes] = {}
+        self._chosen: Target | None = None
         self._free: int | None = None
         self._needed = 0
-        self._step: int | None = None
         self._error: Exception | None = None
         self._outcome = "was not saved"
         """as far as this rank knows; for the message if other ranks are lost"""
@@ -198,119 +172,103 @@ class FolderSave:
         """
         try:
             self._at(Point.BEGUN)
-            texts = self._agree_on_target()
+            self._agree_on_target()
             self._at(Point.FOLDER_MADE)
-            self._conclude(self._attempt(lambda: self._write(texts)))
+            files = RankFiles(self._target, self._peers.rank, self._at, self._check)
+            self._conclude(self._attempt(lambda: files.write(self._part.tensors, self._texts)))
         except BaseException as error:
-            if self._peers.rank == 0 and self._target is not None and self._outcome != _SAVED:
+            if self._peers.rank == 0 and self._chosen is not None and self._outcome != _SAVED:
                 with suppress(OSError):
-                    self._target.undo()
-            if isinstance(error, PeersLost):
+                    self._chosen.undo()
+            if isinstance(error, RanksLost):
                 raise CheckpointError(
                     f"{self._name} {self._outcome}: {ANOTHER_ENDED} ({error}). What can be read there is whole: it is "
                     f"what was there before, or the new checkpoint."
                 ) from error
             raise
 
-    def _agree_on_target(self) -> Mapping[str, bytes]:
-        """Let rank 0 choose and make the folder, and look at it; return this rank's documents."""
-        own = self._attempt(self._encoded)
-        texts = own.value or {}
-        chosen = self._attempt(self._choose) if self._peers.rank == 0 else _Result[Target]()
-        num_bytes = self._part.num_bytes + sum(map(len, texts.values()))
-        gathered = self._peers.all_gather((chosen, own.problem, num_bytes, self._part.about.get("step")))
-        self._step = gathered[0][-1]
-        if self._peers.rank > 0:
-            self._target = gathered[0][0].value
-        self._needed = sum(one[2] for one in gathered)
-        self._raise(_first(one.problem or problem for one, problem, *_ in gathered))
-        self._raise(_first(self._peers.all_gather(self._attempt(self._look).problem)))
-        return texts
+    def _agree_on_target(self) -> None:
+        """Let rank 0 choose and make the folder, and look at it."""
+        begun, steps = zip(
+            *self._peers.all_gather((self._attempt(self._begin), self._part.about.get("step"))), strict=True
+        )
+        self._name += "" if steps[0] is None else f" (step {steps[0]})"
+        values = self._values(begun)
+        self._chosen, self._needed = values[0][0], sum(num_bytes for _, num_bytes in values)
+        self._values(self._peers.all_gather(self._attempt(self._look)))
 
-    def _encoded(self) -> Mapping[str, bytes]:
-        """Returns the documents as JSON, once it is known that the tensors can be stored, too."""
+    def _begin(self) -> tuple[Target | None, int]:
+        """Encode this rank's documents, and on rank 0 make the folder; return that and the bytes to write."""
         for one in self._part.tensors:
             dtype_name(one.tensor, one.name)  # raises if it can't be stored
-        return {stem: json.dumps(one, allow_nan=False).encode() for stem, one in self._part.texts.items()}
-
-    def _choose(self) -> Target:
-        self._target = target_for(self._path, secrets.token_hex(4))
-        self._target.prepare()
-        return self._target
+        self._texts = {stem: json.dumps(one, allow_nan=False).encode() for stem, one in self._part.texts.items()}
+        if self._peers.rank == 0:
+            self._chosen = target_for(self._path, secrets.token_hex(4))
+            self._chosen.prepare()
+        return self._chosen, self._part.num_bytes + sum(map(len, self._texts.values()))
 
     def _look(self) -> None:
         """Check that this rank sees the folder, and that there is room for the files of all ranks."""
-        target = available(self._target, "rank 0 has sent it")
-        target.check_marker(socket.gethostname())
-        self._free = target.storage.free_bytes()
+        self._target.check_marker(socket.gethostname())
+        self._free = self._target.storage.free_bytes()
         if self._free is not None and self._needed > self._free:
-            raise no_space(target.storage.path)
-
-    def _write(self, texts: Mapping[str, bytes]) -> Written:
-        target = available(self._target, "rank 0 has sent it")
-        return RankFiles(target, self._peers.rank, self._at, self._check).write(self._part.tensors, texts)
+            path = self._target.folder
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     def _conclude(self, own: _Result[Written]) -> None:
         if own.problem is None and self._peers.rank > 0:
             self._outcome = "may have been saved, or not"
         results = self._peers.gather(own)
         self._at(Point.GATHERED)
-        failed = _first(result.problem for result in results)
-        if failed is None and self._peers.rank == 0:
-            problem = self._attempt(lambda: self._commit([one.value for one in results if one.value])).problem
-            failed = None if problem is None else (0, problem)
-        self._raise(self._peers.all_gather(failed)[0])
+        outcome: Sequence[_Result[None]] = [_Result(problem=one.problem) for one in results]
+        written = [one.value for one in results if one.value is not None]
+        if self._peers.rank == 0 and len(written) == len(results):
+            outcome = [self._attempt(lambda: self._commit(written))]
+        self._values(self._peers.all_gather(outcome)[0])
         if self._peers.rank > 0:
             self._at(Point.MANIFEST_READY)
             self._at(Point.COMMITTED)
         else:
-            self._clean()
+            try:
+                self._target.clean()
+            except OSError as error:
+                warn(f"{self._name} was saved, but what it replaces can't be removed: {error}", stacklevel=2)
         self._at(Point.CLEANED)
 
     def _commit(self, written: Sequence[Written]) -> None:
         """Make what all ranks have written the checkpoint. Called by rank 0."""
-        target = available(self._target, "rank 0 has chosen it")
-        manifest = manifest_of(target.save_id, written, self._part.about)
+        manifest = manifest_of(self._target.save_id, written, self._part.about)
         data = manifest.to_bytes()  # what the reader would refuse isn't written
         self._check()
-        target.check_files({name: file.num_bytes for name, file in manifest.files.items()})
-        target.commit(data, self._at)
+        self._target.check_files({name: file.num_bytes for name, file in manifest.files.items()})
+        self._target.commit(data, self._at)
         self._outcome = _SAVED
         self._at(Point.COMMITTED)
 
-    def _clean(self) -> None:
-        try:
-            available(self._target, "rank 0 has chosen it").clean()
-        except OSError as error:
-            warn(f"{self._name} was saved, but what it replaces can't be removed: {error}", stacklevel=2)
-
     @property
-    def _name(self) -> str:
-        return self._path if self._step is None else f"{self._path} (step {self._step})"
+    def _target(self) -> Target:
+        return available(self._chosen, "rank 0 has chosen it")
 
     def _attempt(self, step: Callable[[], _T]) -> _Result[_T]:
         """Take a step that fails on this rank alone: the others hear of it when they next wait for all."""
         try:
             return _Result(step())
-        except PeersLost:
+        except RanksLost:
             raise
         except Exception as error:
             self._error = error
-            path = self._path if self._target is None else self._target.storage.path
+            path = self._path if self._chosen is None else self._chosen.folder
             return _Result(problem=problem_of(error, path, self._needed, self._free))
 
-    def _raise(self, failed: tuple[int, str] | None) -> None:
-        if failed is not None:
-            rank, problem = failed
-            where = f" (rank {rank})" if self._peers.num_ranks > 1 else ""
-            raise CheckpointError(
-                f"{self._name} was not saved: {problem}{where}. What was there before is untouched."
-            ) from self._error
-
-
-def _first(problems: Iterable[str | None]) -> tuple[int, str] | None:
-    """The first rank that has a problem, and which."""
-    return next(((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None)
+    def _values(self, results: Sequence[_Result[Any]]) -> list[Any]:
+        """The values of all ranks' results. Raises the problem of the first rank that has one."""
+        for rank, one in enumerate(results):
+            if one.problem is not None:
+                where = f" (rank {rank})" if self._peers.num_ranks > 1 else ""
+                raise CheckpointError(
+                    f"{self._name} was not saved: {one.problem}{where}. What was there before is untouched."
+                ) from self._error
+        return [one.value for one in results]
 
 
 def manifest_of(save_id: str, written: Sequence[Written], about: Mapping[str, Any]) -> Manifest:
@@ -324,9 +282,9 @@ def manifest_of(save_id: str, written: Sequence[Written], about: Mapping[str, An
     Raises:
         CheckpointError: ranks have saved different parts of a tensor than make it up.
     """
-    parts: dict[str, list[WrittenPart]] = defaultdict(list)
-    for part in (part for one in written for part in one.parts):
-        parts[part.name].append(part)
+    tensors: dict[str, list[WholeTensor]] = defaultdict(list)
+    for name, tensor in (pair for one in written for pair in one.tensors):
+        tensors[name].append(tensor)
     rest = dict(about)
     return Manifest(
         save_id=save_id,
@@ -335,17 +293,17 @@ def manifest_of(save_id: str, written: Sequence[Written], about: Mapping[str, An
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         layout=rest.pop("layout", {}),
         files={name: file for one in written for name, file in one.files.items()},
-        tensors={name: _whole(name, parts[name]) for name in sorted(parts)},
+        tensors={name: _whole(name, tensors[name]) for name in sorted(tensors)},
         texts={stem: file for one in written for stem, file in one.texts.items()},
         about=rest,
     )
 
 
-def _whole(name: str, parts: Sequence[WrittenPart]) -> WholeTensor:
+def _whole(name: str, found: Sequence[WholeTensor]) -> WholeTensor:
     """The tensor that ranks have written parts of."""
-    kinds = {(part.shape, part.dtype) for part in parts}
-    (shape, dtype), *others = sorted(kinds)
-    problem = f"also {others[0]}" if others else partition_problem(shape, [part.stored.region for part in parts])
+    (shape, dtype), *others = sorted({(one.shape, one.dtype) for one in found})
+    parts = tuple(part for one in found for part in one.parts)
+    problem = f"also {others[0]}" if others else partition_problem(shape, [part.region for part in parts])
     if problem:
         raise CheckpointError(f"the ranks' parts of {name} {shape}, {dtype}, do not make up the whole: {problem}")
-    return WholeTensor(shape, dtype, tuple(part.stored for part in parts))
+    return WholeTensor(shape, dtype, parts)

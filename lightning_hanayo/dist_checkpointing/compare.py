@@ -20,13 +20,12 @@ from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
-from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
+from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME, parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.part import TensorPart
 from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-from lightning_hanayo.dist_checkpointing.state import RUN, WITHOUT_STATE, data_stem, decode, encode
-from lightning_hanayo.dist_checkpointing.storage import Storage
-from lightning_hanayo.dist_checkpointing.tensor_file import dtype_named
+from lightning_hanayo.dist_checkpointing.state import RUN, data_stem, decode, encode
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError
 
 
@@ -83,7 +82,7 @@ def open_checkpoint(path: str) -> OpenedCheckpoint:
     Raises:
         CheckpointError: it isn't a checkpoint, isn't whole, or can't be read without running code.
     """
-    storage = Storage.of(path)
+    storage = storage_of(path)
     if not (storage.is_local and storage.is_file()):
         folder = CheckpointFolder(path)
         folder.verify()
@@ -149,16 +148,10 @@ def _comparable(opened: list[OpenedCheckpoint], index: int, model_only: bool) ->
 
 def _named(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict, with the other one's names if it has numbers alone."""
-    own = [one for group in state.get("param_groups", ()) for one in group["params"]]
-    names = [one for group in other.get("param_groups", ()) for one in group["params"]]
+    own, names = parameters_in(state), parameters_in(other)
     translated = dict(zip(own, names, strict=True)) if CLASS_NAME in other and len(own) == len(names) else {}
-    groups = [
-        {**group, "params": [translated.get(one, one) for one in group["params"]]}
-        for group in state.get("param_groups", ())
-    ]
-    states = {str(translated.get(one, one)): values for one, values in state.get("state", {}).items()}
-    rest = {key: value for key, value in state.items() if key not in (CLASS_NAME, WITHOUT_STATE)}
-    return {**rest, "state": states, "param_groups": groups}
+    renamed = with_keys(state, translated)
+    return {**renamed, "state": {str(key): values for key, values in renamed["state"].items()}}
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -183,7 +176,11 @@ def _difference(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> 
         return _of_tensors(name, a, b)
     if isinstance(a, Tensor) or isinstance(b, Tensor) or type(a) is not type(b):
         return Difference(name, f"{type(a).__name__} and {type(b).__name__}")
-    if _equal(a, b):
+    try:
+        is_equal = bool(a == b) or (a != a and b != b)  # NaN
+    except (ValueError, RuntimeError):  # arrays
+        is_equal = repr(a) == repr(b)
+    if is_equal:
         return Difference(name, "")
     return Difference(name, f"{_short(a)} and {_short(b)}", abs(a - b) if isinstance(a, int | float) else None)
 
@@ -211,13 +208,6 @@ def _values(tensor: Tensor) -> Tensor:
     return read.float() if is_small else read  # NumPy's and torch's comparisons don't know all formats of 8 bits
 
 
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b) or (a != a and b != b)  # NaN
-    except (ValueError, RuntimeError):  # arrays
-        return repr(a) == repr(b)
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
@@ -238,9 +228,10 @@ def as_in_a_file(folder: CheckpointFolder, entry: Any) -> Any:
     """
     if not isinstance(entry, dict):
         return entry
-    tensors = {name: _stored(folder, name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
-    ranks = [int(stem.removeprefix(_STEM)) for stem in folder.manifest.texts if _is_of_data(stem)]
-    return {**entry, "data": {rank: _document(folder, rank) for rank in sorted(ranks)}, "tensors": tensors}
+    tensors = {name: folder.stored(name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
+    numbers = (stem.removeprefix(_STEM) for stem in folder.manifest.texts)
+    ranks = sorted(int(one) for one in numbers if one.isdecimal() and data_stem(int(one)) in folder.manifest.texts)
+    return {**entry, "data": {rank: data_document(folder, rank) for rank in ranks}, "tensors": tensors}
 
 
 def as_in_a_folder(content: dict[str, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
@@ -255,25 +246,32 @@ def as_in_a_folder(content: dict[str, Any]) -> tuple[list[TensorPart], dict[str,
     content[RUN] = {key: value for key, value in entry.items() if key not in ("data", "tensors")}
     found = {name: tensor for name, tensor in _items(entry, "tensors") if str(name).startswith(_PREFIXES)}
     parts = [TensorPart.whole(name, tensor, "state") for name, tensor in found.items() if isinstance(tensor, Tensor)]
-    texts = {}
+    texts: dict[str, Any] = {}
     for rank, value in _items(entry, "data"):
-        texts[data_stem(rank)], tensors = encode(value, "state of the training loaders")
-        parts += [TensorPart.whole(f"data/{rank}/{number}", tensor, "state") for number, tensor in enumerate(tensors)]
+        tensors, text = data_parts(rank, value)
+        parts += tensors
+        texts |= text
     return parts, texts
 
 
-def _is_of_data(stem: str) -> bool:
-    number = stem.removeprefix(_STEM)
-    return number.isdecimal() and data_stem(int(number)) == stem
+def data_parts(data_rank: int, document: Any) -> tuple[list[TensorPart], dict[str, Any]]:
+    """Returns the tensors in the document of a data rank, and the document by its stem.
+
+    Raises:
+        UnsupportedError: a loader's state can't be stored without pickle.
+    """
+    text, tensors = encode(document, "state of the training loaders")
+    parts = [TensorPart.whole(f"data/{data_rank}/{number}", one, "state") for number, one in enumerate(tensors)]
+    return parts, {data_stem(data_rank): text}
 
 
-def _document(folder: CheckpointFolder, rank: int) -> Any:
-    return decode(folder.text(data_stem(rank)), lambda number: folder.read(f"data/{rank}/{number}"))
-
-
-def _stored(folder: CheckpointFolder, name: str) -> StoredTensor:
-    tensor = folder.manifest.tensors[name]
-    return StoredTensor.of(tensor.shape, dtype_named(tensor.dtype), lambda region: folder.read(name, region))
+def data_document(folder: CheckpointFolder, data_rank: int) -> Mapping[str, Any]:
+    """Returns the document of a data rank, with its tensors; empty if there is none."""
+    stem = data_stem(data_rank)
+    if stem not in folder.manifest.texts:
+        return {}
+    found: Mapping[str, Any] = decode(folder.text(stem), lambda number: folder.read(f"data/{data_rank}/{number}"))
+    return found
 
 
 def _items(entry: Mapping[str, Any], key: str) -> Any:

@@ -50,11 +50,11 @@ from lightning_hanayo.dist_checkpointing.huggingface import (
     save_config,
     weights_for,
 )
-from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
+from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage, Storage
+from lightning_hanayo.dist_checkpointing.storage import CHUNK, LocalStorage, storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import bytes_of, write_tensors
 from lightning_hanayo.errors import HanayoError, nearest, writing
 
@@ -64,7 +64,6 @@ _SIZES_BYTES = 20
 """of a record that may be larger than 4 GB: its sizes in 64 bits"""
 _PADDING = 0x4246
 """marks a part of a record's header that says nothing; the same that torch uses"""
-_CHUNK = 8 * 2**20
 
 
 def write_torch_file(file: BinaryIO, value: Any) -> None:
@@ -129,8 +128,8 @@ def _write_record(archive: ZipFile, file: BinaryIO, name: str, data: memoryview)
     start = file.tell() + _HEADER_BYTES + len(name) + _SIZES_BYTES + 4
     record.extra = struct.pack("<HH", _PADDING, -start % _ALIGNMENT) + b"\0" * (-start % _ALIGNMENT)
     with archive.open(record, "w", force_zip64=True) as opened:
-        for position in range(0, len(data), _CHUNK):
-            opened.write(data[position : position + _CHUNK])
+        for position in range(0, len(data), CHUNK):
+            opened.write(data[position : position + CHUNK])
 
 
 MAX_SHARD_SIZE = 5 * 10**9
@@ -156,7 +155,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: i
         files |= dict.fromkeys(names, f"{_STEM}{many}{_ENDING}")
     written = sorted(set(files.values()))
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(map(_num_bytes, tensors.values()))}, "weight_map": files}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": files}
         written.append(f"{_STEM}{_ENDING}.index.json")
         with storage.create(written[-1]) as file:
             file.write((json.dumps(index, indent=2) + "\n").encode())
@@ -165,7 +164,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: i
 
 def check_free(path: str) -> None:
     """Raises a HanayoError if there is something at a path, local or remote; an empty folder is nothing."""
-    storage = Storage.of(path)
+    storage = storage_of(path)
     if storage.is_file() or (storage.is_folder() and storage.names()):
         raise HanayoError(f"{path} exists. Give another path, or remove it first.")
 
@@ -195,16 +194,12 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
     for name, tensor in tensors.items():
-        if shard and size + _num_bytes(tensor) > most:
+        if shard and size + tensor.nbytes > most:
             yield shard
             shard, size = [], 0
         shard.append(name)
-        size += _num_bytes(tensor)
+        size += tensor.nbytes
     yield shard
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 Format = Literal["file", "safetensors", "huggingface"]
@@ -273,45 +268,23 @@ def export_checkpoint(
 def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
     content = dict(opened.content)
     if opened.folder is not None:
-        content["state_dict"] = _with_shared_tensors(opened)
+        state, tied = opened.state_dict, opened.tied
+        content["state_dict"] = type(state)((name, state[tied.get(name, name)]) for name in state)  # is written once
+        vars(content["state_dict"]).update(vars(state))  # the versions of the modules' entries
     if opened.folder is not None and "optimizer_states" in content:
-        content["optimizer_states"] = [_numbered(state) for state in content["optimizer_states"]]
+        content["optimizer_states"] = [_numbered(one) for one in content["optimizer_states"]]
     write_file(target, lambda file: write_torch_file(file, content))
-    return Exported(target, len(opened.state_dict), notes=_unsafe(target))
-
-
-def _with_shared_tensors(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """The state dict, where tied parameters are one tensor, which is written once."""
-    state = opened.state_dict
-    tied = opened.tied
-    shared = type(state)((name, state[tied.get(name, name)]) for name in state)
-    vars(shared).update(vars(state))  # the versions of the modules' entries
-    return shared
+    local = storage_of(target).is_local
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(target) if local else []  # which only code rebuilds
+    notes = [f"the Trainer reads {', '.join(sorted(unsafe))} with weights_only=False only"] if unsafe else []
+    return Exported(target, len(opened.state_dict), notes=notes)
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict with numbers of parameters in place of names, as `load_state_dict` of torch expects."""
-    numbers: dict[str, int] = {}
-    for group in state["param_groups"]:
-        for name in group["params"]:
-            numbers[name] = len(numbers)
+    numbers = {name: number for number, name in enumerate(parameters_in(state))}
     without = [numbers[name] for name in state.get(WITHOUT_STATE, ()) if name in numbers]
-    return {
-        **{key: value for key, value in state.items() if key not in (WITHOUT_STATE, CLASS_NAME)},
-        **({WITHOUT_STATE: without} if without else {}),
-        "state": {numbers.get(name, name): values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
-
-
-def _unsafe(target: str) -> list[str]:
-    """Classes in the file that only code can rebuild: a Trainer refuses them unless it is told to trust the file."""
-    if not Storage.of(target).is_local:
-        return []
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(target)
-    return [f"the Trainer reads {', '.join(sorted(names))} with weights_only=False only"] if names else []
+    return {**with_keys(state, numbers), **({WITHOUT_STATE: without} if without else {})}
 
 
 def _to_safetensors(opened: OpenedCheckpoint, target: str, max_shard_size: int) -> Exported:
@@ -345,7 +318,13 @@ def _to_huggingface(
 
 def _stored_model(opened: OpenedCheckpoint, module: str | None, *, needed: bool) -> Mapping[str, Any]:
     """What the checkpoint says of its model of transformers."""
-    models = [one for one in _models(opened) if module is None or one["prefix"] == module]
+    listed, kinds = opened.about.get("huggingface"), {"prefix": str, "class": str, "config": dict}
+    models = [
+        one
+        for one in (listed if isinstance(listed, list) else ())
+        if isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in kinds.items())
+        and (module is None or one["prefix"] == module)
+    ]  # fmt: skip
     if len(models) == 1:
         return models[0]
     if not needed:
@@ -358,17 +337,6 @@ def _stored_model(opened: OpenedCheckpoint, module: str | None, *, needed: bool)
         f"{opened.path} doesn't say that it has a model of transformers{where}. Give the folder of its config.json: "
         f"--config DIR; or export its weights with --to safetensors"
     )
-
-
-def _models(opened: OpenedCheckpoint) -> list[dict[str, Any]]:
-    """The models of transformers that a manifest names, as far as it says all that is needed of them."""
-    listed = opened.about.get("huggingface")
-    kinds = {"prefix": str, "class": str, "config": dict}
-    return [
-        one
-        for one in (listed if isinstance(listed, list) else ())
-        if isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in kinds.items())
-    ]
 
 
 class CheckpointWeights:

@@ -21,7 +21,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     MANIFEST,
     MAX_BYTES,
     Entry,
-    InvalidHeader,
+    ImpossibleError,
     Manifest,
     StoredPart,
     WholeTensor,
@@ -31,12 +31,13 @@ from lightning_hanayo.dist_checkpointing.format import (
     stored_as,
 )
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 
 _OF_TORCH = ".metadata"
 """in folders of `torch.distributed.checkpoint`"""
@@ -75,7 +76,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._storage = Storage.of(path)
+        self._storage = storage_of(path)
         self._headers: dict[str, dict[str, Entry]] = {}
         with self._readable(MANIFEST):
             self.manifest = Manifest.from_bytes(self._manifest_bytes(), self.where(MANIFEST))
@@ -109,6 +110,14 @@ class CheckpointFolder:
 
         tensor = self.manifest.tensors[name]
         return read_region(tensor, Region.whole(tensor.shape) if region is None else region, self._part_bytes)
+
+    def stored(self, name: str) -> "StoredTensor":
+        """Returns a tensor of the checkpoint that is read when it is used. Raises as `read` does."""
+        from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+        from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
+
+        tensor = self.manifest.tensors[name]
+        return StoredTensor.of(tensor.shape, DTYPES[tensor.dtype], lambda region: self.read(name, region))
 
     def text(self, stem: str) -> Any:
         """Returns a JSON document of the checkpoint, whose hash is checked first.
@@ -189,7 +198,7 @@ class CheckpointFolder:
             data = data[:length] if length <= len(data) else bytes(self._storage.read(file, 0, length))
             self._check(file, data)
             entries = read_header(data, num_bytes)
-        except InvalidHeader as error:
+        except ImpossibleError as error:
             raise damaged(self.where(file), f"its header isn't that of a safetensors file: {error}") from None
         expected = {key: stored_as(of.tensor.dtype, of.part.region.shape) for key, of in self.parts[file].items()}
         if expected != {key: (entry.dtype, entry.shape) for key, entry in entries.items()}:
@@ -290,14 +299,21 @@ def share(folder: CheckpointFolder, rank: int, num_ranks: int) -> dict[str, set[
     All of them stand in a row, file after file, and a rank takes what begins in its part of the row. Whoever takes
     tensors of a file verifies its header, too.
     """
-    total = sum(num_bytes for _, _, num_bytes in _row(folder)) or 1
+    row = list(_row(folder))
     taken: dict[str, set[str]] = defaultdict(set)
-    position = 0
-    for file, key, num_bytes in _row(folder):
-        if position * num_ranks // total == rank:
-            taken[file] |= set() if key is None else {key}
-        position += num_bytes
+    for number in share_of([num_bytes for *_, num_bytes in row], rank, num_ranks):
+        file, key, _ = row[number]
+        taken[file] |= set() if key is None else {key}
     return taken
+
+
+def share_of(sizes: Sequence[int], rank: int, num_ranks: int) -> Iterator[int]:
+    """Yield the numbers of the items that begin in a rank's part of a row of all."""
+    total, position = sum(sizes) or 1, 0
+    for number, size in enumerate(sizes):
+        if position * num_ranks // total == rank:
+            yield number
+        position += size
 
 
 def _row(folder: CheckpointFolder) -> Iterator[tuple[str, str | None, int]]:

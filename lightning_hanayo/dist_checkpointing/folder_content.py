@@ -18,7 +18,6 @@ from lightning_hanayo.dist_checkpointing.format import damaged
 from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import STATE, WITHOUT_STATE, OptimizerDocument, StateDocument
-from lightning_hanayo.dist_checkpointing.tensor_file import dtype_named
 
 
 def folder_content(folder: CheckpointFolder) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def _state_document(folder: CheckpointFolder) -> StateDocument:
 def _nested(folder: CheckpointFolder, name: str) -> Tensor:
     """A tensor of the document; read later if several ranks held it: an average of weights is as large as the model."""
     is_of_rank_0 = all(part.file.startswith(f"{STATE}-00000-") for part in folder.manifest.tensors[name].parts)
-    return folder.read(name) if is_of_rank_0 else _stored(folder, name)
+    return folder.read(name) if is_of_rank_0 else folder.stored(name)
 
 
 def _state_dict(folder: CheckpointFolder, document: StateDocument) -> "OrderedDict[str, Any]":
@@ -58,7 +57,7 @@ def _state_dict(folder: CheckpointFolder, document: StateDocument) -> "OrderedDi
         if name in document.values:
             state[name] = document.values[name]
         elif stored in folder.manifest.tensors:
-            state[name] = _stored(folder, stored)
+            state[name] = folder.stored(stored)
         else:
             raise damaged(folder.path, f"it has no values of {name}")
     state._metadata = dict(document.versions)  # type: ignore[attr-defined]
@@ -73,7 +72,7 @@ def _optimizer_tensors(folder: CheckpointFolder) -> dict[str, dict[str, dict[str
         if kind == "optimizer":
             index, _, place = rest.partition("/")
             parameter, _, key = place.rpartition("/")
-            found.setdefault(index, {}).setdefault(parameter, {})[key] = _stored(folder, name)
+            found.setdefault(index, {}).setdefault(parameter, {})[key] = folder.stored(name)
     return found
 
 
@@ -87,8 +86,3 @@ def _optimizer_state(document: OptimizerDocument, tensors: Mapping[str, Mapping[
         WITHOUT_STATE: list(document.without_state),
         CLASS_NAME: document.class_name,
     }
-
-
-def _stored(folder: CheckpointFolder, name: str) -> StoredTensor:
-    tensor = folder.manifest.tensors[name]
-    return StoredTensor.of(tensor.shape, dtype_named(tensor.dtype), lambda region: folder.read(name, region))

@@ -19,17 +19,17 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from xxhash import xxh3_128
 
 from lightning_hanayo.dist_checkpointing.region import Region, Runs, partition_problem
 from lightning_hanayo.errors import CheckpointError
 
+_T = TypeVar("_T")
 _MAX_DIMS = 32
 """that NumPy has in all its versions"""
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -192,8 +192,7 @@ class Manifest:
             "tensors": {name: tensor_document(name, one) for name, one in self.tensors.items()},
         }
         body = _one_line_each(document).encode()
-        with _checked(f"The checkpoint can't be saved: the new {MANIFEST}"):
-            _manifest(json.loads(body, parse_constant=_no_constant))
+        _parsed(body, f"The checkpoint can't be saved: the new {MANIFEST}", _manifest)
         first = {"format": FORMAT, "version": VERSION, "xxh3_128": xxh3_128(body).hexdigest()}
         return json.dumps(first).encode() + b"\n" + body
 
@@ -207,9 +206,7 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, of another format or of a newer version, or says something impossible.
         """
-        body = _body(data, where)
-        with _checked(where):
-            return _manifest(json.loads(body, parse_constant=_no_constant))
+        return _parsed(_body(data, where), where, _manifest)
 
 
 def files_named_in(data: bytes, where: str) -> Collection[str]:
@@ -218,11 +215,7 @@ def files_named_in(data: bytes, where: str) -> Collection[str]:
     Raises:
         CheckpointError: as `Manifest.from_bytes`, as far as the files are concerned.
     """
-    body = _body(data, where)
-    with _checked(where):
-        document = typed(json.loads(body, parse_constant=_no_constant), dict, "the document")
-        save_id = matching(document.get("save_id"), _SAVE_ID, "the save id")
-        return [_file_name(name, save_id) for name in _dict(document, "files")]
+    return _parsed(_body(data, where), where, lambda document: [*_files(document)])
 
 
 def _one_line_each(document: Mapping[str, Any]) -> str:
@@ -266,10 +259,9 @@ def damaged(where: str, what: str) -> CheckpointError:
     return CheckpointError(f"{where} is damaged: {what}. Copy it again, or use an earlier checkpoint.")
 
 
-@contextmanager
-def _checked(where: str) -> Iterator[None]:
+def _parsed(body: bytes, where: str, parse: Callable[[dict[str, Any]], _T]) -> _T:
     try:
-        yield
+        return parse(typed(json.loads(body, parse_constant=_no_constant), dict, "the document"))
     except ImpossibleError as error:
         raise CheckpointError(f"{where} says what can't be: {error}. Use an earlier checkpoint.") from None
     except (RecursionError, ValueError) as error:
@@ -280,15 +272,25 @@ def _no_constant(name: str) -> Any:
     raise ImpossibleError(f"it contains {name}")
 
 
-def _manifest(document: Any) -> Manifest:
-    document = typed(document, dict, "the document")
+def _files(document: dict[str, Any]) -> dict[str, Any]:
+    """The documents of files by their names, which are those of files in this folder that this save has written."""
     save_id = matching(document.get("save_id"), _SAVE_ID, "the save id")
-    files = {_file_name(name, save_id): parse_file(name, one) for name, one in _dict(document, "files").items()}
+    files = _dict(document, "files")
+    for name in files:
+        found = _FILE.fullmatch(name)
+        if found is None:
+            raise ImpossibleError(f"{name!r} can't be a file of a checkpoint")
+        require(found[1] == save_id, f"{name} is of another save than {save_id}")
+    return files
+
+
+def _manifest(document: dict[str, Any]) -> Manifest:
+    files = {name: parse_file(name, one) for name, one in _files(document).items()}
     tensors = {name: parse_tensor(name, one, files) for name, one in _dict(document, "tensors").items()}
     texts = {stem: known_file(name, files, ".json") for stem, name in _dict(document, "texts").items()}
     _check_files(files, tensors, texts)
     return Manifest(
-        save_id,
+        document["save_id"],
         count(document.get("step"), "the step"),
         count(document.get("epoch"), "the epoch"),
         typed(document.get("created"), str, "the date"),
@@ -318,15 +320,6 @@ def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, WholeTen
     require(not unnamed, f"nothing is said to be in {min(unnamed, default='')}")
 
 
-def _file_name(name: str, save_id: str) -> str:
-    """The name, if it is one of a file in this folder that this save has written."""
-    found = _FILE.fullmatch(name)
-    if found is None:
-        raise ImpossibleError(f"{name!r} can't be a file of a checkpoint")
-    require(found[1] == save_id, f"{name} is of another save than {save_id}")
-    return name
-
-
 def _dict(document: dict[str, Any], name: str) -> dict[str, Any]:
     return typed(document.get(name), dict, f"{name!r}")  # type: ignore[no-any-return]
 
@@ -342,10 +335,6 @@ ITEM_BYTES = {
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """the limit of the safetensors library"""
-
-
-class InvalidHeader(ValueError):
-    """A header that says something impossible; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -381,11 +370,11 @@ def header_length(first: bytes | memoryview, num_bytes: int) -> int:
     """Returns how many bytes of a file of `num_bytes` come before its data, by its first 8 bytes.
 
     Raises:
-        InvalidHeader: the file or the library's limit is shorter.
+        ImpossibleError: the file or the library's limit is shorter.
     """
     length = LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little")
-    if len(first) < LENGTH_BYTES or length > min(num_bytes, MAX_HEADER_BYTES):
-        raise InvalidHeader(f"a header of {length} bytes is announced, and the file has {num_bytes}")
+    is_possible = len(first) >= LENGTH_BYTES and length <= min(num_bytes, MAX_HEADER_BYTES)
+    require(is_possible, f"a header of {length} bytes is announced, and the file has {num_bytes}")
     return length
 
 
@@ -397,20 +386,19 @@ def read_header(data: bytes | memoryview, num_bytes: int) -> dict[str, Entry]:
         num_bytes: of the whole file.
 
     Raises:
-        InvalidHeader: it isn't a header, or the tensors don't fill the file from its header to its end.
+        ImpossibleError: it isn't a header, or the tensors don't fill the file from its header to its end.
     """
     try:
         header = json.loads(bytes(data[LENGTH_BYTES:]))
     except (ValueError, RecursionError) as error:
-        raise InvalidHeader(f"it is no JSON: {type(error).__name__}") from None
-    if not isinstance(header, dict):
-        raise InvalidHeader("it is no JSON object")
+        raise ImpossibleError(f"it is no JSON: {type(error).__name__}") from None
+    require(isinstance(header, dict), "it is no JSON object")
     header.pop("__metadata__", None)
     entries = {key: _entry(key, value, len(data)) for key, value in header.items()}
     in_order = sorted((entry.start, entry.stop) for entry in entries.values())
     borders = [(len(data), len(data)), *in_order, (num_bytes, num_bytes)]
-    if any(before[1] != after[0] for before, after in pairwise(borders)):
-        raise InvalidHeader("its tensors overlap, or leave gaps")
+    has_gaps = any(before[1] != after[0] for before, after in pairwise(borders))
+    require(not has_gaps, "its tensors overlap, or leave gaps")
     return entries
 
 
@@ -420,7 +408,7 @@ def _entry(key: str, value: Any, data_start: int) -> Entry:
             valid = dtype in ITEM_BYTES and all(type(size) is int and size >= 0 for size in shape)
             if valid and start >= 0 and stop - start == ITEM_BYTES[dtype] * math.prod(shape):
                 return Entry(dtype, tuple(shape), data_start + start, data_start + stop)
-    raise InvalidHeader(f"the tensor {key!r} is impossible")
+    raise ImpossibleError(f"the tensor {key!r} is impossible")
 
 
 class ImpossibleError(ValueError):

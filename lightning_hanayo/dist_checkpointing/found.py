@@ -10,6 +10,7 @@ import pickletools
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import Storage, storage_of
 from lightning_hanayo.dist_checkpointing.target import is_of_a_save, unnamed_files
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
@@ -50,7 +51,7 @@ def existing(path: str) -> str:
     Raises:
         HanayoError: there is nothing.
     """
-    storage = Storage.of(path)
+    storage = storage_of(path)
     if not storage.is_folder() and not storage.is_file():
         raise HanayoError(f"there is no {path}")
     return path
@@ -58,7 +59,7 @@ def existing(path: str) -> str:
 
 def look_at(path: str) -> Found | None:
     """Returns what is at a path; None if that isn't a checkpoint. Only names, sizes and the manifest are read."""
-    storage = Storage.of(path)
+    storage = storage_of(path)
     name = os.path.basename(path.rstrip("/"))
     if storage.is_folder():
         return _folder(path, storage, is_leftover=bool(_LEFTOVER.fullmatch(name)))
@@ -94,7 +95,7 @@ def look_at_one(path: str) -> Found | None:
 
 
 def _below(path: str) -> Iterator[Found]:
-    storage = Storage.of(path)
+    storage = storage_of(path)
     for name in storage.names() if storage.is_folder() else ():
         inner = f"{path.rstrip('/')}/{name}"
         found = look_at(inner)
@@ -121,15 +122,10 @@ def _folder(path: str, storage: Storage, *, is_leftover: bool) -> Found | None:
     layout = layout_text(manifest.layout)
     unnamed = unnamed_files(storage)
     problem = f"whole; with {len(unnamed)} files of an interrupted save" if unnamed else ""
-    saved = _seconds(manifest.created)
+    saved = 0.0
+    with suppress(ValueError):
+        saved = datetime.fromisoformat(manifest.created).timestamp()
     return Found(path, "folder", num_bytes, manifest.step, manifest.epoch, layout, saved, problem)
-
-
-def _seconds(created: str) -> float:
-    try:
-        return datetime.fromisoformat(created).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def layout_text(layout: Mapping[str, Any]) -> str:
@@ -146,7 +142,9 @@ def layout_text(layout: Mapping[str, Any]) -> str:
 def _file(path: str, local: str, num_bytes: int) -> Found | None:
     try:
         with zipfile.ZipFile(local) as archive:
-            pickles = [one.filename for one in archive.infolist() if _is_pickle(one)]
+            # as torch writes it, uncompressed: so it is no larger than the file
+            records = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
+            pickles = [one.filename for one in records if one.filename.endswith("/data.pkl")]
             numbers = _numbers(archive, pickles[0]) if pickles else None
     except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
         problem = f"it is truncated, damaged, or older than torch 1.6: {error}"
@@ -155,11 +153,6 @@ def _file(path: str, local: str, num_bytes: int) -> Found | None:
         return None
     saved = os.path.getmtime(local)
     return Found(path, "file", num_bytes, numbers.get("global_step"), numbers.get("epoch"), saved=saved)
-
-
-def _is_pickle(record: zipfile.ZipInfo) -> bool:
-    """Whether it is what torch writes, uncompressed: so it is no larger than the file."""
-    return record.filename.endswith("/data.pkl") and record.compress_type == zipfile.ZIP_STORED
 
 
 def _numbers(archive: zipfile.ZipFile, name: str) -> dict[str, int]:

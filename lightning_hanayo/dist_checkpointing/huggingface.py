@@ -45,6 +45,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder
 
@@ -57,24 +58,20 @@ def make_model(config: Mapping[str, Any], class_name: str) -> Any:
     Raises:
         UnsupportedError: transformers isn't installed, or has no such class.
     """
-    model_class = _model_class(class_name)
+    library = _transformers()
+    found = getattr(library, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, library.PreTrainedModel)):
+        raise UnsupportedError(
+            f"transformers {library.__version__} has no model {class_name!r}. For a model of another package, export "
+            f"its weights with --to safetensors, and load them into it."
+        )
+    model_class: Any = found
     try:
         made = model_class.config_class.from_dict(dict(config))
         with torch.device("meta"):
             return model_class(made)
     except Exception as error:  # each class of configurations has errors of its own
         raise HanayoError(f"{class_name} can't be built of its configuration: {error}") from error
-
-
-def _model_class(name: str) -> Any:
-    library = _transformers()
-    found = getattr(library, name, None)
-    if isinstance(found, type) and issubclass(found, library.PreTrainedModel):
-        return found
-    raise UnsupportedError(
-        f"transformers {library.__version__} has no model {name!r}. For a model of another package, export its weights "
-        f"with --to safetensors, and load them into it."
-    )
 
 
 def read_config(folder: str) -> tuple[Mapping[str, Any], str]:
@@ -108,7 +105,9 @@ def weights_for(model: Any, state: Mapping[str, Any], prefix: str | None) -> tup
     wanted = model.state_dict()
     start = _prefix(wanted, state, model) if prefix is None else f"{prefix}.".lstrip(".")
     _check(wanted, state, start, model)
-    stored = _untied(model, wanted)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = {name: tensor for name, tensor in wanted.items() if name not in ignored}
+    stored = _rules("remove_tied_weights_from_state_dict", "modeling_utils")(kept, model)  # without tied names
     for name in wanted.keys() - stored.keys():
         _check_tied(name, stored, state, start, model)
     own = {name: state[start + name] for name in stored}
@@ -170,14 +169,6 @@ def _check(wanted: Mapping[str, Tensor], state: Mapping[str, Any], start: str, m
             )
 
 
-def _untied(model: Any, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Without the names that the model ties to others, as save_pretrained leaves them out."""
-    ignored = set(model._keys_to_ignore_on_save or ())
-    kept = {name: tensor for name, tensor in wanted.items() if name not in ignored}
-    result: Mapping[str, Tensor] = _rules("remove_tied_weights_from_state_dict", "modeling_utils")(kept, model)
-    return result
-
-
 def _check_tied(name: str, stored: Mapping[str, Tensor], state: Mapping[str, Any], start: str, model: Any) -> None:
     """A name that isn't stored gets the value of the one that it is tied to, so both must have one value."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -201,7 +192,7 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed = {names[id(tensor)] for tensor in on_disk.values() if id(tensor) in names}
     converted = {target: tensor for target, tensor in on_disk.items() if target not in result}
     rest = {name: tensor for name, tensor in on_meta.items() if name not in renamed}
-    for key in (lambda name: name, _layer):
+    for key in (lambda name: name, lambda name: found[1] if (found := _LAYER.match(name)) else ""):
         groups = _groups(model, revert, rest, key)
         if _shapes(one for _, targets in groups for one in targets.items()) == _shapes(converted.items()):
             for sources, targets in groups:
@@ -212,11 +203,6 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         f"them, so they can't be written one after another. Load the checkpoint into the model, and save it there: "
         f"hanayo ckpt export --to file, then model.save_pretrained(folder)."
     )
-
-
-def _layer(name: str) -> str:
-    found = _LAYER.match(name)
-    return found[1] if found else ""
 
 
 def _groups(
@@ -245,14 +231,11 @@ def _converted(
     def read(name: str, region: object) -> Tensor:
         assert region is None, "files are written whole"
         if name not in kept:
-            kept.update(revert(model, {source: _values(tensor) for source, tensor in sources.items()}))
+            read_now = {n: one.read() if isinstance(one, StoredTensor) else one for n, one in sources.items()}
+            kept.update(revert(model, read_now))
         return kept.pop(name).clone()
 
     return {name: StoredTensor.of(one.shape, one.dtype, partial(read, name)) for name, one in targets.items()}
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
 
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -334,7 +317,10 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
         HanayoError: there is none, or there are several.
         UnsupportedError: the module has parts of the folder's tensors as tensors of their own.
     """
-    candidates = [*_transformers_matches(model, names), *_suffix_matches(model, names)]
+    candidates = [
+        *(match for prefix, one in transformers_models(model) for match in _transformers_match(prefix, one, names)),
+        *_suffix_matches(model, names),
+    ]
     most = max((len(one.sources) + len(one.split) for one in candidates), default=0)
     if not most:
         raise HanayoError(
@@ -344,7 +330,14 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
         )
     best = [one for one in candidates if len(one.sources) + len(one.split) == most]
     first = best[0]  # transformers' own rules before equal names
-    others = [one.prefix for one in best if one.prefix != first.prefix and not _same_values(model, one, first)]
+    values = dict(named_values(model))
+
+    def given(match: NameMatch) -> dict[Tensor, str | Merge]:
+        return {values[joined(match.prefix, name)]: source for name, source in match.sources.items()}
+
+    # two modules that share their parameters fit alike
+    others = [one.prefix for one in best if one.prefix != first.prefix
+              and (one.split or first.split or given(one) != given(first))]  # fmt: skip
     if others:
         fitting = ", ".join([first.prefix, *others])
         raise HanayoError(
@@ -361,16 +354,6 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
     return first
 
 
-def _same_values(model: nn.Module, one: NameMatch, other: NameMatch) -> bool:
-    """Whether both give the same tensors of the model the same values."""
-    values = dict(named_values(model))
-
-    def given(match: NameMatch) -> dict[Tensor, str | Merge]:
-        return {values[joined(match.prefix, name)]: source for name, source in match.sources.items()}
-
-    return not one.split and not other.split and given(one) == given(other)
-
-
 def _suffix_matches(model: nn.Module, names: Collection[str]) -> list[NameMatch]:
     """Each module under which names of the folder are found as they are."""
     wanted = set(names)
@@ -384,16 +367,14 @@ def _suffix_matches(model: nn.Module, names: Collection[str]) -> list[NameMatch]
     return [NameMatch(prefix, sources) for prefix, sources in found.items()]
 
 
-def _transformers_matches(model: nn.Module, names: Collection[str]) -> Iterator[NameMatch]:
-    """The models of transformers that aren't inside another one."""
-    library = sys.modules.get("transformers.modeling_utils")  # else none of its models exists
-    if library is None:
-        return
+def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The models of transformers in a model that aren't inside another one, by name."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
     outer: list[str] = []
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules() if library is not None else ():  # else none of its models exists
         if isinstance(module, library.PreTrainedModel) and not any(f"{prefix}.".startswith(one) for one in outer):
             outer.append(f"{prefix}.".lstrip("."))
-            yield from _transformers_match(prefix, module, names)
+            yield prefix, module
 
 
 def _transformers_match(prefix: str, module: Any, names: Collection[str]) -> Iterator[NameMatch]:
@@ -433,18 +414,6 @@ _FILE = "model.safetensors"
 _INDEX = f"{_FILE}.index.json"
 _SAMPLE = 8
 """values of each tensor that a signature takes"""
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -502,20 +471,16 @@ class SafetensorsFolder:
 
 def _stored_tensors(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     if (path / _INDEX).is_file():
-        for file, names in _files_of_index(path).items():
+        files = defaultdict(list)
+        with _readable(path / _INDEX):
+            for name, file in json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].items():
+                files[path / file].append(name)
+        for file, names in files.items():
             yield from _header(file, names)
     elif (path / _FILE).is_file():
         yield from _header(path / _FILE, None)
     else:
         _refuse(path)
-
-
-def _files_of_index(path: Path) -> Mapping[Path, list[str]]:
-    files = defaultdict(list)
-    with _readable(path / _INDEX):
-        for name, file in json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].items():
-            files[path / file].append(name)
-    return files
 
 
 def _header(file: Path, names: Iterable[str] | None) -> Iterator[tuple[str, TensorHeader]]:
@@ -528,7 +493,7 @@ def _header(file: Path, names: Iterable[str] | None) -> Iterator[tuple[str, Tens
         for name in found if names is None else names:
             part = opened.get_slice(name)
             dtype_name = part.get_dtype()
-            yield name, TensorHeader(file, tuple(part.get_shape()), _DTYPES.get(dtype_name), dtype_name)
+            yield name, TensorHeader(file, tuple(part.get_shape()), DTYPES.get(dtype_name), dtype_name)
 
 
 @contextmanager

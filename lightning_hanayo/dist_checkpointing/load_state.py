@@ -15,7 +15,7 @@ Loads optimizer states by the names of parameters, each rank those of its own, a
 A plain file has numbers instead of names: they count the parameters of all groups, in order.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -65,50 +65,22 @@ class Entry:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' quantized' * self.is_packed}"
 
 
-@dataclass(frozen=True)
-class Differences:
-    """The names that differ, each with what the checkpoint has and what the model has."""
-
-    missing: Mapping[str, tuple[str, str]]
-    extra: Mapping[str, tuple[str, str]]
-    shapes: Mapping[str, tuple[str, str]]
-    dtypes: Mapping[str, tuple[str, str]]
-    quantized: Mapping[str, tuple[str, str]]
-    num_common: int
-
-
-def compare(expected: Mapping[str, Entry | None], found: Mapping[str, Any], renamed: Collection[str]) -> Differences:
-    """Compare all names of a state dict.
+def check_fit(
+    expected: Mapping[str, Entry | None],
+    found: Mapping[str, Any],
+    source: Source,
+    model: nn.Module,
+    *,
+    strict: bool,
+    accept: Collection[str],
+) -> list[str]:
+    """Check that a model can take what the checkpoint has, by comparing all names of a state dict.
 
     Args:
         expected: what the model has; None for what is no tensor.
         found: what the checkpoint has.
-        renamed: beginnings of names below which modules translate names themselves.
-    """
-    missing = {name: ("missing", str(entry or "no tensor")) for name, entry in expected.items() if name not in found}
-    extra = {name: (_text(value), "not in the model") for name, value in found.items() if name not in expected}
-    pairs = {
-        name: (Entry.of(value), entry)
-        for name, value in found.items()
-        if isinstance(value, Tensor) and (entry := expected.get(name)) is not None
-    }
-    return Differences(
-        _without(missing, renamed),
-        _without(extra, renamed),
-        _rows((name, one, other) for name, (one, other) in pairs.items() if not _same_shape(one, other)),
-        _rows((name, one, other) for name, (one, other) in pairs.items() if one.dtype not in (other.dtype, other.also)),
-        _rows((name, one, other) for name, (one, other) in pairs.items() if one.is_packed != other.is_packed),
-        len(expected.keys() & found.keys()),
-    )
-
-
-def check_fit(found: Differences, source: Source, model: str, *, strict: bool, accept: Collection[str]) -> list[str]:
-    """Check that a model can take what the checkpoint has.
-
-    Args:
-        found: what differs.
         source: of the values.
-        model: the class of the module.
+        model: the module. Names that its modules translate themselves may be missing or extra.
         strict: whether all names must be the same.
         accept: "dtype": convert.
 
@@ -118,30 +90,50 @@ def check_fit(found: Differences, source: Source, model: str, *, strict: bool, a
     Raises:
         CheckpointError: a table of what differs, and the ways out.
     """
-    rows = {**found.quantized, **found.shapes}
+    pairs = {
+        name: (Entry.of(value), entry)
+        for name, value in found.items()
+        if isinstance(value, Tensor) and (entry := expected.get(name)) is not None
+    }
+
+    def differing(differ: Callable[[Entry, Entry], bool]) -> dict[str, tuple[str, str]]:
+        return {name: (str(one), str(own)) for name, (one, own) in pairs.items() if differ(one, own)}
+
+    # a scalar may be stored as [1], as torch's load_state_dict has it
+    shapes = differing(lambda one, own: one.shape != own.shape and (one.shape, own.shape) != ((1,), ()))
+    dtypes = differing(lambda one, own: one.dtype not in (own.dtype, own.also))
+    quantized = differing(lambda one, own: one.is_packed != own.is_packed)
+    missing = {name: ("missing", str(entry or "no tensor")) for name, entry in expected.items() if name not in found}
+    extra = {name: (_text(value), "not in the model") for name, value in found.items() if name not in expected}
+    renamed = tuple(names_translated_in(model))
+    missing, extra = ({name: one[name] for name in one if not name.startswith(renamed)} for one in (missing, extra))
+    rows = {**quantized, **shapes}
     ways, accepted = [], []
-    if found.quantized:
+    if quantized:
         ways.append("Quantize the model as it was quantized when it was saved, or not at all.")
-    if found.shapes:
+    if shapes:
         ways.append("Build the model with the sizes that it was saved with.")
-    if found.dtypes and "dtype" not in accept:
-        rows |= found.dtypes
+    if dtypes and "dtype" not in accept:
+        rows |= dtypes
         ways.append("Give the Trainer the precision that it had, or convert: HanayoStrategy(load_anyway=('dtype',)).")
-    elif found.dtypes:
-        accepted.append(f"converted to the model's dtype: {listed(found.dtypes)}")
-    if strict and (found.missing or found.extra):
-        rows |= {**found.missing, **found.extra}
+    elif dtypes:
+        accepted.append(f"converted to the model's dtype: {listed(dtypes)}")
+    if strict and (missing or extra):
+        rows |= {**missing, **extra}
         ways.append(
             "Set self.strict_loading = False in the LightningModule to keep the model's own values of what is missing, "
             "and leave out what is not in the model."
         )
-    elif found.missing or found.extra:
-        accepted += [f"not in the checkpoint, keeps the model's values: {listed(found.missing)}"] * bool(found.missing)
-        accepted += [f"not in the model, left out: {listed(found.extra)}"] * bool(found.extra)
+    elif missing or extra:
+        accepted += [f"not in the checkpoint, keeps the model's values: {listed(missing)}"] * bool(missing)
+        accepted += [f"not in the model, left out: {listed(extra)}"] * bool(extra)
     if rows:
-        raise CheckpointError(
-            f"{source} {_lead(found, source, model)}\n{_table(rows)}\n{' '.join(ways)} No value was changed."
-        )
+        name, num_common = type(model).__name__, len(expected.keys() & found.keys())
+        lead = f"doesn't fit this {name}:"
+        if len(missing) + len(extra) > num_common:
+            saved = "another model" if source.model in (None, name) else f"a {source.model}"
+            lead = f"was saved of {saved}, not of this {name}: they have {num_common} names in common."
+        raise CheckpointError(f"{source} {lead}\n{_table(rows)}\n{' '.join(ways)} No value was changed.")
     return [f"{source}: {line}" for line in accepted]
 
 
@@ -155,26 +147,6 @@ def names_translated_in(module: nn.Module) -> list[str]:
         if one._load_state_dict_pre_hooks or type(one)._load_from_state_dict is not nn.Module._load_from_state_dict
     ]
     return [f"{name}." if name else "" for name in own]
-
-
-def _lead(found: Differences, source: Source, model: str) -> str:
-    num_other = len(found.missing) + len(found.extra)
-    if num_other <= found.num_common:
-        return f"doesn't fit this {model}:"
-    saved = "another model" if source.model in (None, model) else f"a {source.model}"
-    return f"was saved of {saved}, not of this {model}: they have {found.num_common} names in common."
-
-
-def _same_shape(stored: Entry, own: Entry) -> bool:
-    return stored.shape == own.shape or (stored.shape == (1,) and own.shape == ())  # as torch's load_state_dict
-
-
-def _rows(pairs: Iterator[tuple[str, Entry, Entry]]) -> dict[str, tuple[str, str]]:
-    return {name: (str(one), str(other)) for name, one, other in pairs}
-
-
-def _without(rows: Mapping[str, tuple[str, str]], prefixes: Collection[str]) -> dict[str, tuple[str, str]]:
-    return {name: row for name, row in rows.items() if not name.startswith(tuple(prefixes))}
 
 
 def _text(value: Any) -> str:
@@ -222,22 +194,6 @@ def entries(module: nn.Module, sharding: Sharding | None, *, has_masters: bool) 
     return found
 
 
-def own_values(module: nn.Module, state: Mapping[str, Any], sharding: Sharding | None) -> dict[str, Any]:
-    """The state dict for this rank: its part of each value, which isn't read yet; other ranks' as they are here."""
-    current = module.state_dict()
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    own = {}
-    for name, value in state.items():
-        here = current.get(name)
-        if isinstance(here, Tensor) and here.is_meta:
-            own[name] = here
-        elif isinstance(value, Tensor) and name in parameters:
-            own[name] = own_part(value, parameters[name], sharding)
-        else:
-            own[name] = value
-    return own
-
-
 def own_part(value: Tensor, parameter: Tensor, sharding: Sharding | None) -> Tensor:
     """This rank's part, not read yet, of something that has the whole parameter's shape; anything else unchanged."""
     if sharding is None or tuple(value.shape) != sharding.whole_shapes.get(parameter):
@@ -245,14 +201,15 @@ def own_part(value: Tensor, parameter: Tensor, sharding: Sharding | None) -> Ten
     return StoredTensor.around(value).part(sharding.region(parameter))
 
 
-def not_finite(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
-    """The names of the parameters that would get NaN or infinite values. Reads one tensor after another."""
+def not_finite(module: nn.Module, state: Mapping[str, Any], sharding: Sharding | None) -> list[str]:
+    """The names of this rank's parameters that would get NaN or infinite values. Reads one part after another."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return [
         name
-        for name, value in values.items()
-        if name in parameters and isinstance(value, Tensor) and not value.is_meta and not _is_finite(value)
-    ]
+        for name, value in state.items()
+        if name in parameters and isinstance(value, Tensor) and not parameters[name].is_meta and not value.is_meta
+        and not _is_finite(own_part(value, parameters[name], sharding))
+    ]  # fmt: skip
 
 
 def load(
@@ -316,6 +273,21 @@ _ADDED_LATER = frozenset(
 """options that torch fills in itself where a file was written before it had them"""
 CLASS_NAME = "class_name"
 """in an optimizer's state dict: its class, such as torch.optim.adamw.AdamW"""
+
+
+def parameters_in(state: Mapping[str, Any]) -> list[Any]:
+    """The numbers or names of the parameters in an optimizer's state dict, in the order of its groups."""
+    return [key for group in state.get("param_groups", ()) for key in group["params"]]
+
+
+def with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with other numbers or names of parameters, and without this package's own entries."""
+    groups = state.get("param_groups", ())
+    return {
+        **{key: value for key, value in state.items() if key not in (CLASS_NAME, WITHOUT_STATE)},
+        "state": {keys.get(key, key): values for key, values in state.get("state", {}).items()},
+        "param_groups": [{**group, "params": [keys.get(key, key) for key in group["params"]]} for group in groups],
+    }
 
 
 @dataclass(frozen=True)
@@ -405,11 +377,9 @@ class OptimizerState:
                 "Build the same groups. Only folders that HanayoStrategy saves have the parameters' names",
             )
         own_names = [name for group in self._groups for name, _ in group]
-        numbers = [number for group in saved for number in group["params"]]
-        names = dict(zip(numbers, own_names, strict=True))
-        named = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
+        names = dict(zip(parameters_in(state), own_names, strict=True))
         return _Saved(
-            named,
+            with_keys(state, names)["param_groups"],
             {names[key]: value for key, value in states.items() if key in names},
             {key: value for key, value in states.items() if key not in names},
             frozenset(names[number] for number in without_state if number in names),
@@ -457,11 +427,11 @@ class OptimizerState:
     def _check_states(self) -> None:
         own = {name: parameter for group in self._groups for name, parameter in group}
         saved_names = {name for group in self._saved.groups for name in group["params"]} | self._saved.states.keys()
-        expects = bool(self._saved.states)
+        expects, has_state = bool(self._saved.states), self._saved.states.keys() | self._saved.without_state
         missing = [
             name
             for name, parameter in own.items()
-            if name not in saved_names or (expects and parameter.requires_grad and not self._has_state(name))
+            if name not in saved_names or (expects and parameter.requires_grad and name not in has_state)
         ]
         extra = [name for name in saved_names if name not in own]
         for names, what, then in (
@@ -475,9 +445,6 @@ class OptimizerState:
                 )
             if names:
                 self.warnings.append(f"{self._source} {what} {listed(names)}: accepted ({then})")
-
-    def _has_state(self, name: str) -> bool:
-        return name in self._saved.states or name in self._saved.without_state
 
     def _check_shapes(self, shapes: Mapping[Tensor, tuple[int, ...]]) -> None:
         for name, parameter in (pair for group in self._groups for pair in group):

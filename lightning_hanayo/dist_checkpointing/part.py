@@ -3,7 +3,6 @@
 The ranks that write a checkpoint together, and the collectives that they need.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -11,7 +10,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, gather_objects
@@ -74,92 +72,50 @@ ANOTHER_ENDED = "another rank has ended, or doesn't answer"
 _T = TypeVar("_T")
 
 
-class PeersLost(RuntimeError):
+class RanksLost(RuntimeError):
     """A collective has failed: another rank has ended, or doesn't answer. The message is the group's own."""
 
 
-class Peers(ABC):
+class SavingRanks:
     """All ranks of the world, seen from one of them. Calls are made by all ranks, in the same order, in one thread.
 
+    Args:
+        group: over gloo, and used by nothing else at the same time; None for one process alone.
+
     Raises:
-        PeersLost: by all collectives.
+        RanksLost: by all collectives.
     """
 
-    rank: int
-    num_ranks: int
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self._group = group
 
-    @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order."""
+        return self._call(all_gather_objects, value) if self.num_ranks > 1 else [value]
 
-    @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` on rank 0, and nothing on the others."""
+        return self._call(gather_objects, value) if self.num_ranks > 1 else [value]
 
-    @abstractmethod
     def largest(self, number: int) -> int:
         """Return the largest number of all ranks. Cheap enough for each batch: one all-reduce of eight bytes."""
 
-    @abstractmethod
+        def reduced(group: dist.ProcessGroup, value: int) -> int:
+            largest = torch.tensor(value)  # in host memory
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            return int(largest)
+
+        return self._call(reduced, number) if self.num_ranks > 1 else number
+
     def close(self) -> None:
         """Let go of the process group: ranks that wait for this one are woken once nobody holds it."""
-
-
-class GroupPeers(Peers):
-    """The ranks of a process group over gloo. Nothing else may use the group at the same time."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.num_ranks = group.rank(), group.size()
-        self._group: dist.ProcessGroup | None = group
-
-    @override
-    def all_gather(self, value: Any) -> list[Any]:
-        return self._call(all_gather_objects, value)
-
-    @override
-    def gather(self, value: Any) -> list[Any]:
-        return self._call(gather_objects, value)
-
-    @override
-    def largest(self, number: int) -> int:
-        return self._call(_largest, number)
-
-    @override
-    def close(self) -> None:
         self._group = None
 
     def _call(self, collective: Callable[[dist.ProcessGroup, Any], _T], value: Any) -> _T:
         if self._group is None:
-            raise PeersLost("the run has been abandoned")
+            raise RanksLost("the run has been abandoned")
         try:
             return collective(self._group, value)
         except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed meanwhile
-            raise PeersLost(str(error).partition("\n")[0]) from error
-
-
-def _largest(group: dist.ProcessGroup, number: int) -> int:
-    largest = torch.tensor(number)  # in host memory
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    return int(largest)
-
-
-class NoPeers(Peers):
-    """One process alone."""
-
-    rank, num_ranks = 0, 1
-
-    @override
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    @override
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    @override
-    def largest(self, number: int) -> int:
-        return number
-
-    @override
-    def close(self) -> None:
-        pass
+            raise RanksLost(str(error).partition("\n")[0]) from error

@@ -16,7 +16,7 @@ import secrets
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -27,11 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from lightning_hanayo.dist_checkpointing.folder import share_of
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.dist_checkpointing.target import (
-    is_checkpoint,
-    is_of_a_save,
+    check_replaceable,
     problem_of,
     remove_next_to,
     temporary_path,
@@ -62,13 +62,21 @@ def verify(path: str | Path, rank: int = 0, num_ranks: int = 1) -> None:
     Raises:
         CheckpointError: a record is damaged, or the file is truncated.
     """
+    record: zipfile.ZipInfo | None = None
     try:
         with zipfile.ZipFile(path) as archive:
-            for record in _share(archive.infolist(), rank, num_ranks):
-                _check(path, archive, record)
-    except CheckpointError:
-        raise
+            records = archive.infolist()
+            for number in share_of([one.file_size for one in records], rank, num_ranks):
+                record = records[number]
+                with archive.open(record) as data:
+                    while data.read(_CHUNK):
+                        pass
     except _ZIP_ERRORS as error:
+        if isinstance(error, zipfile.BadZipFile) and record is not None:
+            raise CheckpointError(
+                f"{path} is damaged: {_meaning(path, record)} has other bytes than were written (CRC-32). Load another "
+                f"checkpoint."
+            ) from None
         raise CheckpointError(
             f"{path} is truncated or damaged, {Path(path).stat().st_size} bytes: {error}. Load another checkpoint."
         ) from None
@@ -109,55 +117,25 @@ def _unsafe_classes(path: str | Path) -> list[str]:
         return []
 
 
-def _share(records: list[zipfile.ZipInfo], rank: int, num_ranks: int) -> Iterator[zipfile.ZipInfo]:
-    """The records in whose middle bytes the rank's share of all bytes lies."""
-    total, start = sum(record.file_size for record in records), 0
-    for record in records:
-        middle = start + record.file_size // 2
-        start += record.file_size
-        if middle * num_ranks // max(total, 1) == rank or (total == 0 and rank == 0):
-            yield record
-
-
-def _check(path: str | Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    try:
-        with archive.open(record) as data:
-            while data.read(_CHUNK):
-                pass
-    except zipfile.BadZipFile:
-        raise CheckpointError(
-            f"{path} is damaged: {_meaning(path, record)} has other bytes than were written (CRC-32). Load another "
-            f"checkpoint."
-        ) from None
-
-
 def _meaning(path: str | Path, record: zipfile.ZipInfo) -> str:
     """The name of the tensor that a record holds, else that of the record."""
     name = record.filename.partition("/")[2]
     if not name.startswith("data/"):
         return f"its record {name}"
     try:
-        offset = _data_offset(path, record)
-        with FakeTensorMode():
+        with open(path, "rb") as file:
+            file.seek(record.header_offset)
+            lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        offset = record.header_offset + _LOCAL_HEADER.size + sum(lengths)
+        with FakeTensorMode():  # torch notes where a tensor's memory begins in the file when it loads it without data
             content = torch.load(path, weights_only=True)
         leaves, _ = tree_flatten_with_path(content)
     except Exception:  # the message names the record, if the rest is damaged, too
         return f"its record {name}"
-    found = (keystr(keys) for keys, leaf in leaves if isinstance(leaf, Tensor) and _offset_of(leaf) == offset)
-    return next(found, f"its record {name}")
-
-
-def _data_offset(path: str | Path, record: zipfile.ZipInfo) -> int:
-    with open(path, "rb") as file:
-        file.seek(record.header_offset)
-        name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return int(record.header_offset + _LOCAL_HEADER.size + name_length + extra_length)
-
-
-def _offset_of(tensor: Tensor) -> int | None:
-    """Where the tensor's memory begins in the file; torch notes it when it loads tensors without data."""
-    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    return offset
+    for keys, leaf in leaves:
+        if isinstance(leaf, Tensor) and getattr(leaf.untyped_storage(), "_checkpoint_offset", None) == offset:
+            return keystr(keys)
+    return f"its record {name}"
 
 
 def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
@@ -175,9 +153,38 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         CheckpointError: it can't be written. What was there before is untouched, and nothing is left of the new file.
     """
+    storage, save_id = storage_of(path), secrets.token_hex(4)
+    path = os.path.abspath(storage.path) if storage.is_local else path.rstrip("/")
+    parent, _, name = path.rpartition("/")
+    folder = storage_of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
+    new, old = temporary_path(name, "tmp", save_id), temporary_path(path, "old", save_id)
+    is_folder = storage.is_local and storage.is_folder() and not os.path.islink(path)
     try:
-        _write(path, write)
-    except OSError as error:
+        if is_folder:
+            check_replaceable(storage)
+        folder.make_folder()
+        if folder.is_local:
+            remove_next_to(path, "tmp")
+        with folder.create(new) as file:
+            watched = _Watched(file)
+            try:
+                write(watched)  # type: ignore[arg-type]
+            except Exception as error:
+                if watched.error is not None:
+                    raise watched.error from error
+                raise
+        if is_folder:
+            os.rename(path, old)
+        folder.replace(new, name)
+        if folder.is_local:
+            remove_next_to(path, "tmp", "old")
+    except BaseException as error:
+        with suppress(OSError):
+            folder.remove(new)
+            if os.path.isdir(old) and not os.path.lexists(path):
+                os.rename(old, path)
+        if not isinstance(error, OSError | CheckpointError):
+            raise
         raise CheckpointError(
             f"{path} was not saved: {problem_of(error, path)}. What was there before is untouched."
         ) from error
@@ -200,52 +207,6 @@ class _Watched:
         except OSError as error:
             self.error = error
             raise
-
-
-def _call(write: Callable[[BinaryIO], object], file: BinaryIO) -> None:
-    """Write, and raise what the file raised, if anything."""
-    watched = _Watched(file)
-    try:
-        write(watched)  # type: ignore[arg-type]
-    except Exception as error:
-        if watched.error is not None:
-            raise watched.error from error
-        raise
-
-
-def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
-    target = Storage.of(path)
-    path = os.path.abspath(target.path) if target.is_local else path.rstrip("/")
-    parent, _, name = path.rpartition("/")
-    folder = Storage.of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
-    folder.make_folder()
-    save_id = secrets.token_hex(4)
-    is_folder = target.is_local and target.is_folder() and not os.path.islink(path)
-    if is_folder and not all(map(is_of_a_save, names := target.names())) and not is_checkpoint(target, names):
-        raise CheckpointError(
-            f"{path} was not saved: it is a folder with other files than a checkpoint's. Save under another name."
-        )
-    new, old = temporary_path(name, "tmp", save_id), temporary_path(path, "old", save_id)
-    try:
-        if folder.is_local:
-            remove_next_to(path, "tmp")
-        with folder.create(new) as file:
-            _call(write, file)
-        if is_folder:
-            os.rename(path, old)
-        folder.replace(new, name)
-    except BaseException:
-        with suppress(OSError):
-            folder.remove(new)
-            if os.path.isdir(old):
-                os.rename(old, path)
-        raise
-    if folder.is_local:
-        remove_next_to(path, "tmp", "old")
-
-
-Change = Callable[[Tensor, Tensor], Tensor]
-"""makes a full tensor from a shard; the second tensor is the parameter that it belongs to"""
 
 
 class Sharding(Protocol):
@@ -277,14 +238,21 @@ def gather_module_state(
     state = module.state_dict()
     own = {name: value for name, value in state.items() if ranks[name] == transport.rank}
     if sharding is not None:
-        own |= _map_parameters(module, own, sharding.unshard)
+        # under whatever name: hooks may have renamed entries
+        renamed = {name: one for name, one in state_of_own_tensors(module).items() if isinstance(one, nn.Parameter)}
+        parameters = {**renamed, **dict(module.named_parameters(remove_duplicate=False))}
+        own |= {name: sharding.unshard(one, parameters[name]) for name, one in own.items() if name in parameters}
     if not gathers:
         return state
-    gathered = gather(transport, {name: _sendable(value) for name, value in own.items()})
+    sent: dict[str, Any] = {}
+    for name, value in own.items():  # a plain tensor as it is; anything else, such as an extra state, as bytes
+        is_plain = isinstance(value, Tensor) and not is_tensor_subclass(value)
+        sent[name] = value if is_plain else {"bytes": to_bytes(value)}
+    gathered = gather(transport, sent)
     if gathered is None:
         return own
-    for entries in gathered:
-        state.update({name: _received(value) for name, value in entries.items()})
+    for name, value in (item for entries in gathered for item in entries.items()):
+        state[name] = from_bytes(value["bytes"]) if isinstance(value, dict) else value
     return state
 
 
@@ -301,14 +269,20 @@ def gather_optimizer_state(
     state = numbered_state_dict(optimizer, is_cut=transport.num_ranks > 1 or sharding is not None)
     if not optimizer.param_groups:  # Lightning's, for `configure_optimizers` that returns None
         return state
-    own = _own_entries(optimizer, state, sharding.unshard if sharding is not None else None)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # some, such as Adagrad, make states of placeholders in their constructor
+    own = {index: dict(values) for index, values in state["state"].items() if not parameters[index].is_meta}
+    for index, values in own.items():
+        for name, value in values.items():
+            if sharding is not None and isinstance(value, Tensor):
+                values[name] = sharding.unshard(value, parameters[index])
     if not gathers:
         return state
     gathered = gather(transport, own)
     if gathered is not None:
         entries = {index: value for part in gathered for index, value in part.items()}
         state["state"] = dict(sorted(entries.items()))
-        without = entries and [index for index in range(_num_parameters(optimizer)) if index not in entries]
+        without = entries and [index for index in range(len(parameters)) if index not in entries]
         state |= {WITHOUT_STATE: without} if without else {}
     return state
 
@@ -327,7 +301,7 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
     state: dict[str, Any] = optimizer.state_dict()
     if not optimizer.param_groups:
         return state
-    name, number = type(optimizer).__name__, _num_parameters(optimizer)
+    name, number = type(optimizer).__name__, sum(len(group["params"]) for group in optimizer.param_groups)
     lacking = [key for key in ("state", "param_groups") if key not in state]
     strange = [key for key in state.get("state", ()) if not isinstance(key, int) or key >= number]
     if lacking or strange:
@@ -339,7 +313,10 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
         )
     apart = [{key: value for key, value in state.items() if key not in ("state", "param_groups")}]
     apart += [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
-    lost = [key for entries in apart for key, value in entries.items() if _has_tensors(value)] if is_cut else []
+    # a tensor of a single element is a number, such as a learning rate
+    lost = [key for entries in apart for key, value in entries.items()
+            if is_cut and any(isinstance(leaf, Tensor) and leaf.numel() > 1
+                              for leaf in tree_leaves(value))]  # fmt: skip
     if lost:
         raise UnsupportedError(
             f"the state_dict() of {name} has tensors under {lost[0]!r}, next to those of each parameter: "
@@ -348,48 +325,6 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
             f"its own in inner.state[parameter]. Or save weights alone, with save_weights_only=True."
         )
     return state
-
-
-def _sendable(value: Any) -> Tensor | dict[str, Tensor]:
-    """A plain tensor as it is; anything else, such as an extra state, as bytes."""
-    if isinstance(value, Tensor) and not is_tensor_subclass(value):
-        return value
-    return {"bytes": to_bytes(value)}
-
-
-def _received(value: Tensor | dict[str, Tensor]) -> Any:
-    return from_bytes(value["bytes"]) if isinstance(value, dict) else value
-
-
-def _num_parameters(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _has_tensors(tree: Any) -> bool:
-    """Whether there is a tensor of several elements; one of a single element is a number, such as a learning rate."""
-    return any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(tree))
-
-
-def _map_parameters(module: nn.Module, state: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """Those entries of the module's state that are parameters, under whatever name, changed."""
-    renamed = {name: one for name, one in state_of_own_tensors(module).items() if isinstance(one, nn.Parameter)}
-    parameters = {**renamed, **dict(module.named_parameters(remove_duplicate=False))}
-    return {name: change(state[name], parameters[name]) for name in state if name in parameters}
-
-
-def _own_entries(optimizer: Optimizer, state: Mapping[str, Any], change: Change | None) -> dict[int, Any]:
-    """The entries of an optimizer's state dict that belong to this rank's parameters, with changed tensors.
-
-    Some optimizers, such as Adagrad, create entries of placeholders in their constructor.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {index: values for index, values in state["state"].items() if not parameters[index].is_meta}
-    if change is None:
-        return own
-    return {
-        index: {name: change(v, parameters[index]) if isinstance(v, Tensor) else v for name, v in values.items()}
-        for index, values in own.items()
-    }
 
 
 _TAG = 1

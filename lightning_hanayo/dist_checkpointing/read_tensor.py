@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_hanayo.dist_checkpointing.format import StoredPart, WholeTensor
 from lightning_hanayo.dist_checkpointing.region import Overlap, Region
-from lightning_hanayo.dist_checkpointing.tensor_file import dtype_named
+from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
 from lightning_hanayo.partial_values import METADATA, OF_DEVICE, in_place_target, name_of, of_device
 
 PartBytes = Callable[[StoredPart, int, int], memoryview]
@@ -45,7 +45,7 @@ def read_region(tensor: WholeTensor, wanted: Region, part_bytes: PartBytes) -> T
     Raises:
         IndexError: the tensor doesn't have all of these entries.
     """
-    result = torch.empty(wanted.shape, dtype=dtype_named(tensor.dtype))
+    result = torch.empty(wanted.shape, dtype=DTYPES[tensor.dtype])
     target = result.view(_UNITS[result.itemsize]).numpy()
     overlaps = [(part, part.region.overlap(wanted)) for part in tensor.parts if part.region.num_entries]
     num_copied = sum(_copy(part, overlap, target, part_bytes) for part, overlap in overlaps if overlap is not None)

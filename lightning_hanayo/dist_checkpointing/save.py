@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.commit import FolderSave
-from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, Peers, PeersLost, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, RankPart, RanksLost, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.target import AtPoint, go_on, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
@@ -111,7 +111,10 @@ class HostBuffers:
             self._buffers[_key(one)].copy_(one.tensor.detach(), non_blocking=True)
         tensors = tuple(replace(one, tensor=self._buffers[_key(one)]) for one in part.tensors)
         devices = dict.fromkeys(one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu")
-        return Snapshot(replace(part, tensors=tensors), tuple(map(_recorded, devices)))
+        events = {device: torch.Event(device) for device in devices}
+        for device, event in events.items():
+            event.record(torch.accelerator.current_stream(device))
+        return Snapshot(replace(part, tensors=tensors), tuple(events.values()))
 
     def _buffer(self, part: TensorPart) -> Tensor:
         tensor, is_pinned = part.tensor, part.tensor.is_cuda
@@ -125,13 +128,6 @@ def _key(part: TensorPart) -> tuple[str, Region]:
     return part.name, part.region
 
 
-def _recorded(device: torch.device) -> torch.Event:
-    """An event in the device's current stream."""
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
 _DONE, _WRITES, _FAILED = range(3)
 """states of a save in flight: on all ranks together it is in the largest of theirs"""
 
@@ -143,7 +139,7 @@ class Saver:
     """One rank's saves of a run. All ranks call its methods alike, and in the same order.
 
     Example:
-        >>> saver = Saver(GroupPeers(group), background=GroupPeers(other_group))
+        >>> saver = Saver(SavingRanks(group), background=SavingRanks(other_group))
         >>> saver.save("checkpoints/last.ckpt", part)  # returns when the part is copied
         >>> saver.poll()  # before each batch
         >>> saver.finish()
@@ -158,7 +154,7 @@ class Saver:
         CheckpointError: on all ranks alike. By `save`, `poll` and `finish` also for an earlier save in the background.
     """
 
-    def __init__(self, peers: Peers, background: Peers | None = None, *, at: AtPoint = go_on) -> None:
+    def __init__(self, peers: SavingRanks, background: SavingRanks | None = None, *, at: AtPoint = go_on) -> None:
         self._peers = peers
         self._background = background
         self._at = at
@@ -214,7 +210,7 @@ class Saver:
             if peers is not None:
                 peers.close()
 
-    def _write(self, peers: Peers, path: str, snapshot: Snapshot) -> None:
+    def _write(self, peers: SavingRanks, path: str, snapshot: Snapshot) -> None:
         FolderSave(peers, path, snapshot.wait(), at=self._at, check=self._check).run()
 
     def _check(self) -> None:
@@ -224,11 +220,13 @@ class Saver:
     def _settle(self) -> None:
         """Compare all ranks' states: go on, forget the save that has ended, or raise the error of the first rank."""
         is_idle, error = self._tasks.is_idle, self._tasks.error  # in this order: once idle, no error comes
-        own = None if error is None else _text(error)
+        own = None if error is None else str(error)
+        if not isinstance(error, CheckpointError | None):
+            own = f"{type(error).__name__}: {error}"
         try:
             state = self._peers.largest(_FAILED if own else _DONE if is_idle else _WRITES)
             texts = self._peers.all_gather(own) if state == _FAILED else ()
-        except PeersLost as lost:
+        except RanksLost as lost:
             unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
             raise CheckpointError(own or unknown) from lost
         if state == _FAILED:
@@ -242,7 +240,3 @@ class Saver:
         self._in_flight = None
         self._tasks = Background()
         self._buffers = HostBuffers()
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -41,6 +41,7 @@ _MAX_INT = 2**63
 _NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM][0-9]+(\[[0-9]*[A-Za-z]+\])?")
 _FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """of a defaultdict"""
+_FACTORY_NAMES: Mapping[Any, str | None] = {kind: name for name, kind in _FACTORIES.items()} | {None: None}
 _KNOWN = "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, tensors, NumPy values, dtypes, devices, "
 _KNOWN += "paths, dates and durations"
 
@@ -73,8 +74,8 @@ def encode(value: Any, where: str) -> tuple[Any, list[Any]]:
         UnsupportedError: an object of an unknown class is in it. The message says where: callbacks['EMA']['decay'].
         CheckpointError: a tensor in it has a dtype or layout that can't be stored.
     """
-    encoder = _Encoder()
-    return encoder.encode(value, where, 0), encoder.tensors
+    tensors: list[Any] = []
+    return _encode(value, where, tensors, 0), tensors
 
 
 def decode(document: Any, get_tensor: Callable[[int], Tensor]) -> Any:
@@ -108,7 +109,7 @@ _CODECS: Mapping[str, _Codec] = {
     "counter": _Codec(Counter, dict, lambda value: Counter(_typed(value, dict))),
     "default_dict": _Codec(
         defaultdict,
-        lambda value: [_factory_name(value), dict(value)],
+        lambda value: [_FACTORY_NAMES[value.default_factory], dict(value)],
         lambda value: defaultdict(None if value[0] is None else _FACTORIES[value[0]], _typed(value[1], dict)),
     ),
     "namespace": _Codec(Namespace, vars, lambda value: Namespace(**value)),
@@ -121,7 +122,11 @@ _CODECS: Mapping[str, _Codec] = {
         lambda value: base64.b64decode(value, validate=True),
     ),
     "size": _Codec(torch.Size, list, torch.Size),
-    "dtype": _Codec(torch.dtype, lambda value: str(value).removeprefix("torch."), lambda value: _torch_dtype(value)),
+    "dtype": _Codec(
+        torch.dtype,
+        lambda value: str(value).removeprefix("torch."),
+        lambda value: _typed(getattr(torch, _typed(value, str)), torch.dtype),
+    ),
     "device": _Codec(torch.device, str, lambda value: torch.device(_typed(value, str))),
     "path": _Codec(PurePath, str, lambda value: Path(_typed(value, str))),
     "date": _Codec(date, date.isoformat, date.fromisoformat),
@@ -138,7 +143,7 @@ _CODECS: Mapping[str, _Codec] = {
     ),
     "array": _Codec(
         np.ndarray,
-        lambda value: [_numpy_dtype(value), list(value.shape), torch.from_numpy(_bytes_of(value))],
+        lambda value: [_numpy_dtype(value), list(value.shape), _bytes_of(value)],
         lambda value: _array(value[0], value[1], _typed(value[2], Tensor).numpy().tobytes()),
     ),
 }  # fmt: skip
@@ -147,61 +152,39 @@ _FAMILIES = (PurePath, np.generic)
 """whose subclasses are stored alike"""
 
 
-class _Encoder:
-    """Encodes one value, and collects its tensors."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor | DistributedTensor] = []
-
-    def encode(self, value: Any, where: str, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            raise UnsupportedError(f"{where[:200]}... is nested more than {_MAX_DEPTH} deep, or contains itself")
-        if _is_json(value):
-            return value
-        if type(value) is list:
-            return [self.encode(one, f"{where}[{index}]", depth + 1) for index, one in enumerate(value)]
-        if type(value) is dict or type(value).__name__ == "AttributeDict":  # Lightning's, for hyperparameters
-            return {"dict": self._items(value, where, depth)}
-        if type(value) in (Tensor, nn.Parameter):
-            return {"tensor": self._number(value.detach(), where)}
-        if type(value) is DistributedTensor:
-            return {"tensor": self._append(value)}
-        return self._by_class(value, where, depth)
-
-    def _items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
-        items = [(key, self.encode(one, f"{where}[{key!r}]", depth + 1)) for key, one in value.items()]
+def _encode(value: Any, where: str, tensors: list[Any], depth: int) -> Any:
+    """The value as JSON; tensors in it are added to the list."""
+    if depth > _MAX_DEPTH:
+        raise UnsupportedError(f"{where[:200]}... is nested more than {_MAX_DEPTH} deep, or contains itself")
+    if value is None or type(value) in (bool, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    if type(value) is int and -_MAX_INT <= value < _MAX_INT:
+        return value
+    if type(value) is list:
+        return [_encode(one, f"{where}[{index}]", tensors, depth + 1) for index, one in enumerate(value)]
+    if type(value) is dict or type(value).__name__ == "AttributeDict":  # Lightning's, for hyperparameters
+        items = [(key, _encode(one, f"{where}[{key!r}]", tensors, depth + 1)) for key, one in value.items()]
         if all(type(key) is str for key in value):
-            return dict(items)
-        return [[self.encode(key, f"the key {key!r} of {where}", depth + 1), one] for key, one in items]
-
-    def _number(self, tensor: Tensor, where: str) -> int:
-        if tensor.is_meta:
-            raise UnsupportedError(f"{where} is a tensor without values, on the meta device")
-        dtype_name(tensor, where)
-        return self._append(tensor)
-
-    def _append(self, tensor: Tensor | DistributedTensor) -> int:
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
-
-    def _by_class(self, value: Any, where: str, depth: int) -> Any:
-        kind = next((family for family in _FAMILIES if isinstance(value, family)), type(value))
-        try:
-            tag = _TAGS[kind]
-            simpler = _CODECS[tag].take_apart(value)
-        except LookupError:
-            raise UnsupportedError(
-                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored without "
-                f"pickle. Store what it is made of: {_KNOWN}"
-            ) from None
-        return {tag: self.encode(simpler, where, depth + 1)}
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON has the value as it is."""
-    if type(value) is int:
-        return -_MAX_INT <= value < _MAX_INT
-    return value is None or type(value) in (bool, str) or (type(value) is float and math.isfinite(value))
+            return {"dict": dict(items)}
+        return {"dict": [[_encode(key, f"the key {key!r} of {where}", tensors, depth + 1), one] for key, one in items]}
+    if type(value) in (Tensor, nn.Parameter, DistributedTensor):
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if value.is_meta:
+                raise UnsupportedError(f"{where} is a tensor without values, on the meta device")
+            dtype_name(value, where)  # raises if it can't be stored
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    kind = next((family for family in _FAMILIES if isinstance(value, family)), type(value))
+    try:
+        tag = _TAGS[kind]
+        simpler = _CODECS[tag].take_apart(value)
+    except LookupError:
+        raise UnsupportedError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored without "
+            f"pickle. Store what it is made of: {_KNOWN}"
+        ) from None
+    return {tag: _encode(simpler, where, tensors, depth + 1)}
 
 
 def _decode(document: Any, get_tensor: Callable[[int], Tensor], depth: int) -> Any:
@@ -215,43 +198,23 @@ def _decode(document: Any, get_tensor: Callable[[int], Tensor], depth: int) -> A
         raise DocumentError(f"The document has {len(document)} kinds where one is expected")
     ((tag, content),) = document.items()
     try:
-        return _decode_tagged(tag, content, get_tensor, depth)
+        if tag == "dict" and isinstance(content, dict):
+            return {key: _decode(one, get_tensor, depth + 1) for key, one in content.items()}
+        if tag == "dict":
+            return dict(_typed(_decode(one, get_tensor, depth + 1), list) for one in _typed(content, list))
+        if tag == "tensor":
+            return get_tensor(_typed(content, int))
+        return _CODECS[tag].make(_decode(content, get_tensor, depth + 1))
     except CheckpointError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise DocumentError(f"The document has an impossible {str(tag)[:20]!r}: {str(error)[:200]}") from None
 
 
-def _decode_tagged(tag: str, content: Any, get_tensor: Callable[[int], Tensor], depth: int) -> Any:
-    if tag == "dict" and isinstance(content, dict):
-        return {key: _decode(one, get_tensor, depth + 1) for key, one in content.items()}
-    if tag == "dict":
-        return dict(_pair(_decode(one, get_tensor, depth + 1)) for one in _typed(content, list))
-    if tag == "tensor":
-        return get_tensor(_typed(content, int))
-    return _CODECS[tag].make(_decode(content, get_tensor, depth + 1))
-
-
-def _pair(value: Any) -> tuple[Any, Any]:
-    key, content = _typed(value, list)
-    return key, content
-
-
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
-
-
-def _torch_dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, _typed(name, str))
-    return _typed(found, torch.dtype)  # type: ignore[no-any-return]
-
-
-def _factory_name(value: defaultdict[Any, Any]) -> Any:
-    """The name of a defaultdict's factory. Raises a LookupError if it isn't one of those that can be stored."""
-    names: dict[Any, str | None] = {kind: name for name, kind in _FACTORIES.items()} | {None: None}
-    return names[value.default_factory]
 
 
 def _numpy_dtype(value: Any) -> str:
@@ -262,9 +225,9 @@ def _numpy_dtype(value: Any) -> str:
     return name
 
 
-def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
     """An array's bytes, one entry after another, in memory of their own."""
-    return np.array(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return torch.from_numpy(np.array(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
 
 def _array(dtype: Any, shape: Any, data: bytes) -> Any:

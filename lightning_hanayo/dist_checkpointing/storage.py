@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -22,95 +21,25 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+]+(::|://)")
 
 
-class Storage(ABC):
-    """A folder and the files in it. Names are those of files in the folder; "" is the folder itself.
+@final
+class LocalStorage:
+    """A folder of a local or mounted file system, and the files in it.
+
+    Names are those of files in the folder; "" is the folder itself. Files can be renamed and replaced at once, and are
+    mapped into memory. `RemoteStorage` has the same methods.
 
     Example:
-        >>> storage = Storage.of("checkpoints/last.ckpt")
+        >>> storage = LocalStorage("checkpoints/last.ckpt")
         >>> with storage.create("a.json") as file:
         ...     file.write(b"{}")
         >>> bytes(storage.read("a.json"))
         b'{}'
     """
 
-    is_local: bool
-    """whether files can be renamed and replaced at once, and are mapped into memory"""
+    is_local = True
 
     def __init__(self, path: str) -> None:
         self.path = path
-
-    @staticmethod
-    def of(path: str | os.PathLike[str]) -> "Storage":
-        """Returns the storage of a path or of an fsspec URL. Nothing is looked at yet."""
-        path = os.fspath(path)
-        if not _REMOTE.match(path):
-            return LocalStorage(os.path.expanduser(path))  # as fsspec does
-        from fsspec.core import url_to_fs
-        from fsspec.implementations.local import LocalFileSystem
-
-        with _as_os_error(path):
-            file_system, root = url_to_fs(path)
-        return (
-            LocalStorage(root) if isinstance(file_system, LocalFileSystem) else RemoteStorage(path, file_system, root)
-        )
-
-    @abstractmethod
-    def is_folder(self) -> bool:
-        """Whether there is a folder at the path."""
-
-    @abstractmethod
-    def is_file(self) -> bool:
-        """Whether there is a file at the path."""
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Returns the names of the folder's files and subfolders, sorted."""
-
-    @abstractmethod
-    def sizes(self, names: Collection[str]) -> Mapping[str, int]:
-        """Returns the bytes of those of the files that are there; links to other folders count as missing.
-
-        Without a folder there are none.
-        """
-
-    @abstractmethod
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
-        """Returns a range of a file, to its end if `stop` is None; a local one mapped into memory, so not read yet."""
-
-    @abstractmethod
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield a range of a file piece by piece. A piece is valid until the next one."""
-
-    @abstractmethod
-    def make_folder(self) -> None:
-        """Make the folder and those above it, if they don't exist."""
-
-    @abstractmethod
-    def create(self, name: str) -> Any:
-        """Open a file for writing, as a context manager. At its end all bytes are on the device, or it raises."""
-
-    @abstractmethod
-    def replace(self, name: str, new_name: str) -> None:
-        """Give a file another name, in place of the file that has it. On a local file system this is atomic."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a file. One that isn't there is no error."""
-
-    @abstractmethod
-    def remove_folder(self) -> None:
-        """Remove the folder with all that is in it."""
-
-    @abstractmethod
-    def free_bytes(self) -> int | None:
-        """Returns how much room there is; None if nobody knows."""
-
-
-@final
-class LocalStorage(Storage):
-    """A folder of a local or mounted file system."""
-
-    is_local = True
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name) if name else self.path
@@ -128,7 +57,7 @@ class LocalStorage(Storage):
         return sorted(os.listdir(self.path))
 
     def sizes(self, names: Collection[str]) -> Mapping[str, int]:
-        """Returns the bytes of those of the files that are there, regular files in this folder."""
+        """Returns the bytes of those of the files that are there; links to other folders count as missing."""
         folder = os.path.realpath(self.path)
         found = {}
         for name in set(names):  # asked for one by one: the list of a network's folder may be an old one
@@ -151,7 +80,7 @@ class LocalStorage(Storage):
         return memoryview(mapped)[start - page :]
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield a range of a file piece by piece, through one buffer."""
+        """Yield a range of a file piece by piece, through one buffer: a piece is valid until the next one."""
         buffer = memoryview(bytearray(max(0, min(CHUNK, stop - start))))
         with self._open(name) as file:
             file.seek(start)
@@ -218,48 +147,49 @@ class LocalStorage(Storage):
 
 
 @final
-class RemoteStorage(Storage):
+class RemoteStorage:
     """A folder of any file system that fsspec knows. Nothing there is renamed."""
 
     is_local = False
 
     def __init__(self, path: str, file_system: Any, root: str) -> None:
-        super().__init__(path)
+        self.path = path
         self._file_system = file_system
         self._root = root.rstrip("/")
+
+    @contextmanager
+    def _fresh(self) -> Iterator[Any]:
+        """The file system, without what it remembers of its folders."""
+        with _as_os_error(self.path):
+            self._file_system.invalidate_cache()
+            yield self._file_system
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     def is_folder(self) -> bool:
         """Whether there are files under the path."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            return bool(self._file_system.isdir(self._root))
+        with self._fresh() as files:
+            return bool(files.isdir(self._root))
 
     def is_file(self) -> bool:
         """Whether there is a file at the path."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            return bool(self._file_system.isfile(self._root))
+        with self._fresh() as files:
+            return bool(files.isfile(self._root))
 
     def names(self) -> list[str]:
         """Returns the names of the folder's files and subfolders, sorted."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            return sorted(
-                path.rstrip("/").rpartition("/")[2] for path in self._file_system.ls(self._root, detail=False)
-            )
+        with self._fresh() as files:
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in files.ls(self._root, detail=False))
 
     def sizes(self, names: Collection[str]) -> Mapping[str, int]:
         """Returns the bytes of those of the files that are there, also of those that a list doesn't show yet."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            listed = self._file_system.ls(self._root, detail=True) if self._file_system.isdir(self._root) else ()
+        with self._fresh() as files:
+            listed = files.ls(self._root, detail=True) if files.isdir(self._root) else ()
             found = {one["name"].rpartition("/")[2]: one["size"] for one in listed if one["type"] == "file"}
             for name in set(names) - found.keys():
-                if self._file_system.isfile(self._at(name)):
-                    found[name] = self._file_system.size(self._at(name))
+                if files.isfile(self._at(name)):
+                    found[name] = files.size(self._at(name))
         return {name: found[name] for name in names if name in found}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
@@ -293,10 +223,9 @@ class RemoteStorage(Storage):
 
     def remove(self, name: str) -> None:
         """Remove a file. One that isn't there is no error."""
-        with _as_os_error(f"{self.path}/{name}"):
-            self._file_system.invalidate_cache()
-            if self._file_system.exists(self._at(name)):
-                self._file_system.rm_file(self._at(name))
+        with self._fresh() as files:
+            if files.exists(self._at(name)):
+                files.rm_file(self._at(name))
 
     def remove_folder(self) -> None:
         """Remove the folder with all that is in it."""
@@ -306,6 +235,22 @@ class RemoteStorage(Storage):
     def free_bytes(self) -> int | None:
         """Returns None: object stores don't say."""
         return None
+
+
+Storage = LocalStorage | RemoteStorage
+
+
+def storage_of(path: str | os.PathLike[str]) -> Storage:
+    """Returns the storage of a path or of an fsspec URL. Nothing is looked at yet."""
+    path = os.fspath(path)
+    if not _REMOTE.match(path):
+        return LocalStorage(os.path.expanduser(path))  # as fsspec does
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    with _as_os_error(path):
+        file_system, root = url_to_fs(path)
+    return LocalStorage(root) if isinstance(file_system, LocalFileSystem) else RemoteStorage(path, file_system, root)
 
 
 @contextmanager

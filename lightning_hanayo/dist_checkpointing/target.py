@@ -29,18 +29,15 @@ import errno
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from typing import Literal
 from warnings import warn
 
-from typing_extensions import override
-
 from lightning_hanayo.dist_checkpointing.format import FORMAT, MANIFEST, files_named_in
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage, Storage
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage, Storage, storage_of
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 _FILE = re.compile(r"(model|optimizer|state|manifest|marker)(-[a-z0-9-]+)?-[0-9a-f]{8}\.(safetensors|json)")
@@ -57,11 +54,6 @@ def is_checkpoint(storage: Storage, names: Collection[str]) -> bool:
     if MANIFEST not in names:
         return False
     return FORMAT.encode() in bytes(storage.read(MANIFEST)[:100]) or any(map(_FILE.fullmatch, names))
-
-
-def file_names(storage: Storage) -> set[str]:
-    """Returns the names in a folder, and those that its manifest names: a remote list may not show all files yet."""
-    return {*storage.names(), *storage.sizes([MANIFEST]), *(_named_files(storage) or ())}
 
 
 def unnamed_files(storage: Storage) -> list[str]:
@@ -99,8 +91,10 @@ def _without_number(name: str) -> str:
 
 
 def next_to(path: str, *kinds: Literal["tmp", "old"]) -> list[str]:
-    """Returns the paths of what saves have made next to a local checkpoint. Its folder must exist."""
+    """Returns the paths of what saves have made next to a local checkpoint."""
     parent, name = os.path.split(os.path.abspath(path))
+    if not os.path.isdir(parent):
+        return []
     name = _without_number(name)
     matches = {one: _BESIDE.fullmatch(one[len(name) :]) for one in os.listdir(parent) if one.startswith(name)}
     return [os.path.join(parent, one) for one, match in sorted(matches.items()) if match and match[1] in kinds]
@@ -112,9 +106,9 @@ def remove_checkpoint(path: str) -> None:
     Of a link only the link is removed. Files of others in the folder stay, and a warning names them; so does what
     can't be removed. What isn't there is removed already.
     """
-    storage = Storage.of(path.rstrip("/"))
+    storage = storage_of(path.rstrip("/"))
     try:
-        if storage.is_local and os.path.isdir(os.path.dirname(os.path.abspath(storage.path))):
+        if storage.is_local:
             remove_next_to(storage.path, "tmp", "old")
         if storage.is_file() or (storage.is_local and os.path.islink(storage.path)):
             storage.remove("")
@@ -125,7 +119,8 @@ def remove_checkpoint(path: str) -> None:
 
 
 def _remove_folder(storage: Storage) -> None:
-    names = file_names(storage)
+    # a remote list may not show all files yet that the manifest names
+    names = {*storage.names(), *storage.sizes([MANIFEST]), *(_named_files(storage) or ())}
     is_ours = is_checkpoint(storage, names) or MANIFEST not in names
     ours = [name for name in names if is_ours and is_of_a_save(name)]
     for name in sorted(ours, key=MANIFEST.__ne__):
@@ -149,16 +144,11 @@ def remove_next_to(path: str, *kinds: Literal["tmp", "old"]) -> None:
         elif ".tmp-" in os.path.basename(one):
             shutil.rmtree(one)
         else:
-            _remove_folder(Storage.of(one))
+            _remove_folder(storage_of(one))
 
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def no_space(path: str) -> OSError:
-    """Returns the error of a full disk."""
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 def problem_of(error: Exception, path: str, needed: int | None = None, free: int | None = None) -> str:
@@ -201,7 +191,7 @@ class Point(IntEnum):
     FOLDER_MADE = 2
     """and this rank sees it"""
     HALF_WRITTEN = 3
-    """half of its bytes, the last of them perhaps half a tensor"""
+    """the model's tensors, and not the optimizer's"""
     WRITTEN = 4
     SYNCED = 5
     """its files are on the disk"""
@@ -222,45 +212,73 @@ def go_on(point: Point) -> None:
     """Do nothing at a point."""
 
 
-class Target(ABC):
+@dataclass
+class Target:
     """The folder that a save writes into. All ranks have one; rank 0 calls the methods that change it as a whole.
-
-    Args:
-        path: the checkpoint's.
-        save_id: eight hexadecimal digits, which the names of this save's files contain.
 
     Raises:
         OSError: by all methods.
     """
 
-    def __init__(self, path: str, save_id: str) -> None:
-        self.path = path
-        self.save_id = save_id
+    path: str
+    """the checkpoint's"""
+    save_id: str
+    """eight hexadecimal digits, which the names of this save's files contain"""
+    folder: str
+    """where all ranks write: next to the path what is new, else the path itself"""
 
-    def __getstate__(self) -> dict[str, str]:
-        """Each rank opens the folder by itself."""
-        return {"path": self.path, "save_id": self.save_id}
-
-    @cached_property
-    @abstractmethod
+    @property
     def storage(self) -> Storage:
-        """Where all ranks write."""
+        """The folder, opened anew: each rank gets the target of rank 0."""
+        return storage_of(self.folder)
 
-    @abstractmethod
     def prepare(self) -> None:
         """Remove what saves that were killed have left, make the folder, and write the marker."""
+        storage, is_new = self.storage, self.folder != self.path
+        if storage.is_local:
+            LocalStorage(os.path.dirname(self.path)).make_folder()
+            remove_next_to(self.path, *(("tmp",) if is_new else ("tmp", "old")))  # "old" may be the only checkpoint
+        storage.make_folder()
+        self._remove(unnamed_files(storage))
+        self._write(self._marker, b"{}")
 
-    @abstractmethod
     def commit(self, manifest: bytes, at: AtPoint) -> None:
         """Write the manifest, and make this save's files the checkpoint."""
+        storage = self.storage
+        if not isinstance(storage, LocalStorage):
+            at(Point.MANIFEST_READY)
+            self._write(MANIFEST, manifest)  # it appears when it is complete
+            return
+        ready = f"manifest-{self.save_id}.json"
+        self._write(ready, manifest)
+        storage.remove(self._marker)
+        storage.sync()
+        at(Point.MANIFEST_READY)
+        storage.replace(ready, MANIFEST)
+        if self.folder != self.path:
+            if os.path.lexists(self.path):
+                os.rename(self.path, self._old)
+            storage.rename(self.path)
+            self.folder = self.path
 
-    @abstractmethod
     def undo(self) -> None:
         """Remove this save's files, unless they have become the checkpoint."""
+        storage = self.storage
+        if self.folder == self.path:
+            self._remove(unnamed_files(storage))
+            return
+        if os.path.lexists(self._old) and not os.path.lexists(self.path):
+            os.rename(self._old, self.path)
+        if storage.is_folder():
+            storage.remove_folder()
 
-    @abstractmethod
     def clean(self) -> None:
         """After the commit: remove what the new checkpoint replaces."""
+        storage = self.storage
+        # the manifest that is read back may be that of before, by which this save's files are unnamed
+        self._remove(name for name in unnamed_files(storage) if self.save_id not in name)
+        if storage.is_local:
+            remove_next_to(self.path, "tmp", "old")
 
     def check_marker(self, host: str) -> None:
         """Called by all ranks, before anything large is written.
@@ -299,101 +317,13 @@ class Target(ABC):
         with self.storage.create(name) as file:
             file.write(content)
 
-
-class NewFolder(Target):
-    """A local folder that gets its name when it is complete."""
-
-    @cached_property
-    @override
-    def storage(self) -> LocalStorage:
-        return LocalStorage(temporary_path(self.path, "tmp", self.save_id))
-
-    @override
-    def prepare(self) -> None:
-        LocalStorage(os.path.dirname(self.path)).make_folder()
-        remove_next_to(self.path, "tmp")
-        self.storage.make_folder()
-        self._write(self._marker, b"{}")
-
-    @override
-    def commit(self, manifest: bytes, at: AtPoint) -> None:
-        self._write(MANIFEST, manifest)
-        self.storage.remove(self._marker)
-        self.storage.sync()
-        at(Point.MANIFEST_READY)
-        if os.path.lexists(self.path):
-            os.rename(self.path, self._old)
-        LocalStorage(self.storage.path).rename(self.path)
-
-    @override
-    def undo(self) -> None:
-        if os.path.lexists(self._old) and not os.path.lexists(self.path):
-            os.rename(self._old, self.path)
-        if self.storage.is_folder():
-            self.storage.remove_folder()
-
-    @override
-    def clean(self) -> None:
-        remove_next_to(self.path, "tmp", "old")
-
     @property
     def _old(self) -> str:
         return temporary_path(self.path, "old", self.save_id)
 
-
-class RemoteFolder(Target):
-    """A folder in which nothing can be renamed: files of several saves are in it, and the manifest says which count."""
-
-    @cached_property
-    @override
-    def storage(self) -> Storage:
-        return Storage.of(self.path)
-
-    @override
-    def prepare(self) -> None:
-        self.storage.make_folder()
-        self.clean()
-        self._write(self._marker, b"{}")
-
-    @override
-    def commit(self, manifest: bytes, at: AtPoint) -> None:
-        at(Point.MANIFEST_READY)
-        self._write(MANIFEST, manifest)  # it appears when it is complete
-
-    @override
-    def undo(self) -> None:
-        self._remove(unnamed_files(self.storage))
-
-    @override
-    def clean(self) -> None:
-        """Keep this save's files, even if the manifest that is read back were that of before."""
-        self._remove(name for name in unnamed_files(self.storage) if self.save_id not in name)
-
     def _remove(self, names: Iterable[str]) -> None:
         for name in {*names, self._marker}:  # a remote list may not show the marker yet
             self.storage.remove(name)
-
-
-class UpdatedFolder(RemoteFolder):
-    """A local checkpoint that is saved again: there, the manifest is replaced at once."""
-
-    @cached_property
-    @override
-    def storage(self) -> LocalStorage:
-        return LocalStorage(self.path)
-
-    @override
-    def commit(self, manifest: bytes, at: AtPoint) -> None:
-        ready = f"manifest-{self.save_id}.json"
-        self._write(ready, manifest)
-        self.storage.sync()
-        at(Point.MANIFEST_READY)
-        self.storage.replace(ready, MANIFEST)
-
-    @override
-    def clean(self) -> None:
-        super().clean()
-        remove_next_to(self.path, "tmp", "old")
 
 
 def target_for(path: str, save_id: str) -> Target:
@@ -403,15 +333,22 @@ def target_for(path: str, save_id: str) -> Target:
         CheckpointError: there is a folder that is no checkpoint, or a file where a folder can't take its place.
         OSError: what is there can't be looked at.
     """
-    storage = Storage.of(path)
+    storage = storage_of(path)
     if not storage.is_local:
         if storage.is_file():
             raise CheckpointError(f"{path} is a file. Remove it, or save under another name.")
-        return RemoteFolder(path, save_id)
+        return Target(path, save_id, path)
     path = os.path.abspath(storage.path)
     if os.path.islink(path) or not storage.is_folder():
-        return NewFolder(path, save_id)
+        return Target(path, save_id, temporary_path(path, "tmp", save_id))
+    check_replaceable(storage)
+    return Target(path, save_id, path)
+
+
+def check_replaceable(storage: Storage) -> None:
+    """Raises a CheckpointError if a folder is no checkpoint: a save would remove what others have put there."""
     names = storage.names()
     if not all(map(is_of_a_save, names)) and not is_checkpoint(storage, names):
-        raise CheckpointError(f"{path} is a folder with other files than a checkpoint's. Save under another name.")
-    return UpdatedFolder(path, save_id)
+        raise CheckpointError(
+            f"{storage.path} is a folder with other files than a checkpoint's. Save under another name."
+        )

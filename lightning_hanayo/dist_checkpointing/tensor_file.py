@@ -14,7 +14,7 @@ from lightning_hanayo.packed_values import is_tensor_subclass
 
 _CHUNK = 4 * 2**20
 """bytes that are hashed and written at once, so that they are still in the processor's cache"""
-_DTYPES = {
+DTYPES = {
     "C128": torch.complex128,
     "C64": torch.complex64,
     "F64": torch.float64,
@@ -36,7 +36,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""by the names that safetensors and manifests give them"""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Writable(Protocol):
@@ -54,11 +55,6 @@ class WrittenFile:
     header_xxh3_128: str
     xxh3_128: Mapping[str, str]
     """of each tensor's bytes, by key"""
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Returns the dtype that safetensors and manifests call `name`, such as "F32"."""
-    return _DTYPES[name]
 
 
 def dtype_name(tensor: Tensor, name: str) -> str:

@@ -46,7 +46,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_hanayo.dist_checkpointing.found import Found, look_at
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, with_notes
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks
@@ -179,7 +179,7 @@ class Record:
         """What the file holds; None without one, or if it isn't whole."""
         folder, _, name = path.rpartition("/")
         try:
-            return Record(**json.loads(bytes(Storage.of(folder).read(name))))
+            return Record(**json.loads(bytes(storage_of(folder).read(name))))
         except (OSError, TypeError, ValueError):
             return None
 
@@ -207,7 +207,7 @@ def record_path(root: str | os.PathLike[str], key: str) -> str:
 
 def absolute(path: str | Path) -> str:
     """A local path from the root on; a URL as it is."""
-    storage: Any = Storage.of(path)
+    storage: Any = storage_of(path)
     return os.path.abspath(storage.path) if storage.is_local else os.fspath(path)
 
 

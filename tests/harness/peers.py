@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.part import Peers, PeersLost
+from lightning_hanayo.dist_checkpointing.part import RanksLost, SavingRanks
 
 _T = TypeVar("_T")
 
 
-class ThreadPeers(Peers):
+class ThreadPeers(SavingRanks):
     """One of several threads that meet. `close` ends the others' waiting, as the end of a process does.
 
     Example:
@@ -38,7 +38,7 @@ class ThreadPeers(Peers):
             gathered = list(self._values)
             self._meeting.wait()
         except threading.BrokenBarrierError:
-            raise PeersLost("a thread has ended") from None
+            raise RanksLost("a thread has ended") from None
         return gathered
 
     @override

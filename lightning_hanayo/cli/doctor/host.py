@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage, Storage
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage, storage_of
 
 Level = Literal["ok", "note", "problem"]
 GIB = 2**30
@@ -195,7 +195,7 @@ def examine_disk(root: str) -> Iterator[Finding]:
     """
     places = {"default_root_dir": root, "TMPDIR": tempfile.gettempdir()}
     for what, path in places.items():
-        storage = Storage.of(path)
+        storage = storage_of(path)
         if storage.is_local:
             yield from examine_folder(what, _existing(os.path.abspath(storage.path)))
         else:

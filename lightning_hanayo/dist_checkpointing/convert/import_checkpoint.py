@@ -24,7 +24,8 @@ from lightning_hanayo.dist_checkpointing.huggingface import (
     names_of,
     read_config,
 )
-from lightning_hanayo.dist_checkpointing.part import NoPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
+from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import STATE, OptimizerDocument, StateDocument
@@ -56,7 +57,7 @@ def import_checkpoint(path: str, target: str, *, module: str = "", weights_only:
     """
     check_free(target)
     part = _of_folder(Path(path), module) if Path(path).is_dir() else _of_file(path, weights_only)
-    Saver(NoPeers()).save(target, part)
+    Saver(SavingRanks()).save(target, part)
 
 
 def _of_file(path: str, weights_only: bool) -> RankPart:
@@ -83,13 +84,14 @@ def _of_file(path: str, weights_only: bool) -> RankPart:
         optimizers=optimizers,
     )
     facts = {"step": content.get("global_step", 0), "epoch": content.get("epoch", 0), "tied": tied}
-    made = _rank_part(document, [*parts, *run_parts], {"num_parameters": _count(tensors, tied), **facts})
+    facts["num_parameters"] = sum(one.numel() for name, one in tensors.items() if name not in tied)
+    made = _rank_part(document, [*parts, *run_parts], facts)
     return replace(made, texts={**made.texts, **run_texts})
 
 
 def _names(path: str, saved: Mapping[str, Any], names: list[str], tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of an optimizer's parameters, in its order, which is the module's: by number and shape."""
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    numbers = parameters_in(saved)
     candidates = [name for name in names if name.rpartition(".")[2] not in _STATISTICS]
     shapes = {number: [one.shape for one in values.values() if isinstance(one, Tensor) and one.ndim]
               for number, values in saved["state"].items()}  # fmt: skip
@@ -108,8 +110,7 @@ def _names(path: str, saved: Mapping[str, Any], names: list[str], tensors: Mappi
 
 def _optimizer(index: int, saved: Mapping[str, Any], names: list[str], parts: list[TensorPart]) -> OptimizerDocument:
     """What the document says of an optimizer; the tensors of its states are added to the parts."""
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, names, strict=True))
+    by_number = dict(zip(parameters_in(saved), names, strict=True))
     values: dict[str, dict[str, Any]] = {}
     for number, state in saved["state"].items():
         for key, value in state.items():
@@ -117,7 +118,7 @@ def _optimizer(index: int, saved: Mapping[str, Any], names: list[str], parts: li
                 parts.append(TensorPart.whole(f"optimizer/{index}/{by_number[number]}/{key}", value, "optimizer"))
             else:
                 values.setdefault(by_number[number], {})[key] = value
-    groups = [{**group, "params": [by_number[one] for one in group["params"]]} for group in saved["param_groups"]]
+    groups = with_keys(saved, by_number)["param_groups"]
     without = [name for number, name in by_number.items() if saved["state"] and number not in saved["state"]]
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     return OptimizerDocument("", groups, values, without, rest)
@@ -167,10 +168,6 @@ def _value(folder: SafetensorsFolder, tensor: Tensor, source: str | Merge) -> St
         return StoredTensor.of(tensor.shape, stored.dtype, read)
     [first, *_] = names_of(source)
     return StoredTensor.of(tensor.shape, folder.tensors[first].dtype or tensor.dtype, read)
-
-
-def _count(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> int:
-    return sum(tensor.numel() for name, tensor in tensors.items() if name not in tied)
 
 
 def _rank_part(document: StateDocument, parts: list[TensorPart], about: Mapping[str, Any]) -> RankPart:

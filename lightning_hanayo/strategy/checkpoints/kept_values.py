@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing import load_state
-from lightning_hanayo.dist_checkpointing.load_state import Sharding, Source, check_fit, compare, names_translated_in
+from lightning_hanayo.dist_checkpointing.load_state import Sharding, Source, check_fit
 from lightning_hanayo.errors import CheckpointError, listed
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.options import Options
@@ -65,9 +65,8 @@ class KeptValues:
         """
         has_masters = self._options.master_weights is not None
         expected = load_state.entries(module, cube, has_masters=has_masters)
-        differences = compare(expected, self._state, names_translated_in(module))
         accepted = check_fit(
-            differences, self._source, type(module).__name__, strict=self._strict, accept=self._options.load_anyway
+            expected, self._state, self._source, module, strict=self._strict, accept=self._options.load_anyway
         )
         for line in accepted:
             rank_zero_warn(line)
@@ -79,22 +78,18 @@ class KeptValues:
             CheckpointError: on all ranks, if one can't read its part, or would get weights that are no numbers.
         """
         if not self._is_scanned:
-            values = load_state.own_values(module, self._state, cube)
-            found = on_all_ranks(lambda: load_state.not_finite(module, values))
-            self._check_finite(sorted({name for names in found for name in names}))
+            found = on_all_ranks(lambda: load_state.not_finite(module, self._state, cube))
+            names = sorted({name for names in found for name in names})
+            message = f"{self._source} has NaN or infinite values in {listed(names)}"
+            if names and "nan" not in self._options.load_anyway:
+                raise CheckpointError(
+                    f"{message}: the training had failed before it was saved. Load an earlier checkpoint, or accept "
+                    f"them: HanayoStrategy(load_anyway=('nan',)). No value was changed."
+                )
+            if names:
+                rank_zero_warn(f"{message}: accepted")
             self._is_scanned = True
         with_common_errors(lambda: load_state.load(module, self._state, cube, self._source, strict=self._strict))
-
-    def _check_finite(self, names: list[str]) -> None:
-        if not names:
-            return
-        message = f"{self._source} has NaN or infinite values in {listed(names)}"
-        if "nan" not in self._options.load_anyway:
-            raise CheckpointError(
-                f"{message}: the training had failed before it was saved. Load an earlier checkpoint, or accept them: "
-                f"HanayoStrategy(load_anyway=('nan',)). No value was changed."
-            )
-        rank_zero_warn(f"{message}: accepted")
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -17,9 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -30,6 +27,7 @@ from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Source
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, nearest
 from lightning_hanayo.strategy.checkpoints.resume import KEY, saved_in_folder
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
@@ -83,27 +81,29 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
         CheckpointNotFoundError: no rank finds it.
         CheckpointError: on all ranks, if it is damaged, incomplete, no checkpoint, or would run code.
     """
-    _check_seen(path)
-    if _is_folder(path, io):
+    storage = storage_of(str(path).rstrip("/"))
+    seen = on_all_ranks(lambda: storage.is_folder() or storage.is_file())
+    if not any(seen):
+        raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")
+    if not all(seen):
+        raise CheckpointError(
+            f"rank {seen.index(False)} finds no {path}, which rank {seen.index(True)} does. Give a path on a file "
+            f"system that all ranks see."
+        )
+    # other CheckpointIOs have folders of their own
+    is_ours = type(io) is TorchCheckpointIO
+    if storage.is_folder() and (is_ours or storage.sizes([MANIFEST])):
         return _read_folder(path, verify)
-    if type(io) is TorchCheckpointIO and _is_local(path):
-        path = url_to_fs(str(path))[1]  # without file://, ~ and a slash at the end
-    if type(io) is not TorchCheckpointIO:
+    local = storage.path if is_ours and storage.is_local else path  # without file://, ~ and a slash at the end
+    if not is_ours:
         content = io.load_checkpoint(path, weights_only=weights_only)
-    elif _is_local(path) and plain_file.is_zip(path):
+    elif storage.is_local and plain_file.is_zip(local):
         if verify:
-            with_common_errors(lambda: plain_file.verify(path, *_place()))
-        content = with_common_errors(lambda: plain_file.load_mapped(path, weights_only=weights_only))
+            with_common_errors(lambda: plain_file.verify(local, *_place()))
+        content = with_common_errors(lambda: plain_file.load_mapped(local, weights_only=weights_only))
     else:
-        content = with_common_errors(lambda: _load_whole(path, io, weights_only))
-    return with_common_errors(lambda: Checkpoint.of(content, Source(str(path))))
-
-
-def _is_folder(path: str | Path, io: CheckpointIO) -> bool:
-    """Whether it is a folder of this package, or one that is to be refused as such: other CheckpointIOs have others."""
-    system = get_filesystem(path)
-    is_ours = type(io) is TorchCheckpointIO or system.exists(f"{str(path).rstrip('/')}/{MANIFEST}")
-    return bool(system.isdir(str(path))) and is_ours
+        content = with_common_errors(lambda: _load_whole(local, io, weights_only))
+    return with_common_errors(lambda: Checkpoint.of(content, Source(str(local))))
 
 
 def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
@@ -115,7 +115,7 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
             f"path on a file system that all ranks share, or copy the folder to each node again."
         )
     if verify:
-        verify_on_all_ranks(folder, *_place(), _gather)
+        verify_on_all_ranks(folder, *_place(), lambda problem: on_all_ranks(lambda: problem))
     content = Checkpoint(with_common_errors(lambda: folder_content(folder)))
     content.source = Source(str(path), str(folder.manifest.about.get("module", "")).rpartition(".")[2] or None)
     if KEY in content:
@@ -123,30 +123,11 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
     return content
 
 
-def _gather(problem: str | None) -> list[Any]:
-    return on_all_ranks(lambda: problem)
-
-
 def _load_whole(path: str | Path, io: CheckpointIO, weights_only: bool | None) -> Any:
     try:
         return io.load_checkpoint(path, weights_only=weights_only)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise plain_file.refusal(path, error) from None
-
-
-def _check_seen(path: str | Path) -> None:
-    seen = on_all_ranks(lambda: bool(get_filesystem(path).exists(str(path))))
-    if not any(seen):
-        raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")
-    if not all(seen):
-        raise CheckpointError(
-            f"rank {seen.index(False)} finds no {path}, which rank {seen.index(True)} does. Give a path on a file "
-            f"system that all ranks see."
-        )
-
-
-def _is_local(path: str | Path) -> bool:
-    return isinstance(get_filesystem(path), LocalFileSystem)
 
 
 def _place() -> tuple[int, int]:
@@ -214,8 +195,8 @@ def check_start(path: Any, trainer: "pl.Trainer", io: CheckpointIO) -> None:
             raise CheckpointError(
                 "ckpt_path='best': no ModelCheckpoint of this Trainer has saved a best one. Give the path of one."
             )
-    elif isinstance(get_filesystem(str(path)), LocalFileSystem):
-        check_local(url_to_fs(str(path))[1], io)
+    elif (storage := storage_of(str(path).rstrip("/"))).is_local:
+        check_local(storage.path, io)
 
 
 def check_local(path: str, io: CheckpointIO | None = None) -> None:

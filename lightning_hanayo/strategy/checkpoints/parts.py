@@ -36,7 +36,6 @@ each rank writes what it has there.
 """
 
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,7 +50,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hanayo.dist_checkpointing.load_state import Sharding
+from lightning_hanayo.dist_checkpointing.huggingface import transformers_models
+from lightning_hanayo.dist_checkpointing.load_state import Sharding, with_keys
 from lightning_hanayo.dist_checkpointing.part import Kind, RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.plain_file import numbered_state_dict
 from lightning_hanayo.dist_checkpointing.region import Region
@@ -60,7 +60,6 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, plain_alias
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
-from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, run_entry, with_resume
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
@@ -134,7 +133,8 @@ class RankTensors:
         self._parameters = parameters
         self._owners = owners
         self._place = place
-        self._added: dict[str, Tensor] = {}
+        self.added: dict[str, Tensor] = {}
+        """what hooks have added, of which the first rank that has it writes it"""
         self._num_shared = 0
 
     def add_module(self, state: Mapping[str, Any], tied: Mapping[str, str]) -> None:
@@ -156,7 +156,7 @@ class RankTensors:
                 self._add_entry(name, value, is_here=is_here)
         if self._place.leads:
             self.values.names = [name for name, value in state.items() if not is_meta(value)]
-        self.values.added = list(self._added)
+        self.values.added = list(self.added)
 
     def add_optimizer(
         self, index: int, parameters: Mapping[str, nn.Parameter], states: Mapping[int, Mapping[str, Any]]
@@ -205,16 +205,6 @@ class RankTensors:
         if turn % (num_data * replicas) == data_rank * replicas + number:
             self._add(TensorPart(name, tensor, shape, region, kind))
 
-    def add_new(self, writers: Mapping[str, int]) -> None:
-        """Add what hooks have added, of which this rank is to write it."""
-        for name, tensor in self._added.items():
-            if writers[name] == self._place.rank:
-                self._add_whole(f"model/{name}", tensor, "model")
-
-    def add_state(self, number: int, tensor: Tensor) -> None:
-        """Add a tensor of the state document, on rank 0."""
-        self._add_whole(f"state/{number}", tensor, "state")
-
     def add_distributed(self, number: int, tensor: DistributedTensor, own: Any) -> None:
         """Add what this rank holds of a tensor of the state document.
 
@@ -234,17 +224,18 @@ class RankTensors:
         if isinstance(own, PartialValues | PartialParameter):
             self.share(f"state/{number}", own, "state")
         elif self._place.leads:
-            self._add_whole(f"state/{number}", own, "state")
+            self.add_whole(f"state/{number}", own, "state")
 
     def _add_entry(self, name: str, value: Tensor, *, is_here: bool) -> None:
         if isinstance(value, PartialValues) or (is_here and name in self._parameters):
             self.share(f"model/{name}", value, "model")
         elif name not in self._owners:
-            self._added[name] = value
+            self.added[name] = value
         elif is_here and self._place.leads:
-            self._add_whole(f"model/{name}", value, "model")
+            self.add_whole(f"model/{name}", value, "model")
 
-    def _add_whole(self, name: str, tensor: Tensor, kind: Kind) -> None:
+    def add_whole(self, name: str, tensor: Tensor, kind: Kind) -> None:
+        """Add a tensor that this rank writes alone."""
         self._add(TensorPart.whole(name, tensor, kind))
 
     def _add(self, part: TensorPart) -> None:
@@ -269,11 +260,6 @@ def tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
             if other != name and _is_same(state[name], state[other]):
                 tied[name] = other
     return tied
-
-
-def first_with(added: Sequence[Sequence[str]]) -> dict[str, int]:
-    """The first rank that has each tensor, of lists of those that each rank has."""
-    return {name: rank for rank in reversed(range(len(added))) for name in added[rank]}
 
 
 def is_meta(value: Any) -> bool:
@@ -331,17 +317,19 @@ def rank_part(
         return tensors.values
 
     gathered = on_all_ranks(collect)
-    tensors.add_new(first_with([own.added for own in gathered]))
+    writers = {name: rank for rank in reversed(range(len(gathered))) for name in gathered[rank].added}
+    for name, tensor in tensors.added.items():
+        if writers[name] == place.rank:
+            tensors.add_whole(f"model/{name}", tensor, "model")
     texts: dict[str, Any] = {}
 
     def write_document() -> dict[int, DistributedTensor]:
         if place.rank > 0:
             return {}
-        document = state_document(checkpoint, tied, listed, gathered)
-        texts[STATE], found = document.encode()
+        texts[STATE], found = state_document(checkpoint, tied, listed, gathered).encode()
         for number, one in enumerate(found):
             if isinstance(one, Tensor):
-                tensors.add_state(number, one)
+                tensors.add_whole(f"state/{number}", one, "state")
         return {number: one for number, one in enumerate(found) if isinstance(one, DistributedTensor)}
 
     distributed = on_all_ranks(write_document)[0]
@@ -352,10 +340,7 @@ def rank_part(
 
     if distributed:
         with_common_errors(add_distributed)
-    facts = {}
-    if place.rank == 0:
-        facts = about(checkpoint, module, place.cube, place.topology, model.pipeline.layout, tied)
-    part = RankPart(tensors.parts, texts, facts)
+    part = RankPart(tensors.parts, texts, about(checkpoint, model, place, tied) if place.rank == 0 else {})
     return part if resume is None else with_common_errors(lambda: with_resume(part, resume, place.data_rank))
 
 
@@ -378,7 +363,19 @@ def state_document(
     """
     state = checkpoint[MODEL]
     names = dict.fromkeys((*state, *(name for own in gathered for name in (*own.names, *own.model))))
+    documents: list[OptimizerDocument] = []
     states = checkpoint.get(OPTIMIZERS)
+    for index, ((optimizer, parameters), one) in enumerate(zip(optimizers, states or (), strict=False)):
+        kind = type(optimizer)
+        without = dict.fromkeys(name for own in gathered for name in own.without_state[index])
+        document = OptimizerDocument(
+            class_name=f"{kind.__module__}.{kind.__qualname__}",
+            param_groups=with_keys(one, dict(enumerate(parameters)))["param_groups"],
+            values={parameter: values for own in gathered for parameter, values in own.optimizers[index].items()},
+            without_state=[n for n in parameters if n in without] if len(without) < len(parameters) else [],
+            rest={key: value for key, value in one.items() if key not in ("state", "param_groups")},
+        )
+        documents.append(document)
     return StateDocument(
         checkpoint=with_distributed_marked(
             {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
@@ -387,69 +384,35 @@ def state_document(
         tied=dict(tied),
         values={name: value for own in gathered for name, value in own.model.items()},
         versions=dict(getattr(state, "_metadata", {})),
-        optimizers=None if states is None else [
-            _optimizer_document(optimizer, parameters, one, gathered, index)
-            for index, ((optimizer, parameters), one) in enumerate(zip(optimizers, states, strict=False))
-        ],
-    )  # fmt: skip
-
-
-def _optimizer_document(
-    optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Any], gathered: Sequence[OwnValues], index: int
-) -> OptimizerDocument:
-    kind = type(optimizer)
-    groups = state.get("param_groups", ())  # Lightning's stand-in for no optimizer has none
-    without = dict.fromkeys(name for own in gathered for name in own.without_state[index])
-    return OptimizerDocument(
-        class_name=f"{kind.__module__}.{kind.__qualname__}",
-        param_groups=[{**group, "params": [names[i] for i in group["params"]]} for group in groups],
-        values={parameter: values for own in gathered for parameter, values in own.optimizers[index].items()},
-        without_state=[name for name in names if name in without] if len(without) < len(names) else [],
-        rest={key: value for key, value in state.items() if key not in ("state", "param_groups")},
+        optimizers=None if states is None else documents,
     )
 
 
-def about(
-    checkpoint: Mapping[str, Any],
-    module: nn.Module,
-    cube: Cube | None,
-    topology: Topology,
-    layout: Layout,
-    tied: Mapping[str, str],
-) -> dict[str, Any]:
+def about(checkpoint: Mapping[str, Any], model: CutModel, place: Place, tied: Mapping[str, str]) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
+    module, layout = model.module, model.pipeline.layout
+    shapes = {} if place.cube is None else place.cube.whole_shapes
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),
-        "layout": {**asdict(topology), "waves": layout.num_waves, "schedule": layout.schedule},
+        "layout": {**asdict(place.topology), "waves": layout.num_waves, "schedule": layout.schedule},
         "module": type(module).__qualname__,
-        "num_parameters": num_parameters(module, cube),
+        "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
         "versions": {
             "lightning_hanayo": version("lightning-hanayo"),
             "lightning": lightning.__version__,
             "torch": torch.__version__,
         },
         "tied": dict(tied),
-        "huggingface": list(_huggingface(module)),
+        "huggingface": [
+            {
+                "prefix": name,
+                "class": type(part).__name__,
+                "config": json.loads(part.config.to_json_string(use_diff=False)),
+            }
+            for name, part in transformers_models(module)
+        ],
     }
-
-
-def num_parameters(module: nn.Module, cube: Cube | None) -> int:
-    """How many the whole model has."""
-    shapes = {} if cube is None else cube.whole_shapes
-    return sum(prod(shapes.get(parameter, parameter.shape)) for parameter in module.parameters())
-
-
-def _huggingface(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The models of transformers that aren't inside another one, with what `from_pretrained` needs of them."""
-    library = sys.modules.get("transformers.modeling_utils")  # else none of its models exists
-    outer: list[str] = []
-    for name, part in module.named_modules():
-        is_inside = any(not prefix or name.startswith(f"{prefix}.") for prefix in outer)
-        if library is not None and isinstance(part, library.PreTrainedModel) and not is_inside:
-            outer.append(name)
-            config = json.loads(part.config.to_json_string(use_diff=False))
-            yield {"prefix": name, "class": type(part).__name__, "config": config}
 
 
 _WAY_OUT = (
@@ -484,7 +447,7 @@ def _guarded_parts(module: nn.Module, sharding: Sharding) -> Iterator[None]:
     parts = [(name, one) for name, one in module.named_parameters() if one in shapes]
     classes, parts_before = [type(one) for _, one in parts], [vars(one).get("_part") for _, one in parts]
     for name, one in parts:
-        vars(one)["_part"] = Part(name, shapes[one], _is_of_data_rank(sharding, one))
+        vars(one)["_part"] = Part(name, shapes[one], isinstance(sharding, OptimizerShards) and one in sharding)
         one.__class__ = PartialParameter
     try:
         yield
@@ -537,10 +500,6 @@ def names_of(parameters: Sequence[nn.Parameter], names: Mapping[Tensor, str]) ->
             f"that a checkpoint has no name for it. Make it a parameter of the module."
         )
     return [names[parameter] for parameter in parameters]
-
-
-def _is_of_data_rank(sharding: Any, parameter: Tensor) -> bool:
-    return isinstance(sharding, OptimizerShards) and parameter in sharding
 
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)

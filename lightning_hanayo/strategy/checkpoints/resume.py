@@ -24,8 +24,10 @@ many ranks as there are: 4 read by 2 are 0 + 2 and 1 + 3.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -34,11 +36,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hanayo.dist_checkpointing.compare import data_document, data_parts
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.part import RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.state import RUN, data_stem, decode, encode
+from lightning_hanayo.dist_checkpointing.state import RUN
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy.lightning import resumed_loops
@@ -95,22 +98,20 @@ class AccumulatedGradients:
 
     def restore(self, names: Collection[str], read: Read) -> None:
         """Set the gradients to what was saved. `names` are those of all tensors of the checkpoint."""
-        saved = _numbers_by_parameter(names)
+        saved: dict[str, list[int]] = defaultdict(list)
+        for full_name in filter(_NAME.match, names):
+            digits, _, name = full_name.removeprefix(PREFIX).partition("/")
+            saved[name].append(int(digits))
         for name, parameter in self._parameters.items():
-            number, count = self._number(parameter)
-            own = [one for one in saved.get(name, ()) if one % count == number]
-            if own:
-                _, region = self._place(parameter)
-                parameter.grad = self._sum(parameter, (read(f"{PREFIX}{one}/{name}", region) for one in own))
-
-    @staticmethod
-    def _sum(parameter: nn.Parameter, parts: Iterable[Tensor]) -> Tensor:
-        options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
-        total: Tensor | None = None
-        for part in parts:
-            total = part.to(**options) if total is None else total.add_(part.to(**options))
-        assert total is not None
-        return torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)  # with the parameter's strides
+            own, count = self._number(parameter)
+            _, region = self._place(parameter)
+            options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
+            total: Tensor | None = None
+            for number in sorted(one for one in saved[name] if one % count == own):
+                part = read(f"{PREFIX}{number}/{name}", region).to(**options)
+                total = part if total is None else total.add_(part)
+            if total is not None:  # with the parameter's strides
+                parameter.grad = torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)
 
     def _number(self, parameter: nn.Parameter) -> tuple[int, int]:
         """This rank's number among those whose gradients are summed before a step, and how many there are."""
@@ -131,15 +132,6 @@ class AccumulatedGradients:
             return True
         differing = self._cube.sharded_axes(parameter) + self._cube.partial_axes(parameter)
         return self._cube.mesh.index("".join(axis for axis in "xyz" if axis not in differing)) == 0
-
-
-def _numbers_by_parameter(names: Collection[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for full_name in names:
-        if _NAME.match(full_name):
-            number, _, name = full_name.removeprefix(PREFIX).partition("/")
-            found.setdefault(name, []).append(int(number))
-    return {name: sorted(numbers) for name, numbers in found.items()}
 
 
 KEY = RUN
@@ -165,7 +157,7 @@ class SavedRun:
 
     document: Mapping[str, Any]
     data_document: Callable[[int], Mapping[str, Any]]
-    """of a data rank; empty where there is none"""
+    """of a data rank: the states of its loaders, and whether they could have given more batches; may be empty"""
     names: Collection[str]
     """of all its tensors"""
     read: Callable[[str, Region | None], Tensor]
@@ -200,11 +192,6 @@ class SavedRun:
         """The states of the loaders of a data rank; none if they had none."""
         states: Sequence[Any] = self.data_document(data_rank).get("loaders", ())
         return states
-
-    def have_more(self, data_rank: int) -> Sequence[bool]:
-        """For each of those loaders, whether it could have given more batches in its epoch."""
-        found: Sequence[bool] = self.data_document(data_rank).get("have_more", ())
-        return found
 
     def random_states(self, data_rank: int, when: str) -> dict[str, Tensor]:
         """The states of the generators of the rank that has read the data: hooks draw the same on all its ranks."""
@@ -310,8 +297,8 @@ class Resume:
             return (), ()
         if self._saved is None:  # a plain Trainer stores those of one process
             return (resumed_loops.plain_loader_states(self._trainer), ()) if topology.data == 1 else ((), ())
-        data_rank = topology.coordinates(rank)[0]
-        return self._saved.loader_states(data_rank), self._saved.have_more(data_rank)
+        document = self._saved.data_document(topology.coordinates(rank)[0])
+        return document.get("loaders", ()), document.get("have_more", ())
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, session = self._trainer, self._session
@@ -433,21 +420,14 @@ def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradient
     return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
 
 
-_DATA = "data/"
-
-
 def with_resume(part: RankPart, state: ResumeState, data_rank: int) -> RankPart:
     """What this rank writes into a folder, with what a resume needs; not the document of the run, `run_entry`.
 
     Raises:
         UnsupportedError: a loader's state can't be stored without pickle.
     """
-    if state.data_document is None:
-        return replace(part, tensors=[*part.tensors, *state.tensors])
-    document, found = encode(state.data_document, "state of the training loaders")
-    tensors = [TensorPart.whole(f"{_DATA}{data_rank}/{n}", tensor, "state") for n, tensor in enumerate(found)]
-    texts = {**part.texts, data_stem(data_rank): document}
-    return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts=texts)
+    tensors, texts = ([], {}) if state.data_document is None else data_parts(data_rank, state.data_document)
+    return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts={**part.texts, **texts})
 
 
 def run_entry(state: ResumeState) -> dict[str, Any]:
@@ -457,16 +437,7 @@ def run_entry(state: ResumeState) -> dict[str, Any]:
 
 def saved_in_folder(folder: CheckpointFolder, entry: Mapping[str, Any]) -> SavedRun:
     """What a folder says of the run; `entry` is what `run_entry` has made."""
-
-    def data_document(data_rank: int) -> Mapping[str, Any]:
-        if data_stem(data_rank) not in folder.manifest.texts:
-            return {}
-        found: dict[str, Any] = decode(
-            folder.text(data_stem(data_rank)), lambda n: folder.read(f"{_DATA}{data_rank}/{n}")
-        )
-        return found
-
-    return SavedRun(entry["run"], data_document, folder.manifest.tensors.keys(), folder.read)
+    return SavedRun(entry["run"], partial(data_document, folder), folder.manifest.tensors.keys(), folder.read)
 
 
 def gathered(state: ResumeState, data_rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
@@ -477,10 +448,15 @@ def gathered(state: ResumeState, data_rank: int, gather: Callable[[Any], list[An
         data_rank: this rank's.
         gather: gives every rank's value on rank 0. Called by all ranks.
     """
-    ranks = gather((data_rank, state.data_document, [_in_host_memory(part) for part in state.tensors]))
+    own = [replace(part, tensor=part.tensor.detach().cpu()) for part in state.tensors]
+    ranks = gather((data_rank, state.data_document, own))
     documents = {number: document for number, document, _ in ranks if document is not None}
-    tensors = _joined(part for *_, parts in ranks for part in parts)
-    return {"run": dict(state.document), "data": documents, "tensors": tensors}
+    wholes: dict[str, Tensor] = {}
+    for part in (part for *_, parts in ranks for part in parts):
+        whole = wholes.setdefault(part.name, torch.zeros(part.shape, dtype=part.tensor.dtype))
+        indices = [np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)]) for runs in part.region.runs]
+        whole[tuple(map(torch.from_numpy, np.ix_(*indices))) if indices else ...] = part.tensor
+    return {"run": dict(state.document), "data": documents, "tensors": wholes}
 
 
 def saved_run(checkpoint: Mapping[str, Any]) -> SavedRun | None:
@@ -494,21 +470,3 @@ def saved_run(checkpoint: Mapping[str, Any]) -> SavedRun | None:
         return StoredTensor.around(tensors[name]).read(region)
 
     return SavedRun(found["run"], lambda data_rank: found["data"].get(data_rank, {}), list(tensors), read)
-
-
-def _in_host_memory(part: TensorPart) -> TensorPart:
-    return replace(part, tensor=part.tensor.detach().cpu())
-
-
-def _joined(parts: Iterable[TensorPart]) -> dict[str, Tensor]:
-    wholes: dict[str, Tensor] = {}
-    for part in parts:
-        whole = wholes.setdefault(part.name, torch.zeros(part.shape, dtype=part.tensor.dtype))
-        whole[_indices(part.region)] = part.tensor
-    return wholes
-
-
-def _indices(region: Region) -> Any:
-    """Indexes the region of a whole tensor."""
-    along = [np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)]) for runs in region.runs]
-    return tuple(torch.from_numpy(indices) for indices in np.ix_(*along)) if along else ...

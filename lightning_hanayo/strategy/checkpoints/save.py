@@ -30,11 +30,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_hanayo.dist_checkpointing.part import GroupPeers, NoPeers, Peers
+from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import encode
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.strategy.checkpoints.parts import CutModel, Place, rank_part, with_distributed_marked
@@ -69,12 +69,12 @@ class Checkpoints:
         self._io = io
         world, factory = topology.groups(*_ALL), groups.factory
         is_alone = topology.world_size == 1
-        self._peers: Peers = NoPeers() if is_alone else GroupPeers(factory.control(world))
+        self._peers = SavingRanks(None if is_alone else factory.control(world))
         self.newest: str | None = None
         """the path of the last one that was saved; in the background of the one before, which is there for certain"""
         self._begun: str | None = None
         self.in_background = options.save_async and self.is_sharded
-        self._saver = Saver(self._peers, GroupPeers(factory.background(world)) if self.in_background else None)
+        self._saver = Saver(self._peers, SavingRanks(factory.background(world)) if self.in_background else None)
         self.poll, self.wait = self._saver.poll, self._saver.wait
         self.finish, self.abandon = self._saver.finish, self._saver.abandon
 
@@ -173,37 +173,20 @@ def _check_this_rank(
     checkpoints: Checkpoints,
     savers: Sequence[ModelCheckpoint | OnExceptionCheckpoint],
 ) -> None:
-    if checkpoints.is_sharded:
-        _check_links(savers, checkpoints)
-        _check_parameters(module)
-    if checkpoints.is_sharded and trainer.is_global_zero:
-        _check_states(trainer)
-    if checkpoints.is_sharded or trainer.is_global_zero:
-        for folder in {os.fspath(one.dirpath): None for one in savers if one.dirpath is not None}:
-            _check_writable(folder, trainer.global_rank)
-
-
-def _check_links(savers: Sequence[ModelCheckpoint | OnExceptionCheckpoint], checkpoints: Checkpoints) -> None:
-    linked = [one for one in savers if isinstance(one, ModelCheckpoint) and one.save_last == "link"]
-    if linked and checkpoints.in_background:
+    is_sharded = checkpoints.is_sharded
+    links = [one for one in savers if isinstance(one, ModelCheckpoint) and one.save_last == "link"]
+    if links and checkpoints.in_background:
         raise UnsupportedError(
             "ModelCheckpoint(save_last='link') links to a checkpoint as soon as it is saved, but with save_async=True "
             "it isn't complete then. Set save_last=True, or leave out save_async."
         )
-
-
-def _check_parameters(module: "pl.LightningModule") -> None:
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters() if is_sharded else ():
         if not parameter.is_meta and is_tensor_subclass(parameter):
             raise UnsupportedError(
                 f"{name} is a {type(parameter.data).__name__}, which isn't one plain tensor, as those of a "
                 f"checkpoint's folder are. Leave out ModelCheckpoint (enable_checkpointing=False), {_ONE_FILE}"
             )
-
-
-def _check_states(trainer: "pl.Trainer") -> None:
-    """Those of callbacks, as far as they can be known yet."""
-    for callback in callbacks_of(trainer):
+    for callback in callbacks_of(trainer) if is_sharded and trainer.is_global_zero else ():
         try:
             state = callback.state_dict()
         except Exception:  # it may need what training makes
@@ -212,16 +195,19 @@ def _check_states(trainer: "pl.Trainer") -> None:
             encode(with_distributed_marked(state), f"the state_dict() of {type(callback).__name__}")
         except HanayoError as error:
             raise UnsupportedError(f"{error} Store plain values there, {_ONE_FILE}") from error
+    if is_sharded or trainer.is_global_zero:
+        for folder in {os.fspath(one.dirpath): None for one in savers if one.dirpath is not None}:
+            _check_writable(folder, trainer.global_rank)
 
 
 def _check_writable(folder: str, rank: int) -> None:
     """Make and remove a file, in the folder or in the nearest one above it that there is."""
-    storage = Storage.of(folder)
+    storage = storage_of(folder)
     if storage.is_local:
         above = os.path.abspath(storage.path)
         while not os.path.lexists(above):
             above = os.path.dirname(above)
-        storage = Storage.of(above)
+        storage = storage_of(above)
     name = f".hanayo-{secrets.token_hex(4)}"
     try:
         with storage.create(name):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from typing_extensions import override
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_on_all_ranks
-from lightning_hanayo.dist_checkpointing.part import GroupPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 
@@ -53,8 +53,8 @@ class Ours(Way):
     loads = ("verified", "sizes only")
 
     def __init__(self, group: dist.ProcessGroup, background: dist.ProcessGroup | None = None) -> None:
-        self._peers = GroupPeers(group)
-        self._saver = Saver(self._peers, None if background is None else GroupPeers(background))
+        self._peers = SavingRanks(group)
+        self._saver = Saver(self._peers, None if background is None else SavingRanks(background))
 
     @override
     def save(self, path: Path, tensors: Tensors) -> None:

@@ -19,7 +19,7 @@ from lightning_hanayo.dist_checkpointing.compare import tied_in_memory
 from lightning_hanayo.dist_checkpointing.convert import export_checkpoint, import_checkpoint
 from lightning_hanayo.dist_checkpointing.export import Format, write_weights
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.part import NoPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import RUN, StateDocument
@@ -219,7 +219,7 @@ def save(path: Path, module: nn.Module, prefix: str = "net") -> str:
     config = json.loads(model.config.to_json_string(use_diff=False))
     about = {"step": 2, "epoch": 1, "layout": {}, "tied": tied}
     about["huggingface"] = [{"prefix": prefix, "class": type(model).__name__, "config": config}]
-    Saver(NoPeers()).save(str(path), RankPart(parts, {"state": text}, about))
+    Saver(SavingRanks()).save(str(path), RankPart(parts, {"state": text}, about))
     return str(path)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.dist_checkpointing.storage import CHUNK, LocalStorage, RemoteStorage, Storage
+from lightning_hanayo.dist_checkpointing.storage import CHUNK, LocalStorage, RemoteStorage, Storage, storage_of
 
 
 @pytest.fixture(params=["{}/a.ckpt", "memory:/{}/a.ckpt"], ids=["local", "remote"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return Storage.of(str(request.param).format(tmp_path))
+    return storage_of(str(request.param).format(tmp_path))
 
 
 def put(storage: Storage, name: str, data: bytes) -> None:
@@ -20,13 +20,13 @@ def put(storage: Storage, name: str, data: bytes) -> None:
 
 
 def test_paths_say_where_a_folder_is(tmp_path: Path) -> None:
-    assert isinstance(Storage.of(tmp_path), LocalStorage)
-    assert isinstance(Storage.of("C:\\checkpoints"), LocalStorage)
-    assert isinstance(Storage.of("memory://a"), RemoteStorage)
-    local = Storage.of(f"file://{tmp_path}/a.ckpt")
+    assert isinstance(storage_of(tmp_path), LocalStorage)
+    assert isinstance(storage_of("C:\\checkpoints"), LocalStorage)
+    assert isinstance(storage_of("memory://a"), RemoteStorage)
+    local = storage_of(f"file://{tmp_path}/a.ckpt")
     assert local.is_local
     assert local.path == f"{tmp_path}/a.ckpt"
-    assert Storage.of("~/a.ckpt").path == str(Path.home() / "a.ckpt")
+    assert storage_of("~/a.ckpt").path == str(Path.home() / "a.ckpt")
 
 
 def test_files_are_written_listed_read_and_removed(storage: Storage) -> None:

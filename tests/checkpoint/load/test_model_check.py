@@ -11,9 +11,7 @@ from lightning_hanayo.dist_checkpointing.load_state import (
     Entry,
     Source,
     check_fit,
-    compare,
     entries,
-    names_translated_in,
 )
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.errors import CheckpointError
@@ -21,8 +19,12 @@ from lightning_hanayo.errors import CheckpointError
 SOURCE = Source("last.ckpt", "GPT")
 
 
+class MLP(nn.Sequential):
+    pass
+
+
 def model(width: int = 3, depth: int = 4) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    return MLP(*(nn.Linear(width, width) for _ in range(depth)))
 
 
 def check(
@@ -33,8 +35,8 @@ def check(
     accept: Collection[str] = (),
     masters: bool = False,
 ) -> list[str]:
-    differences = compare(entries(module, None, has_masters=masters), found, names_translated_in(module))
-    return check_fit(differences, SOURCE, "MLP", strict=strict, accept=accept)
+    needed = entries(module, None, has_masters=masters)
+    return check_fit(needed, found, SOURCE, module, strict=strict, accept=accept)
 
 
 def refusal(*arguments: Any, **options: Any) -> str:
@@ -104,9 +106,9 @@ def test_master_weights_are_saved_in_fp32() -> None:
 
 
 def test_a_quantized_weight_and_a_plain_one_are_told_apart() -> None:
-    found = compare({"w": Entry((2,), torch.float32, is_packed=True)}, {"w": torch.zeros(2)}, [])
+    needed = {"w": Entry((2,), torch.float32, is_packed=True)}
     with pytest.raises(CheckpointError, match=r"\[2\] float32 +\[2\] float32 quantized\nQuantize the model"):
-        check_fit(found, SOURCE, "MLP", strict=True, accept=())
+        check_fit(needed, {"w": torch.zeros(2)}, SOURCE, MLP(), strict=True, accept=())
 
 
 class OlderNames(nn.Linear):

@@ -95,14 +95,14 @@ def test_modules_translate_whole_values_before_a_shard_is_taken(is_stored: bool)
 def test_parameters_that_would_not_be_finite_are_named(value: float, dtype: torch.dtype) -> None:
     module = model()
     state = {name: one.to(dtype) if one.dim() else one for name, one in module.state_dict().items()}
-    assert not_finite(module, state) == []
+    assert not_finite(module, state, None) == []
     bad = torch.zeros(4, 2)
     bad[3, 1] = value
     state["1.0.weight"] = bad.to(dtype)
     state["0.1.running_var"] = torch.full((4,), value)  # a buffer may be anything, such as a mask of -inf
-    assert not_finite(module, state) == ["1.0.weight"]
+    assert not_finite(module, state, None) == ["1.0.weight"]
 
 
 def test_large_numbers_are_finite() -> None:
     module = nn.Linear(2, 2, bias=False)
-    assert not_finite(module, {"weight": torch.full((2, 2), 3e38)}) == []
+    assert not_finite(module, {"weight": torch.full((2, 2), 3e38)}, None) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_hanayo.dist_checkpointing.part import GroupPeers
+from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.target import Point
 from tests.checkpoint.save.states import part_of
@@ -29,7 +29,7 @@ def main(path: str, store: str, rank: int, dies: bool) -> None:
                 signal.pause()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Saver(GroupPeers(dist.group.WORLD), GroupPeers(background), at=at).save(path, part_of(rank, 2))  # type: ignore[arg-type]
+    Saver(SavingRanks(dist.group.WORLD), SavingRanks(background), at=at).save(path, part_of(rank, 2))  # type: ignore[arg-type]
     if rank == 0:
         raise ZeroDivisionError("in the user's step")
     signal.pause()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_hanayo.dist_checkpointing.commit import RankFiles
-from lightning_hanayo.dist_checkpointing.part import Peers
+from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.storage import LocalStorage
@@ -44,7 +44,7 @@ def free_bytes(path: Path) -> int:
 
 
 def errors(path: Path, at: Any = None) -> set[str]:
-    def save(peers: Peers) -> None:
+    def save(peers: SavingRanks) -> None:
         Saver(peers, at=at or (lambda point: None)).save(str(path), part_of(peers.rank, 2, size=SIZE))
 
     return set(errors_on_ranks(2, save, CheckpointError))

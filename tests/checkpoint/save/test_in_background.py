@@ -10,7 +10,7 @@ import torch
 
 from lightning_hanayo.dist_checkpointing import save as module
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.part import NoPeers, PeersLost, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import RankPart, RanksLost, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.target import AtPoint, Point, go_on
@@ -53,7 +53,7 @@ def on_two_ranks(
 
 def test_training_goes_on_while_the_values_of_then_are_written(path: str) -> None:
     held = Held(Point.BEGUN)
-    saver = Saver(NoPeers(), NoPeers(), at=held)
+    saver = Saver(SavingRanks(), SavingRanks(), at=held)
     weight = torch.ones(2, 3)
     part = TensorPart("model/weight", weight, (2, 3), Region.whole((2, 3)), "model")
     saver.save(path, RankPart([part], {}, {"step": 1}))
@@ -91,8 +91,8 @@ def test_what_is_removed_meanwhile_goes_once_the_new_checkpoint_is_there(tmp_pat
         there_at[point] = os.path.exists(old)
         held(point)
 
-    Saver(NoPeers()).save(old, part_of(0, 1, num_ranks=1))
-    saver = Saver(NoPeers(), NoPeers(), at=at)
+    Saver(SavingRanks()).save(old, part_of(0, 1, num_ranks=1))
+    saver = Saver(SavingRanks(), SavingRanks(), at=at)
     saver.save(new, part_of(0, 2, num_ranks=1))
     saver.remove(old)
     assert os.path.exists(old)
@@ -153,12 +153,12 @@ def test_after_an_error_the_next_save_works(path: str) -> None:
 def test_ranks_talk_at_a_batch_only_while_a_save_is_in_flight(path: str) -> None:
     calls: list[int] = []
 
-    class CountedPeers(NoPeers):
+    class CountedPeers(SavingRanks):
         def largest(self, number: int) -> int:
             calls.append(number)
             return number
 
-    saver = Saver(CountedPeers(), NoPeers())
+    saver = Saver(CountedPeers(), SavingRanks())
     saver.poll()
     assert not calls
     saver.save(path, part_of(0, 1, num_ranks=1))
@@ -199,12 +199,12 @@ def test_a_save_in_flight_is_given_up_on_all_ranks_after_a_failure(path: str, mo
 def test_abandoning_does_not_wait_for_ranks_that_are_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ABANDON_WITHIN", 0.01)
     backgrounds = ThreadPeers.of_all(2)
-    saver = Saver(NoPeers(), backgrounds[0])
+    saver = Saver(SavingRanks(), backgrounds[0])
     saver.save(path, part_of(0, 1))
     tasks = saver._tasks
     saver.abandon()  # the other rank never comes
     saver.finish()
     tasks.end()
     assert isinstance(tasks.error, CheckpointError)
-    assert isinstance(tasks.error.__cause__, PeersLost)
+    assert isinstance(tasks.error.__cause__, RanksLost)
     assert os.listdir(os.path.dirname(path)) == []

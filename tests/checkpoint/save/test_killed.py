@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.part import GroupPeers
+from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.storage import Storage
+from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.dist_checkpointing.target import Point, next_to
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
@@ -48,8 +48,8 @@ def save(path: str, step: int, killed: tuple[Point, int] | None, in_background: 
         if (point, rank) == killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    background = GroupPeers(dist.new_group(backend="gloo")) if in_background else None
-    saver = Saver(GroupPeers(dist.group.WORLD), background, at=at)  # type: ignore[arg-type]
+    background = SavingRanks(dist.new_group(backend="gloo")) if in_background else None
+    saver = Saver(SavingRanks(dist.group.WORLD), background, at=at)  # type: ignore[arg-type]
     dist.barrier()  # all are connected
     try:
         saver.save(path, part_of(rank, step))
@@ -84,11 +84,11 @@ def test_the_checkpoint_of_before_or_the_new_one_survives(
     check_survivor(failed.value, rank)
 
     steps = expected(point, rank)
-    if is_new and not Storage.of(path).is_folder():
+    if is_new and not storage_of(path).is_folder():
         assert 1 in steps
         with pytest.raises(CheckpointError, match="There is no checkpoint"):
             CheckpointFolder(path)
-    elif Storage.of(path).is_file():
+    elif storage_of(path).is_file():
         assert 1 in steps
         assert Path(path).read_bytes() == b"of one process"
     else:
@@ -111,6 +111,6 @@ def check_survivor(failed: RunFailed, killed: int) -> None:
 def check_nothing_is_left(path: str) -> None:
     """There is only what the manifest names."""
     folder = CheckpointFolder(path)
-    assert set(Storage.of(path).names()) == {*folder.manifest.files, MANIFEST}
-    if Storage.of(path).is_local:
+    assert set(storage_of(path).names()) == {*folder.manifest.files, MANIFEST}
+    if storage_of(path).is_local:
         assert next_to(path, "tmp", "old") == []

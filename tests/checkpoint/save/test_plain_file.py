@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from lightning_hanayo.dist_checkpointing.part import NoPeers
+from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.storage import LocalStorage
@@ -64,7 +64,7 @@ def test_a_folder_of_several_ranks_is_replaced_by_a_file_and_the_other_way_round
 ) -> None:
     path = str(tmp_path / "last.ckpt")
     part = part_of(0, 1, num_ranks=1)
-    Saver(NoPeers()).save(path, part)
+    Saver(SavingRanks()).save(path, part)
     replace = LocalStorage.replace
 
     def refuse(*_: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_folder_of_several_ranks_is_replaced_by_a_file_and_the_other_way_round
     monkeypatch.setattr(LocalStorage, "replace", replace)
     write_file(path, content("one file"))
     assert Path(path).read_text() == "one file"
-    Saver(NoPeers()).save(path, part)
+    Saver(SavingRanks()).save(path, part)
     assert step_of(path) == 1
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
@@ -108,7 +108,7 @@ def test_slurm_checkpoints_are_not_mistaken_for_what_a_killed_save_has_left(tmp_
         if point < Point.COMMITTED:
             assert latest(str(tmp_path), "hpc_ckpt_") == 3
 
-    Saver(NoPeers(), at=look_again).save(str(tmp_path / "hpc_ckpt_4.ckpt"), part_of(0, 1, num_ranks=1))
+    Saver(SavingRanks(), at=look_again).save(str(tmp_path / "hpc_ckpt_4.ckpt"), part_of(0, 1, num_ranks=1))
     assert step_of(str(tmp_path / "hpc_ckpt_4.ckpt")) == 1
 
 

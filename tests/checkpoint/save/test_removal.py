@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.part import NoPeers
+from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.storage import LocalStorage
 from lightning_hanayo.dist_checkpointing.target import remove_checkpoint
@@ -17,7 +17,7 @@ from tests.checkpoint.save.states import part_of
 
 
 def save(path: object) -> None:
-    Saver(NoPeers()).save(str(path), part_of(0, 1, num_ranks=1))
+    Saver(SavingRanks()).save(str(path), part_of(0, 1, num_ranks=1))
 
 
 def test_a_removal_that_ends_half_way_leaves_no_checkpoint_that_claims_to_be_whole(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.part import NoPeers, RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
@@ -49,7 +49,9 @@ def of_folder(folder: Path) -> SavedRun:
         both = with_resume(both, state_of(rank), 0)
     tensors = [part for part in both.tensors if part.name != "gradient/0/w"]
     whole = TensorPart("gradient/0/w", GRADIENT, (4, 3), Region.whole((4, 3)), "optimizer")
-    Saver(NoPeers()).save(str(folder), RankPart([*tensors, whole], both.texts, {"step": 0, "epoch": 0, "layout": {}}))
+    Saver(SavingRanks()).save(
+        str(folder), RankPart([*tensors, whole], both.texts, {"step": 0, "epoch": 0, "layout": {}})
+    )
     return saved_in_folder(CheckpointFolder(folder), run_entry(state_of(0)))
 
 

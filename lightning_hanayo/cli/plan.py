@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cube-weights", choices=("auto", "microbatch", "batch"), default="auto", help=meaning)
     meaning = "whether a cube's ranks work on two micro-batches at once (default: what is faster and fits)"
     add("--pairs", choices=("auto", "on", "off"), default="auto", help=meaning)
-    add("--top", type=_count, default=10, metavar="N", help="how many layouts to simulate and to show (default: 10)")
+    add("--top", type=_count, default=5, metavar="N", help="how many layouts to simulate and to show (default: 5)")
     add("--output", default="plan.yaml", metavar="FILE", help="the configuration to write (default: plan.yaml)")
     meaning = "time over memory of all layouts: an image, or a page (.html) that names them (default: plan.png)"
     add("--picture", metavar="FILE", help=meaning)

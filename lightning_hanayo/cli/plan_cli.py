@@ -71,7 +71,7 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
         "exposed: waiting for other data ranks. products: the time of the model's own ones\n"
     )
     print(
-        f"{plan.num_considered:,} layouts considered: {len(plan.points):,} fit, {plan.refused[TOO_LARGE]:,} {TOO_LARGE}"
+        f"{plan.num_considered:,} layouts considered: {len(plan.fitting):,} fit, {plan.refused[TOO_LARGE]:,} {TOO_LARGE}"
     )
     for reason, count in plan.refused.most_common():
         if reason != TOO_LARGE:
@@ -97,7 +97,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "memory_limit": plan.memory,
         "machine": machine,
         "considered": plan.num_considered,
-        "fit": len(plan.points),
+        "fit": len(plan.fitting),
         "left_out": dict(plan.refused),
         "layouts": [_plain(one, plan) for one in plan.best],
     }
@@ -288,10 +288,13 @@ class PlanCLI(WaveCLI):
         accelerator = "gpu" if self._machine.is_asynchronous else None
         content = overlay(plan, num_nodes=options.nodes, accelerator=accelerator, sets_batch_size=sets_batch_size)
         picture = options.picture or str(Path(options.output).with_suffix(".png"))
-        dots = [Dot(*one) for one in plan.points]
-        numbered = [Dot(one.seconds, one.memory.total, name=one.candidate.whole_name) for one in plan.best]
+        is_page = Path(picture).suffix.lower() == ".html"
+        dots, numbered = (
+            [Dot(one.seconds, one.memory.total, one.candidate.whole_name if is_page else "") for one in estimates]
+            for estimates in (plan.fitting, plan.best)
+        )
         title = f"{plan.num_devices} x {plan.machine.name}, {plan.global_batch} samples per step"
-        if Path(picture).suffix.lower() == ".html":
+        if is_page:
             save_layouts_page(picture, dots, numbered, limit=plan.memory, title=title, columns=COLUMNS, rows=rows(plan))
         else:
             save_layouts(picture, dots, numbered, limit=plan.memory, title=title)

@@ -5,7 +5,7 @@ Ranks the meshes of so many ranks by what they communicate for a Transformer lay
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import isqrt, prod
@@ -131,8 +131,7 @@ def candidates(
                 else:
                     samples = global_batch // data
                     cuts = _cuts(samples, mesh[0], pipe) if batch_size is None else _cuts_of(batch_size, samples, mesh)
-                    for one in _of_topology(facts, data, pipe, mesh, list(cuts), refused):
-                        yield from _in_cube(one, facts, choices, refused)
+                    yield from _of_topology(facts, data, pipe, mesh, list(cuts), refused, choices)
 
 
 def _of_topology(
@@ -142,8 +141,9 @@ def _of_topology(
     mesh: MeshSizes,
     cuts: Sequence[tuple[int, int, int]],
     refused: Counter[str],
+    choices: Choices,
 ) -> Iterator[Candidate]:
-    sharding = (False, True) if data > 1 else (False,)
+    """All choices that make a difference, and that a run accepts."""
     for num_waves in WAVES if pipe > 1 else (1,):
         if pipe > 1 and 2 * pipe * num_waves > len(facts.blocks):
             refused[f"more stages than the {len(facts.blocks)} blocks"] += 1
@@ -152,23 +152,18 @@ def _of_topology(
             if pipe > 1 and count < pipe:
                 refused["fewer micro-batches than pipeline ranks"] += 1
                 continue
-            for recompute, sharded in product((False, True), sharding):
+            in_cube = mesh != (1, 1, 1) and count > 1
+            gathers = in_cube and facts.gathers_weights(size, mesh)
+            weights: Sequence[CubeWeights] = choices.cube_weights if gathers else ("microbatch",)
+            for recompute, sharded in product((False, True), (False, True) if data > 1 else (False,)):
                 schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
-                yield Candidate(data, pipe, mesh, num_waves, size, count, accumulate, schedule, recompute, sharded)
-
-
-def _in_cube(one: Candidate, facts: ModelFacts, choices: Choices, refused: Counter[str]) -> Iterator[Candidate]:
-    """The layout with each choice that makes a difference in its cube, and that a run accepts."""
-    if one.cube_size == 1 or one.num_microbatches == 1:
-        yield one
-        return
-    gathers = facts.mean(lambda block: block.gathered_by_a_rank(one.samples, one.mesh)) > 0
-    may_pair = facts.is_registered and not one.recompute
-    pairs = [pairs for pairs in choices.pairs if may_pair or not pairs]
-    if not pairs:
-        refused["pairs need registered blocks, and no recomputation"] += 1
-    for weights, at_once in product(choices.cube_weights if gathers else ("microbatch",), pairs):
-        yield replace(one, cube_weights=weights, pairs=at_once)
+                may_pair = facts.is_registered and not recompute
+                pairs = [pairs for pairs in choices.pairs if may_pair or not pairs] if in_cube else [False]
+                if not pairs:
+                    refused["pairs need registered blocks, and no recomputation"] += 1
+                sizes = data, pipe, mesh, num_waves, size, count, accumulate
+                for weight, at_once in product(weights, pairs):
+                    yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once)
 
 
 def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:

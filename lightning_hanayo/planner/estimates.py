@@ -1,81 +1,44 @@
 """The time and the memory of an optimizer step of a candidate: in closed form, to rank all of them; and simulated.
 
 closed form     A (B work + (P-1) (fill + messages)) + exposed reduction + optimizer      work: of the slowest rank
-simulated       the schedule's own table, with the times of its stages, and the bytes of MemoryModel
+simulated       the schedule's own table, with the times of its stages; the memory is that of the closed form
 
-Both take the times of blocks from `block_time`, and the schedules' rules from `schedule`. The closed forms of a batch:
+Both take the times of blocks and pairs from `block_time`. The closed forms of a batch:
 hanayo-zb   B (F+I+W) + (P-1) (F / 2W + (1+2W) T_C)                   (tests/planner/test_step_time.py)
 hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/reproduction.md)
             + (-B mod P) (1 - 1/W) T_B, as a wave that isn't full keeps ranks as long
-
-Costs of a schedule whose ranks run two actions at once, as the machine runs them.
-
-Processes on CPUs plan the order of collectives. On GPUs both actions put their work into one stream, and take turns.
-
-Times that a run has measured, which take the place of counted ones.
-
-The bytes that ranks of a layout hold: in closed form for the fullest one, and as a model of each stage's.
-
-Blocks count with their mean. The closed form has as many micro-batches under way as pipeline ranks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache
 from math import ceil
-from typing import ClassVar
-
-from typing_extensions import override
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.overlap.pair_time import Segment, best_order, run_alone, run_by_turns
 from lightning_hanayo.partition.cut import Load, cut
-from lightning_hanayo.planner.block_time import BlockTime, PartTimes, segments, time_block
+from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
 from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.files import Profile
-from lightning_hanayo.planner.layout import COSTS, PAIR_SEGMENTS, RECOMPUTING, Layout
+from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.schedule import Action, CostModel, MemoryModel, RankMemory, simulate
-from lightning_hanayo.schedule.table import COMPUTE, Table
+from lightning_hanayo.schedule import CostModel, RankMemory, simulate
+from lightning_hanayo.schedule.table import COMPUTE
 
-_OVERHEAD = 1.03
-"""what a pair takes of what is simulated: measured 0.99 to 1.04, once 1.07 (docs/benchmarks/pairs.md)"""
-_TRIES = 20
-"""orders of collectives that are tried, in each of many layouts: a run tries tens of thousands, and takes up to 8 %
-less than predicted (mesh 4,2,1 of the benchmark)"""
-
-
-@dataclass(frozen=True)
-class PairCosts(CostModel):
-    """Costs whose pairs run in the best order of collectives."""
-
-    takes_turns: ClassVar[bool] = False
-
-    @override
-    def pair(self, table: Table, first: Action, second: Action) -> tuple[float, float]:
-        return pair_ends(self.segments_of(table, first), self.segments_of(table, second), self.takes_turns)
-
-
-@dataclass(frozen=True)
-class TurnCosts(PairCosts):
-    """Costs whose pairs take turns."""
-
-    takes_turns: ClassVar[bool] = True
-
-
-@lru_cache(maxsize=10_000)
-def pair_ends(first: tuple[Segment, ...], second: tuple[Segment, ...], takes_turns: bool, /) -> tuple[float, float]:
-    """Seconds until each of two actions has ended that begin at once."""
-    run = run_by_turns(first, second) if takes_turns else best_order(first, second, _TRIES)
-    return _OVERHEAD * run.ends[0], _OVERHEAD * run.ends[1]
+_WAITS = 3.0
+"""how much longer ranks wait for each other if the largest stage is twice the mean one, fitted to simulated orders"""
+_PAIRED = 0.8
+"""of the micro-batches beyond one per pipeline rank, the part that runs in pairs, fitted to orders"""
+_NOT_HIDDEN = 0.7
+"""of the time that a micro-batch travels, the part that bounds a batch if messages are long, fitted to orders"""
+_BACKWARD_ACTIONS = 2
+"""actions of a backward that is split: each costs the host what a forward does"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a run without a cube, for one sample."""
+    """Times of a run without a cube, for one sample, which take the place of counted ones."""
 
     block: PartTimes
     outside: float
@@ -101,21 +64,9 @@ class Measured:
         return cls(PartTimes(each[0], each[1] + each[2], each[1], each[2]), max(0.0, last) / 3)
 
 
-_WAITS = 3.0
-"""how much longer ranks wait for each other if the largest stage is twice the mean one, fitted to simulated orders"""
-_PAIRED = 0.9
-"""of the micro-batches beyond one per pipeline rank, the part that runs in pairs"""
-_BACKWARD_ACTIONS = 2
-"""actions of a backward that is split: each costs the host what a forward does"""
-
-
-AllSegments = dict[str, tuple[Segment, ...]]
-"""by kind of action"""
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner says of a candidate."""
+    """The predicted step of a candidate."""
 
     candidate: Candidate
     seconds: float
@@ -143,58 +94,73 @@ class StepModel:
         self.facts = facts
         self.machine = machine
         self._measured = measured
-        if measured is not None:
-            counted = self._counted((1, 1, 1), 1)
-            self.machine = _scaled(machine, _sum(counted.alone, False) / _sum(measured.block, False))
+        if measured is not None:  # devices that take as long for the counted block
+            counted = self._counted((1, 1, 1), 1, "microbatch")
+            speed = counted.alone.total(split=False) / measured.block.total(split=False)
+            rates = {
+                name: tuple((size, speed * rate) for size, rate in table) for name, table in machine.matmul.items()
+            }
+            self.machine = replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
         self._block_time = cache(self._time_block)
-        self._bytes = StepBytes(facts)
-        self._stages = cache(self._cut)
-        self._segments = cache(self._segments_of)
-        self._pairs = cache(self._pair_part)
+        self._works: dict[object, _Work] = {}
+        self._bytes = _StepBytes(facts)
+        self.memory = cache(self._bytes.of_fullest)
+        """bytes of a candidate's rank that needs the most"""
 
     def closed_form(self, candidate: Candidate) -> Estimate:
         """The estimate without a simulation."""
         work = self._work(candidate)
         stages, pipe, count = candidate.stages_per_rank, candidate.pipe, candidate.num_microbatches
-        batch = count * work.slowest
-        waves, hop = candidate.num_waves, self._message(candidate)
+        waves, batch = candidate.num_waves, count * work.slowest
         if pipe > 1 and candidate.schedule == SPLIT:
-            batch += (pipe - 1) * (self._unevenness(candidate) * work.forward / stages + (1 + 2 * waves) * hop)
+            batch += (pipe - 1) * (work.unevenness * work.forward / stages + (1 + 2 * waves) * work.message)
         elif pipe > 1:
-            batch += (pipe - 1) * self._unevenness(candidate) * work.backward / waves
-            batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * hop
+            batch += (pipe - 1) * work.unevenness * work.backward / waves
+            batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * work.message
             batch += -count % pipe * (1 - 1 / waves) * work.backward
-        batch += self._gathering_once(candidate) - _num_pairs(candidate) * self.saved_by_a_pair(candidate)
+        # long messages aren't hidden, as a rank has only so many micro-batches under way
+        batch = max(batch, _NOT_HIDDEN * count / pipe * work.round_trip)
         reduction = self._reduction(candidate)
-        exposed = max(reduction / stages, reduction - _window(candidate, work)) + self._gather(candidate) / stages
-        busy = count * work.mean
-        return self._estimate(candidate, batch, 1 - busy / batch, self._bytes.in_closed_form(candidate), exposed)
-
-    def _unevenness(self, candidate: Candidate) -> float:
-        """By how much longer ranks wait where some stages have a block more than others; 1 where all are equal."""
-        mean = len(self.facts.blocks) / (candidate.pipe * candidate.stages_per_rank)
-        return 1 + _WAITS * (ceil(mean) / mean - 1)
+        exposed = max(reduction / stages, reduction - work.window)
+        return self._estimate(candidate, batch, count * work.mean, exposed)
 
     def simulated(self, candidate: Candidate) -> Estimate:
         """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
-        layout, stages = self._layout(candidate), candidate.stages_per_rank
-        reduction = self._reduction(candidate) / stages
-        costs = replace(self._costs(candidate), gradient_reduce=(reduction,) * layout.num_stages)
-        timeline = simulate(layout.table(candidate.num_microbatches), costs)
+        sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
+        table = Layout(candidate.schedule, *sizes).table(candidate.num_microbatches)
+        reduction = self._reduction(candidate) / candidate.stages_per_rank
+        costs = replace(self._costs(candidate, table.stage_ranks), gradient_reduce=(reduction,) * table.num_stages)
+        timeline = simulate(table, costs)
         batch = max(span.end for span in timeline.spans if span.action.kind in COMPUTE) - timeline.begin
-        exposed = timeline.makespan - batch + self._gather(candidate) / stages
-        batch += self._gathering_once(candidate)
-        bubble = 1 - sum(timeline.busy) / (batch * candidate.pipe)
-        memory = max(self._bytes.model(candidate, self._stages(candidate)).peaks(timeline), key=lambda one: one.total)
-        return self._estimate(candidate, batch, bubble, memory, exposed)
+        return self._estimate(candidate, batch, sum(timeline.busy) / candidate.pipe, timeline.makespan - batch)
 
-    def _estimate(
-        self, candidate: Candidate, batch: float, bubble: float, memory: RankMemory, exposed: float
-    ) -> Estimate:
-        optimizer = self._optimizer(candidate)
-        exposed += self._outside_gather(candidate) * candidate.accumulate
+    def _estimate(self, candidate: Candidate, batch: float, busy: float, exposed: float) -> Estimate:
+        """Add what simulations and closed forms of a batch leave out.
+
+        Args:
+            candidate: the layout.
+            batch: seconds of a batch whose weights are gathered for each micro-batch, without pairs.
+            busy: seconds of it in which the mean rank computes.
+            exposed: seconds of its reduction behind the batch.
+        """
+        work, facts = self._work(candidate), self.facts
+        paired = candidate.num_microbatches - candidate.pipe
+        hidden = candidate.pairs * max(0.0, paired * (1.0 if candidate.pipe == 1 else _PAIRED)) * work.saved_by_a_pair
+        batch += work.gathering_once - hidden
+        own = self._bytes.trained(candidate)
+        if candidate.shard_optimizer:  # updated parameters are gathered: the first stage waits for its own
+            num_bytes = (1 - 1 / candidate.data) * facts.parameter_bytes * own
+            link = self._data_link(candidate)
+            exposed += link.seconds(num_bytes, candidate.stages_per_rank) / candidate.stages_per_rank
+        if candidate.cube_size > 1:  # parameters outside the stack are gathered, and their gradients summed
+            num_bytes = (1 - 1 / candidate.cube_size) * facts.outside_bytes
+            exposed += self.machine.link(0, 1, candidate.cube_size).seconds(num_bytes, 2) * candidate.accumulate
+        each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
+        updated = own / (candidate.data if candidate.shard_optimizer else 1)
+        optimizer = each * updated / self.machine.memory_bandwidth
         seconds = candidate.accumulate * batch + exposed + optimizer
-        return Estimate(candidate, seconds, bubble, memory, exposed, optimizer)
+        bubble = 1 - (busy - hidden) / batch
+        return Estimate(candidate, seconds, bubble, self.memory(candidate), exposed, optimizer)
 
     # a micro-batch's work
 
@@ -204,16 +170,12 @@ class StepModel:
             return BlockTime(each, each)
         return self._counted(mesh, samples, weights)
 
-    def _counted(self, mesh: MeshSizes, samples: int, weights: CubeWeights = "microbatch") -> BlockTime:
+    def _counted(self, mesh: MeshSizes, samples: int, weights: CubeWeights) -> BlockTime:
         """Of the mean block, by its counts."""
-        facts = self.facts
-        alone = further = PartTimes()
+        facts, mean = self.facts, BlockTime(PartTimes(), PartTimes())
         for kind, part in facts.kinds:
-            time = time_block(
-                kind, mesh, samples, self.machine, dtype=facts.dtype, element=facts.element, weights=weights
-            )
-            alone, further = alone + time.alone * part, further + time.further * part
-        return BlockTime(alone, further)
+            mean += time_block(kind, mesh, samples, self.machine, facts.dtype, facts.element, weights) * part
+        return mean
 
     def _stage(self, candidate: Candidate, num_blocks: float) -> PartTimes:
         """Seconds of a stage with so many blocks, and of its actions on the host."""
@@ -226,52 +188,6 @@ class StepModel:
                 max(time.forward, host), max(time.backward, host), max(time.backward_input, host), time.backward_weight
             )
         return time + PartTimes(host, host, host / _BACKWARD_ACTIONS, host / _BACKWARD_ACTIONS)
-
-    def _gathering_once(self, candidate: Candidate) -> float:
-        """Seconds by which the first forward and the last backward take longer, if weights are gathered once a batch:
-        in each stage, as the micro-batch goes from one to the next."""
-        if candidate.cube_weights == "microbatch":
-            return 0.0
-        stages, split = candidate.pipe * candidate.stages_per_rank, candidate.schedule == SPLIT
-        with_it, without = (
-            self._stage(replace(candidate, cube_weights=weights, recompute=False), len(self.facts.blocks) / stages)
-            for weights in ("microbatch", "batch")
-        )
-        return stages * max(0.0, _sum(with_it, split) - _sum(without, split))
-
-    # two micro-batches at once
-
-    def _segments_of(self, mesh: MeshSizes, samples: int, weights: CubeWeights, num_blocks: int) -> AllSegments:
-        """When a typical stage of so many blocks computes and communicates, by kind of action."""
-        facts = self.facts
-        block, _ = max(facts.kinds, key=lambda kind: kind[1])
-        made = segments(block, mesh, samples, self.machine, facts.dtype, facts.element, weights, num_blocks)
-        return {kind: parts for kind, parts in made.items() if run_alone(parts) > 0}
-
-    def _pair_part(self, mesh: MeshSizes, samples: int, weights: CubeWeights, num_blocks: int, *, split: bool) -> float:
-        """What a forward and a backward take at once, as a part of what they take one after the other."""
-        found = self._segments(mesh, samples, weights, num_blocks)
-        backward = "I" if split else "B"
-        if not {"F", backward} <= set(found):
-            return 1.0
-        ends = pair_ends(found["F"], found[backward], self.machine.is_asynchronous)
-        return min(1.0, max(ends) / (run_alone(found["F"]) + run_alone(found[backward])))
-
-    def saved_by_a_pair(self, candidate: Candidate) -> float:
-        """Seconds that the mean rank saves for a micro-batch whose forward runs at once with another one's backward."""
-        if not candidate.pairs:
-            return 0.0
-        split, stages = candidate.schedule == SPLIT, candidate.stages_per_rank
-        stage = self._stage(candidate, len(self.facts.blocks) / (candidate.pipe * stages))
-        both = stage.forward + (stage.backward_input if split else stage.backward)
-        part = self._pairs(*_cube_of(candidate), self._typical_blocks(candidate), split=split)
-        return stages * both * (1 - part)
-
-    def _typical_blocks(self, candidate: Candidate) -> int:
-        """Blocks of the stage whose segments are taken: with more the pattern repeats."""
-        return min(2, max(1, round(len(self.facts.blocks) / (candidate.pipe * candidate.stages_per_rank))))
-
-    # outside the stack
 
     def _outside(self, candidate: Candidate) -> float:
         """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples."""
@@ -286,30 +202,55 @@ class StepModel:
         return max(device, host) if machine.is_asynchronous else device + host
 
     def _work(self, candidate: Candidate) -> "_Work":
-        """Seconds of one micro-batch on the ranks."""
+        """Of one micro-batch; many candidates share it."""
+        own = candidate
+        key = own.pipe, own.num_waves, own.mesh, own.samples, own.cube_weights, own.recompute
+        if key not in self._works:
+            self._works[key] = self._count_work(candidate)
+        return self._works[key]
+
+    def _count_work(self, candidate: Candidate) -> "_Work":
         stages, pipe, total = candidate.stages_per_rank, candidate.pipe, len(self.facts.blocks)
         split, outside = candidate.schedule == SPLIT, self._outside(candidate)
-        mean = self._stage(candidate, total / (pipe * stages)) * stages
-        whole = _sum(mean, split)
+        blocks = total / (pipe * stages)
+        stage = self._stage(candidate, blocks)
+        mean, share = stage * stages, outside / pipe
         own, others = self._bytes.blocks(candidate)
         slowest = max(
-            _sum(self._stage(candidate, own / stages) * stages, split) + 3 * outside,
-            _sum(self._stage(candidate, others / stages) * stages, split) if pipe > 1 else 0.0,
+            (self._stage(candidate, own / stages) * stages).total(split=split) + 3 * outside,
+            (self._stage(candidate, others / stages) * stages).total(split=split) if pipe > 1 else 0.0,
         )
-        share = outside / pipe
-        backward = (mean.backward_input + mean.backward_weight if split else mean.backward) + 2 * share
-        return _Work(slowest, whole + 3 * share, mean.forward + share, backward, mean.backward_weight)
+        backward = mean.total(split=split) - mean.forward + 2 * share
+        # the time in which a rank still computes when the first of its stages has all its gradients
+        window = backward * pipe * (stages - 1) / stages
+        if split:
+            window = mean.backward_weight * pipe * (1.0 if candidate.num_waves > 1 else (stages - 1) / stages)
+        hops, message = pipe - 1, 0.0
+        if hops:  # the mean over the hops
+            within, between, per_node = self._hops(candidate)
+            between_nodes = ceil(pipe / per_node) - 1
+            message = ((hops - between_nodes) * within + between_nodes * between) / hops
+        once = 0.0
+        if candidate.cube_weights == "batch":  # in each stage, as the micro-batch goes from one to the next
+            plain = replace(candidate, recompute=False)
+            gathering = self._stage(replace(plain, cube_weights="microbatch"), blocks).total(split=split)
+            once = stages * pipe * max(0.0, gathering - self._stage(plain, blocks).total(split=split))
+        time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
+        backward_input = backward - mean.backward_weight if split else backward
+        return _Work(
+            slowest=slowest,
+            mean=mean.total(split=split) + 3 * share,
+            forward=mean.forward + share,
+            backward=backward,
+            window=window,
+            round_trip=pipe * (mean.forward + share + backward_input) + 4 * candidate.num_waves * hops * message,
+            unevenness=1 + _WAITS * (ceil(blocks) / blocks - 1),
+            message=message,
+            gathering_once=once,
+            saved_by_a_pair=stages * time.saved_by_a_pair(blocks, split=split),
+        )
 
     # messages
-
-    def _message(self, candidate: Candidate) -> float:
-        """Seconds of a message to the next pipeline rank: the mean over the hops."""
-        hops = candidate.pipe - 1
-        if not hops:
-            return 0.0
-        within, between, per_node = self._hops(candidate)
-        between_nodes = ceil(candidate.pipe / per_node) - 1
-        return ((hops - between_nodes) * within + between_nodes * between) / hops
 
     def _hops(self, candidate: Candidate) -> tuple[float, float, int]:
         """Seconds within a node and between nodes, and the pipeline ranks of a node."""
@@ -326,120 +267,60 @@ class StepModel:
         """Seconds in which the slowest rank's gradients are summed over the data ranks."""
         if candidate.data == 1:
             return 0.0
-        others = 1 - 1 / candidate.data
         passes = 1 if candidate.shard_optimizer else 2
-        num_bytes = passes * others * self.facts.gradient_bytes * self._bytes.trained(candidate)
-        return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
-
-    def _gather(self, candidate: Candidate) -> float:
-        """Seconds in which updated parameters are gathered, where each data rank updates its own rows."""
-        if not candidate.shard_optimizer:
-            return 0.0
-        num_bytes = (1 - 1 / candidate.data) * self.facts.parameter_bytes * self._bytes.trained(candidate)
-        return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
-
-    def _outside_gather(self, candidate: Candidate) -> float:
-        """Seconds in which a cube gathers the parameters outside the stack for a batch, and sums their gradients."""
-        if candidate.cube_size == 1:
-            return 0.0
-        facts, others = self.facts, 1 - 1 / candidate.cube_size
-        link = self.machine.link(0, 1, candidate.cube_size)
-        return link.seconds(others * facts.outside_bytes, messages=2)
-
-    def _optimizer(self, candidate: Candidate) -> float:
-        """Seconds in which it reads and writes values, gradients and states."""
-        facts = self.facts
-        each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
-        own = self._bytes.trained(candidate) / (candidate.data if candidate.shard_optimizer else 1)
-        return each * own / self.machine.memory_bandwidth
+        num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._bytes.trained(candidate)
+        return self._data_link(candidate).seconds(num_bytes, candidate.stages_per_rank)
 
     # simulation
 
-    def _layout(self, candidate: Candidate) -> Layout:
-        costs = RECOMPUTING["blocks"] if candidate.recompute else COSTS
-        if candidate.pairs:
-            costs = replace(costs, segments=PAIR_SEGMENTS)
-        sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
-        return Layout(candidate.schedule, *sizes, costs=costs, pairs=candidate.pairs)
-
-    def _cut(self, candidate: Candidate) -> list[range]:
-        layout, facts = self._layout(candidate), self.facts
-        if candidate.pipe == 1:
-            return [range(len(facts.blocks))]
-        sizes = [float(block.parameters) for block in facts.blocks]
-        loads = [Load(sizes, outside) for outside in (facts.computing_parameters, facts.outside_parameters)]
-        return cut(loads, layout.table(candidate.num_microbatches).stage_ranks)
-
-    @cached_property
-    def _sizes(self) -> list[float]:
-        """Each block's work, in that of the mean block."""
-        mean = self.facts.mean(lambda block: block.flops)
-        return [block.flops / mean if mean else 1.0 for block in self.facts.blocks]
-
-    def _costs(self, candidate: Candidate) -> CostModel:
+    def _costs(self, candidate: Candidate, stage_ranks: tuple[int, ...]) -> CostModel:
         """Seconds of each stage."""
-        outside = self._outside(candidate)
-        stages = self._stages(candidate)
-        times = [self._stage(candidate, sum(self._sizes[block] for block in blocks)) for blocks in stages]
+        facts, outside = self.facts, self._outside(candidate)
+        sizes = [float(block.parameters) for block in facts.blocks]
+        loads = [Load(sizes, one) for one in (facts.computing_parameters, facts.outside_parameters)]
+        stages = cut(loads, stage_ranks) if candidate.pipe > 1 else [range(len(facts.blocks))]
+        mean = facts.mean(lambda block: block.flops)
+        works = [block.flops / mean if mean else 1.0 for block in facts.blocks]
+        times = [self._stage(candidate, sum(works[block] for block in blocks)) for blocks in stages]
         times[-1] += PartTimes(outside, 2 * outside, 2 * outside, 0.0)
         split = candidate.schedule == SPLIT
         within, between, per_node = self._hops(candidate)
         by_node = candidate.pipe > per_node
-        found = self._segments(*_cube_of(candidate), self._typical_blocks(candidate)) if candidate.pairs else {}
-        model = TurnCosts if self.machine.is_asynchronous else PairCosts
-        return model(
+        return CostModel(
             forward=tuple(one.forward for one in times),
             backward_input=tuple(one.backward_input if split else one.backward for one in times),
             backward_weight=tuple(one.backward_weight if split else 0.0 for one in times),
             message=within if candidate.pipe > 1 else 0.0,
             message_between_nodes=between if by_node else None,
             ranks_per_node=per_node if by_node else None,
-            segments=tuple(found.items()),
         )
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Seconds of one micro-batch: of the slowest rank, of the mean one, and the parts of the mean one."""
+    """Seconds of one micro-batch."""
 
     slowest: float
+    """of the slowest rank"""
     mean: float
+    """of the mean rank"""
     forward: float
     backward: float
-    weight: float
+    window: float
+    """in which reductions are hidden"""
+    round_trip: float
+    """from its first forward to its last backward"""
+    unevenness: float
+    """how many times as long ranks wait where some stages have a block more than others"""
+    message: float
+    gathering_once: float
+    """by which a batch takes longer if its weights are gathered once: its first forward, and its last backward"""
+    saved_by_a_pair: float
+    """by the mean rank, if a forward runs at once with another micro-batch's backward"""
 
 
-def _scaled(machine: Machine, speed: float) -> Machine:
-    """The machine with devices that are so many times as fast."""
-    rates = {dtype: tuple((size, speed * rate) for size, rate in table) for dtype, table in machine.matmul.items()}
-    return replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
-
-
-def _sum(time: PartTimes, split: bool) -> float:
-    return time.forward + (time.backward_input + time.backward_weight if split else time.backward)
-
-
-def _cube_of(candidate: Candidate) -> tuple[MeshSizes, int, CubeWeights]:
-    """What the times of a block depend on."""
-    return candidate.mesh, candidate.samples, candidate.cube_weights
-
-
-def _num_pairs(candidate: Candidate) -> float:
-    """Micro-batches of which a rank runs the forward at once with the backward of another one: fitted to orders."""
-    others = candidate.num_microbatches - candidate.pipe
-    return max(0.0, others * (1.0 if candidate.pipe == 1 else _PAIRED))
-
-
-def _window(candidate: Candidate, work: _Work) -> float:
-    """Seconds in which a rank still computes when the first of its stages has all its gradients."""
-    pipe, stages = candidate.pipe, candidate.stages_per_rank
-    if candidate.schedule != SPLIT:
-        return work.backward * pipe * (stages - 1) / stages
-    return work.weight * pipe * (1.0 if candidate.num_waves > 1 else (stages - 1) / stages)
-
-
-class StepBytes:
-    """Counts what ranks hold of one model."""
+class _StepBytes:
+    """Counts what ranks hold of one model. Blocks count with their mean."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts = facts
@@ -470,91 +351,40 @@ class StepBytes:
     def blocks(self, candidate: Candidate) -> tuple[int, int]:
         """Blocks of pipeline rank 0, and the most of the others, as the strategy cuts them: by parameters."""
         facts = self._facts
-        outside = tuple(
-            one / max(1.0, facts.mean(lambda block: block.parameters))
-            for one in (facts.computing_parameters, facts.outside_parameters)
+        return self._rank_blocks(
+            len(facts.blocks),
+            candidate.pipe,
+            candidate.stages_per_rank,
+            tuple(one / facts.parameters_per_block for one in (facts.computing_parameters, facts.outside_parameters)),
         )
-        return self._rank_blocks(len(facts.blocks), candidate.pipe, candidate.stages_per_rank, outside)
 
-    def in_closed_form(self, candidate: Candidate) -> RankMemory:
-        """Of the rank that needs the most."""
+    def of_fullest(self, candidate: Candidate) -> RankMemory:
+        """Of the rank that needs the most. It has as many micro-batches under way as there are pipeline ranks."""
         own, others = self.blocks(candidate)
-        more = candidate.pairs / candidate.stages_per_rank
-        peak = min(candidate.num_microbatches, candidate.pipe + more)
+        peak = min(candidate.num_microbatches, candidate.pipe + candidate.pairs / candidate.stages_per_rank)
         first = self._rank_memory(candidate, own, peak, has_outside=True)
         return max(first, self._rank_memory(candidate, others, peak, has_outside=False), key=lambda one: one.total)
 
     def _rank_memory(self, candidate: Candidate, blocks: float, peak: float, *, has_outside: bool) -> RankMemory:
-        facts, part = self._facts, self._stage_bytes(candidate)
+        facts, samples, ranks = self._facts, candidate.samples, candidate.cube_size
         own, trained = self._held(candidate, blocks, has_outside=has_outside)
+        saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
+        kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
+        message, share = facts.message * samples / ranks, max(1.0, samples / ranks)
+        has_messages = candidate.pipe > 1
+        workspace = saved if candidate.recompute else 2 * message
         return RankMemory(
             weights=own * facts.parameter_bytes,
             gradients=trained * facts.gradient_bytes,
             optimizer=trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
-            activations=peak * blocks * part.activation,
-            gathered=has_outside * part.gathered + blocks * part.kept,
-            suspended=has_outside * (part.suspended + peak * part.message * (candidate.pipe > 1)),
-            messages=2 * candidate.stages_per_rank * part.message * (candidate.pipe > 1),
-            workspace=(1 + candidate.pairs) * max(part.workspace, has_outside * part.outside_workspace),
+            activations=peak * blocks * (message if candidate.recompute else saved),
+            # parameters outside the stack, and weights that are gathered for the batch, with their gradients
+            gathered=has_outside * (ranks > 1) * facts.outside_bytes
+            + blocks * (facts.element + facts.gradient_bytes) * kept,
+            suspended=has_outside * (facts.outside_saved * share + peak * message * has_messages),
+            messages=2 * candidate.stages_per_rank * message * has_messages,
+            workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * share),
         )
-
-    def _stage_bytes(self, candidate: Candidate) -> "_Bytes":
-        """What is held of one micro-batch, or all the time besides parameters."""
-        facts, samples, ranks = self._facts, candidate.samples, candidate.cube_size
-        saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
-        kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
-        message = facts.message * samples / ranks
-        share = max(1.0, samples / ranks)
-        return _Bytes(
-            activation=message if candidate.recompute else saved,
-            workspace=saved if candidate.recompute else 2 * message,
-            outside_workspace=2 * facts.largest_outside * share,
-            message=message,
-            suspended=facts.outside_saved * share,
-            gathered=facts.outside_bytes if ranks > 1 else 0.0,
-            kept=(facts.element + facts.gradient_bytes) * kept,
-        )
-
-    def model(self, candidate: Candidate, stages: Sequence[range]) -> MemoryModel:
-        """What each stage holds; `stages` are its blocks."""
-        facts, part = self._facts, self._stage_bytes(candidate)
-        held, trained = zip(
-            *(self._held(candidate, len(blocks), has_outside=not number) for number, blocks in enumerate(stages)),
-            strict=True,
-        )
-        first, last = [1.0] + [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1) + [1.0]
-        shard = candidate.data if candidate.shard_optimizer else 1
-        has_messages = candidate.pipe > 1
-        return MemoryModel(
-            activation=tuple(len(blocks) * part.activation for blocks in stages),
-            weights=tuple(one * facts.parameter_bytes for one in held),
-            gradients=tuple(one * facts.gradient_bytes for one in trained),
-            optimizer=tuple(one * facts.optimizer_bytes / shard for one in trained),
-            gathered=tuple(
-                one * part.gathered + len(blocks) * part.kept for one, blocks in zip(first, stages, strict=True)
-            ),
-            suspended=tuple(
-                a * part.message * has_messages + b * part.suspended for a, b in zip(first, last, strict=True)
-            ),
-            message=part.message * has_messages,
-            send_buffers=part.message * has_messages,
-            forward_workspace=part.workspace,
-            backward_workspace=tuple(max(part.workspace, one * part.outside_workspace) for one in last),
-            weight_workspace=part.workspace,
-        )
-
-
-@dataclass(frozen=True)
-class _Bytes:
-    activation: float
-    """of one block"""
-    workspace: float
-    outside_workspace: float
-    message: float
-    suspended: float
-    gathered: float
-    kept: float
-    """for the batch, of one block: gathered weights and their gradients"""
 
 
 def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: tuple[float, ...]) -> tuple[int, int]:

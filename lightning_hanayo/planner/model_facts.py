@@ -1,12 +1,13 @@
 """ModelFacts: what the planner knows of a model, counted without values: its blocks' products, parameters and bytes."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
-from lightning_hanayo.planner.communication_volume import CubeWeights, Keep, LinearLayer, Storage, Volume
+from lightning_hanayo.planner.communication_volume import CubeWeights, LinearLayer, Storage, Volume
 
 
 @dataclass(frozen=True)
@@ -39,32 +40,26 @@ class Product:
 
     def gathers_whole(self, samples: int, mesh: MeshSizes) -> bool:
         """Whether its weight is gathered whole over all ranks, and no activation is sent."""
-        whole = _whole_weight(self.parameters, mesh).total
-        return self.is_generic and whole <= self.of(samples).generic_volume(mesh).total
+        return self.is_generic and self._whole(mesh).total <= self.of(samples).generic_volume(mesh).total
 
-    def volume(self, samples: int, mesh: MeshSizes, keep: Keep = "gathered") -> Volume:
+    def volume(self, samples: int, mesh: MeshSizes) -> Volume:
         """What a rank receives for a micro-batch of so many samples."""
-        layer = self.of(samples)
-        if not self.is_generic:
-            return layer.volume(mesh, keep)
         if self.gathers_whole(samples, mesh):
-            return _whole_weight(self.parameters, mesh, again=keep == "shards")
-        return layer.generic_volume(mesh, keep)
+            return self._whole(mesh)
+        layer = self.of(samples)
+        return layer.generic_volume(mesh) if self.is_generic else layer.volume(mesh)
 
-    def storage(self, samples: int, mesh: MeshSizes, keep: Keep = "gathered") -> Storage:
+    def storage(self, samples: int, mesh: MeshSizes) -> Storage:
         """What a rank stores from the forward to the backward."""
-        x, y, z = mesh
         if not self.gathers_whole(samples, mesh):
-            return self.of(samples).storage(mesh, keep)
-        num_ranks = x * y * z
-        kept = self.parameters if keep == "gathered" and num_ranks > 1 else 0.0
+            return self.of(samples).storage(mesh)
+        num_ranks = prod(mesh)
+        kept = self.parameters if num_ranks > 1 else 0.0
         return Storage(self.parameters / num_ranks, samples * self.layer.sizes[0] / num_ranks, kept)
 
-
-def _whole_weight(parameters: int, mesh: MeshSizes, *, again: bool = False) -> Volume:
-    x, y, z = mesh
-    others = parameters * (1 - 1 / (x * y * z))
-    return Volume(gather_w=others, scatter_dw=others, regather_w=others * again)
+    def _whole(self, mesh: MeshSizes) -> Volume:
+        others = self.parameters * (1 - 1 / prod(mesh))
+        return Volume(gather_w=others, scatter_dw=others)
 
 
 @dataclass(frozen=True)
@@ -98,8 +93,7 @@ class BlockFacts:
 
     def parameters_of_a_rank(self, mesh: MeshSizes) -> float:
         """Elements that a rank of a cube stores."""
-        x, y, z = mesh
-        return self.parameters - self.sharded_parameters * (1 - 1 / (x * y * z))
+        return self.parameters - self.sharded_parameters * (1 - 1 / prod(mesh))
 
     def trained_by_a_rank(self, mesh: MeshSizes) -> float:
         """Those of them that are trained."""
@@ -110,13 +104,12 @@ class BlockFacts:
         return sum(one.storage(samples, mesh).saved_weights for one in self.products)
 
     def saved_by_a_rank(
-        self, samples: int, mesh: MeshSizes, element: int, keep: Keep = "gathered", weights: CubeWeights = "microbatch"
+        self, samples: int, mesh: MeshSizes, element: int, weights: CubeWeights = "microbatch"
     ) -> float:
         """Bytes that a rank of a cube keeps for the backward of a micro-batch; `element` bytes per number."""
-        x, y, z = mesh
         inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
-        others = max(0.0, samples * self.saved - inputs) / (x * y * z)
-        stored = [one.storage(samples, mesh, keep) for one in self.products]
+        others = max(0.0, samples * self.saved - inputs) / prod(mesh)
+        stored = [one.storage(samples, mesh) for one in self.products]
         own_weights = weights == "microbatch"
         return others + element * sum(one.saved_inputs + own_weights * one.saved_weights for one in stored)
 
@@ -159,17 +152,22 @@ class ModelFacts:
     optimizer_bytes: float = 8.0
     """of the optimizer's states, and of master weights, for each parameter that is trained"""
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Of the whole model."""
         return self.outside_parameters + sum(block.parameters for block in self.blocks)
 
-    @property
+    @cached_property
     def is_registered(self) -> bool:
         """Whether a cube runs whole blocks in its layout, and not one layer after the other."""
         return not any(one.is_generic for block, _ in self.kinds for one in block.products)
 
-    @property
+    @cached_property
+    def parameters_per_block(self) -> float:
+        """At least one, so that it can divide."""
+        return max(1.0, self.mean(lambda block: block.parameters))
+
+    @cached_property
     def outside_bytes(self) -> float:
         """Of the values and the gradients of the parameters outside the stack."""
         trained = self.outside_parameters - self.outside_frozen
@@ -185,11 +183,10 @@ class ModelFacts:
         """The different blocks, and the part that each is of all blocks."""
         return tuple((kind, count / len(self.blocks)) for kind, count in Counter(self.blocks).items())
 
+    def gathers_weights(self, samples: int, mesh: MeshSizes) -> bool:
+        """Whether a cube gathers any weights for a micro-batch of so many samples."""
+        return any(one.storage(samples, mesh).saved_weights > 0 for block, _ in self.kinds for one in block.products)
+
     def mean(self, of: Callable[[BlockFacts], float]) -> float:
         """The mean over the blocks of what `of` says of each."""
         return sum(part * of(kind) for kind, part in self.kinds)
-
-
-def products_of(layers: Sequence[LinearLayer], *, is_generic: bool = False) -> tuple[Product, ...]:
-    """The products of these layers."""
-    return tuple(Product(layer, is_generic) for layer in layers)

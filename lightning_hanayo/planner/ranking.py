@@ -1,26 +1,23 @@
 """Plan: all layouts of a model on so many devices, ranked by the time of a step among those that fit into memory."""
 
-from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from itertools import islice
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import ALL, Candidate, Choices, candidates
 from lightning_hanayo.planner.estimates import Estimate, StepModel
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.schedule import RankMemory
 
 TOO_LARGE = "need more memory than a device has"
 """a reason in `Plan.refused`"""
 USABLE = 0.9
 """of a device's memory, unless the user says how much: the rest is for the allocator, libraries and fragments"""
-_MOST_SIMULATED = 5
-"""times as many layouts as are shown are simulated, where closed forms are too low for some"""
-_MOST_DEVICES = 64
-"""times as many devices are tried for a model that doesn't fit"""
+_MOST_DOUBLED = 6
+"""times that the number of devices is doubled for a model that doesn't fit"""
 _NAMES = {
     "weights": "parameters",
     "gradients": "gradients",
@@ -31,17 +28,6 @@ _NAMES = {
     "messages": "messages",
     "workspace": "what one block takes while it runs",
 }
-
-
-class Point(NamedTuple):
-    """A layout that fits, for the picture."""
-
-    seconds: float
-    num_bytes: float
-    is_on_frontier: bool
-    """whether no layout is both faster and smaller"""
-    name: str
-    """the layout in words"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +42,8 @@ class Plan:
     """bytes that a rank may need"""
     best: tuple[Estimate, ...]
     """simulated, the fastest first"""
-    points: tuple[Point, ...]
-    """of all that fit, in closed form, the fastest first"""
+    fitting: tuple[Estimate, ...]
+    """all that fit, in closed form, the fastest first"""
     num_considered: int
     refused: Counter[str]
     """how many others there were, by what excludes them"""
@@ -81,7 +67,7 @@ def make_plan(
     num_devices: int,
     global_batch: int,
     memory: float | None = None,
-    top: int = 10,
+    top: int = 5,
     model: StepModel | None = None,
     accept: Callable[[Candidate], bool] = lambda _: True,
     batch_size: int | None = None,
@@ -89,16 +75,13 @@ def make_plan(
 ) -> Plan:
     """Rank all layouts in closed form, simulate the fastest that fit, and rank these by their simulated steps.
 
-    Closed forms are sometimes too low, and seldom too high: as long as one is below the simulated times of the `top`
-    fastest, the simulation goes on.
-
     Args:
         facts: the model.
         machine: the rates of devices, links and host.
         num_devices: of all nodes; a node has `machine.ranks_per_node`.
         global_batch: samples of an optimizer step.
         memory: bytes that a rank may need; None: 0.9 of the device's.
-        top: how many to return, each another topology, number of waves or size of micro-batches.
+        top: how many to simulate and to return, each another topology, number of waves or size of micro-batches.
         model: estimates steps; None: one without measured times.
         accept: which layouts to consider.
         batch_size: samples of a data rank's batch; None: whatever divides.
@@ -109,56 +92,37 @@ def make_plan(
     """
     limit = USABLE * machine.memory if memory is None else memory
     model = model or StepModel(facts, machine)
+
+    def considered(num_devices: int, refused: Counter[str]) -> list[Candidate]:
+        return [*filter(accept, candidates(facts, num_devices, global_batch, refused, batch_size, choices))]
+
+    def fitting_of(found: Sequence[Candidate]) -> list[Candidate]:
+        return [one for one in found if model.memory(one).total <= limit]
+
     refused: Counter[str] = Counter()
-    every = candidates(facts, num_devices, global_batch, refused, batch_size, choices)
-    is_forced = False not in choices.pairs
-    found = [one for one in every if accept(one) and (is_forced or not one.pairs or model.saved_by_a_pair(one) > 0)]
+    found = considered(num_devices, refused)
     if not found:
         raise HanayoError(_none_divides(facts, num_devices, global_batch, refused))
-    estimates = sorted(map(model.closed_form, found), key=_order)
-    fitting = [one for one in estimates if one.memory.total <= limit]
-    if len(fitting) < len(estimates):
-        refused[TOO_LARGE] = len(estimates) - len(fitting)
+    fitting = sorted(map(model.closed_form, fitting_of(found)), key=_order)
+    if len(fitting) < len(found):
+        refused[TOO_LARGE] = len(found) - len(fitting)
     if not fitting:
-        enlarged = partial(
-            candidates, facts, global_batch=global_batch, refused=Counter(), batch_size=batch_size, choices=choices
-        )
-        raise HanayoError(
-            _nearest_miss(model, estimates, num_devices, limit, lambda more: filter(accept, enlarged(num_devices=more)))
-        )
-    simulated: list[Estimate] = []
-    for tries, one in enumerate(_distinct(fitting, by_pairs=True)):
-        if len(simulated) >= top and (one.seconds > simulated[top - 1].seconds or tries == _MOST_SIMULATED * top):
-            break
-        again = model.simulated(one.candidate)
-        if again.memory.total <= limit:
-            insort(simulated, again, key=_order)
-            simulated = _distinct(simulated)
-    best = tuple(simulated[:top]) or (fitting[0],)
-    return Plan(facts, machine, num_devices, global_batch, limit, best, _points(fitting), len(found), refused)
+        least = min(found, key=lambda one: model.memory(one).total)
+        counts = (2**power * num_devices for power in range(1, _MOST_DOUBLED + 1))
+        enough = next((more for more in counts if fitting_of(considered(more, Counter()))), None)
+        raise HanayoError(_nearest_miss(facts, least, model.memory(least), num_devices, limit, enough))
+    # those that differ in more than recomputation, sharding, pairs, and how often weights are gathered
+    distinct: dict[tuple[object, ...], Estimate] = {}
+    for one in fitting:
+        own = one.candidate
+        distinct.setdefault((own.data, own.pipe, own.mesh, own.num_waves, own.samples), one)
+    best = sorted((model.simulated(one.candidate) for one in islice(distinct.values(), top)), key=_order)
+    return Plan(facts, machine, num_devices, global_batch, limit, tuple(best), tuple(fitting), len(found), refused)
 
 
 def _order(estimate: Estimate) -> tuple[float, float, int]:
     """Faster first; of equally fast ones the smaller, and then the one with fewer waves."""
     return round(estimate.seconds, 9), round(estimate.memory.total), estimate.candidate.num_waves
-
-
-def _distinct(estimates: Sequence[Estimate], *, by_pairs: bool = False) -> list[Estimate]:
-    """The first of those that differ in recomputation, sharding and how often weights are gathered alone; and in pairs,
-    unless asked otherwise: only the simulation knows how many pairs a table has."""
-    found: dict[tuple[object, ...], Estimate] = {}
-    for one in estimates:
-        own = one.candidate
-        found.setdefault((own.data, own.pipe, own.mesh, own.num_waves, own.samples, by_pairs and own.pairs), one)
-    return list(found.values())
-
-
-def _points(estimates: Sequence[Estimate]) -> tuple[Point, ...]:
-    points, least = [], float("inf")
-    for one in estimates:
-        points.append(Point(one.seconds, one.memory.total, one.memory.total < least, one.candidate.whole_name))
-        least = min(least, one.memory.total)
-    return tuple(points)
 
 
 def _none_divides(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> str:
@@ -171,29 +135,27 @@ def _none_divides(facts: ModelFacts, num_devices: int, global_batch: int, refuse
 
 
 def _nearest_miss(
-    model: StepModel,
-    estimates: Sequence[Estimate],
-    num_devices: int,
-    limit: float,
-    found_on: Callable[[int], Iterable[Candidate]],
+    facts: ModelFacts, least: Candidate, memory: RankMemory, num_devices: int, limit: float, enough: int | None
 ) -> str:
-    """The layout that needs the least memory: what takes most of it, and what would help."""
-    least = min(estimates, key=lambda one: one.memory.total)
-    parts = {name: getattr(least.memory, name) for name in _NAMES}
+    """The layout that needs the least memory: what takes most of it, and what would help.
+
+    Args:
+        facts: the model.
+        least: that layout.
+        memory: which it needs.
+        num_devices: there are.
+        limit: bytes of a device.
+        enough: devices on which another layout would fit; None: no number that was tried.
+    """
+    parts = {name: getattr(memory, name) for name in _NAMES}
     largest = max(parts, key=lambda name: parts[name])
-    missing = least.memory.total - limit
-    more = num_devices
-    way_out = f"a smaller model (tried: up to {_MOST_DEVICES * num_devices:,} devices)"
-    while more < _MOST_DEVICES * num_devices:
-        more *= 2
-        found = map(model.closed_form, found_on(more))
-        if any(one.memory.total <= limit for one in found):
-            way_out = f"{more} devices of this size, or {bytes_of(least.memory.total)} on each of these"
-            break
+    way_out = f"a smaller model (tried: up to {2**_MOST_DOUBLED * num_devices:,} devices)"
+    if enough is not None:
+        way_out = f"{enough} devices of this size, or {bytes_of(memory.total)} on each of these"
     return (
-        f"no layout of {count_of(model.facts.parameters)} parameters fits into {bytes_of(limit)} on {num_devices} "
-        f"devices. The nearest, {least.candidate}, needs {bytes_of(least.memory.total)}, {bytes_of(missing)} too much; "
-        f"most of it, {bytes_of(parts[largest])}, for {_NAMES[largest]}. It would fit with {way_out}"
+        f"no layout of {count_of(facts.parameters)} parameters fits into {bytes_of(limit)} on {num_devices} devices. "
+        f"The nearest, {least}, needs {bytes_of(memory.total)}, {bytes_of(memory.total - limit)} too much; most of it, "
+        f"{bytes_of(parts[largest])}, for {_NAMES[largest]}. It would fit with {way_out}"
     )
 
 

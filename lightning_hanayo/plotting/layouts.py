@@ -40,7 +40,6 @@ class Dot(NamedTuple):
 
     seconds: float
     num_bytes: float
-    is_on_frontier: bool = False
     name: str = ""
 
 
@@ -58,7 +57,7 @@ def save_layouts(path: str | Path, dots: Sequence[Dot], numbered: Sequence[Dot],
         HanayoError: the suffix is no image format, or the file can't be written.
     """
     shown = worth_showing(dots, numbered)
-    frontier = sorted((one for one in shown if one.is_on_frontier), key=lambda one: one.num_bytes)
+    frontier = frontier_of(shown)
     with image_file(path, 9.0, 5.2) as figure:
         axes = figure.add_axes((0.08, 0.11, 0.89, 0.75))
         figure.text(0.08, 0.955, title, va="top", fontsize=11, weight="bold")
@@ -82,6 +81,15 @@ def worth_showing(dots: Sequence[Dot], numbered: Sequence[Dot]) -> list[Dot]:
     """All but those that take several times as long as the fastest."""
     most = _SLOWEST * min(one.seconds for one in (*dots, *numbered))
     return [one for one in dots if one.seconds <= most]
+
+
+def frontier_of(dots: Sequence[Dot]) -> list[Dot]:
+    """Those for which no other one is both faster and smaller, the smallest first."""
+    found: list[Dot] = []
+    for one in sorted(dots):
+        if not found or one.num_bytes < found[-1].num_bytes:
+            found.append(one)
+    return found[::-1]
 
 
 def _write_numbers(axes: "Axes", numbered: Sequence[Dot], near: float) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.plotting import palette
-from lightning_hanayo.plotting.layouts import FRONTIER, NUMBERED, POINT, Dot, worth_showing
+from lightning_hanayo.plotting.layouts import FRONTIER, NUMBERED, POINT, Dot, frontier_of, worth_showing
 from lightning_hanayo.plotting.timeline import Parts, idle_before, span_parts, summary, timeline_messages
 from lightning_hanayo.schedule import Span, Timeline
 from lightning_hanayo.schedule.table import COMPUTE
@@ -69,7 +69,7 @@ def save_layouts_page(
         "count": len(dots),
         "colours": {"point": POINT, "frontier": FRONTIER, "numbered": NUMBERED},
         "dots": [_dot(one) for one in shown],
-        "frontier": [_dot(one)[:2] for one in shown if one.is_on_frontier],
+        "frontier": [_dot(one)[:2] for one in frontier_of(shown)],
         "numbered": [_dot(one) for one in numbered],
         "columns": list(columns),
         "rows": [list(row) for row in rows],

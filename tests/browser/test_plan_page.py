@@ -8,7 +8,7 @@ from lightning_hanayo.plotting.layouts import Dot
 from lightning_hanayo.plotting.pages import save_layouts_page
 from tests.browser.chromium import Page
 
-DOTS = [Dot(1.0 + 0.1 * number, 40e9 - 3e9 * number, number % 2 == 0, f"layout {number}") for number in range(10)]
+DOTS = [Dot(1.0 + 0.1 * number, 40e9 - 3e9 * number, f"layout {number}") for number in range(10)]
 ROWS = [["1", "1.0 s", "40 GB"], ["2", "1.2 s", "9 GB"], ["3", "1.4 s", "28 GB"]]
 
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.overlap.pair_time import run_alone
-from lightning_hanayo.planner.block_time import segments, time_block
-from lightning_hanayo.planner.communication_volume import CubeWeights, LinearLayer
+from lightning_hanayo.planner.block_time import time_block
+from lightning_hanayo.planner.communication_volume import LinearLayer
 from lightning_hanayo.planner.machine import Link, Machine
-from lightning_hanayo.planner.model_facts import BlockFacts, products_of
+from lightning_hanayo.planner.model_facts import BlockFacts, Product
 from recipes.benchmarks.schemes.log import replay
 from recipes.benchmarks.schemes.names import three_d
 from recipes.benchmarks.tensor3d_rank import Case, dry_run
@@ -27,7 +26,7 @@ def block(tokens: int) -> BlockFacts:
         LinearLayer(tokens, h, 4 * h),
         LinearLayer(tokens, 4 * h, h, row_parallel=True),
     )
-    return BlockFacts(products_of(layers), parameters=12 * h * h, attention_flops=4.0 * tokens * h * tokens)
+    return BlockFacts(tuple(map(Product, layers)), parameters=12 * h * h, attention_flops=4.0 * tokens * h * tokens)
 
 
 def machine(flops: float = FLOPS) -> Machine:
@@ -50,23 +49,6 @@ def test_what_real_layers_take(mesh: MeshSizes, tokens: int) -> None:
         assert stage.forward + stage.backward == pytest.approx(real.step, rel=1e-9)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 8, 1)], ids=str)
-@pytest.mark.parametrize("weights", ["microbatch", "batch"])
-def test_segments_alone_take_what_the_block_takes(mesh: MeshSizes, weights: CubeWeights) -> None:
-    given = block(32), mesh, BATCH, machine(), "float32", 4
-    time = time_block(*given, weights=weights)
-    for num_blocks in (1, 2):
-        parts, stage = segments(*given, weights, num_blocks), time.stage(num_blocks)
-        alone = {kind: run_alone(one) for kind, one in parts.items()}
-        assert alone == pytest.approx({"F": stage.forward, "B": stage.backward, "I": stage.backward_input})
-
-
-def test_segments_compute_for_as_long_as_the_host_needs() -> None:
-    busy = replace(machine(), is_asynchronous=True, host_call=1e3, host_collective=0.0)
-    parts = segments(replace(block(32), calls=10), (2, 2, 2), BATCH, busy, "float32", 4)
-    assert sum(one.compute for one in parts["F"]) == pytest.approx(1e4)
-
-
 def test_a_split_backward_takes_what_the_whole_one_does_without_a_link() -> None:
     one = time_block(block(32), (1, 1, 1), 4, machine(), dtype="float32", element=4).alone
     assert one.backward == pytest.approx(one.backward_input + one.backward_weight)
@@ -77,15 +59,6 @@ def test_parts_of_a_split_backward_wait_for_their_own_sums() -> None:
     """What is summed is the same, but the weights' sums have less to hide behind."""
     one = time_block(block(32), (4, 2, 1), 8, machine(), dtype="float32", element=4).alone
     assert one.backward_input + one.backward_weight > one.backward
-
-
-def test_shards_that_are_gathered_again_take_longer() -> None:
-    kept, again = (
-        time_block(block(32), (2, 2, 2), 8, machine(), dtype="float32", element=4, keep=keep).alone
-        for keep in ("gathered", "shards")
-    )
-    assert again.forward == kept.forward
-    assert again.backward > kept.backward
 
 
 def test_a_rank_alone_only_computes() -> None:
@@ -107,3 +80,17 @@ def test_the_host_starts_operations_and_collectives() -> None:
     assert cube.forward == pytest.approx(10e-5 + 4 * 3 * 2e-5), "three for each of four products"
     assert cube.backward == pytest.approx(21e-5 + 4 * 3 * 2e-5)
     assert cube.backward_input + cube.backward_weight == pytest.approx(cube.backward)
+
+
+def test_a_pair_hides_most_of_the_shorter_of_compute_and_communication() -> None:
+    time = time_block(block(32), (2, 2, 2), BATCH, machine(), dtype="float32", element=4)
+    both = [part.forward + part.backward for part in (time.computing, time.receiving, time.alone)]
+    saved = time.saved_by_a_pair(1, split=False)
+    assert both[2] - 1.03 * (both[0] + both[1]) < saved < both[2] - 1.03 * max(both[:2])
+
+
+def test_pairs_save_nothing_where_the_host_is_the_limit() -> None:
+    """Both actions need it."""
+    busy = replace(machine(), is_asynchronous=True, host_call=1e3)
+    time = time_block(replace(block(32), calls=10), (1, 8, 1), BATCH, busy, dtype="float32", element=4)
+    assert time.saved_by_a_pair(1, split=True) == 0

@@ -85,10 +85,8 @@ def test_the_fastest_comes_first_and_fits() -> None:
     assert times == sorted(times)
     assert all(one.memory.total <= plan.memory == 72e9 for one in plan.best)
     topologies = {(c.data, c.pipe, c.mesh, c.num_waves, c.samples) for c in (one.candidate for one in plan.best)}
-    assert len(topologies) == len(plan.best) == 10
-    assert plan.num_considered == len(plan.points) + plan.refused[TOO_LARGE]
-    frontier = [one for one in plan.points if one.is_on_frontier]
-    assert [one.num_bytes for one in frontier] == sorted((one.num_bytes for one in frontier), reverse=True)
+    assert len(topologies) == len(plan.best) == 5
+    assert plan.num_considered == len(plan.fitting) + plan.refused[TOO_LARGE]
     assert 0 < plan.flops_share(plan.first) < 1
 
 
@@ -130,7 +128,7 @@ def test_samples_that_divide_over_no_layout() -> None:
 @pytest.mark.thorough
 def test_a_thousand_devices() -> None:
     plan = make_plan(SEVENTY_B, H100, num_devices=1024, global_batch=1024)
-    assert len(plan.best) == 10
+    assert len(plan.best) == 5
     assert plan.num_considered > 5000
 
 

@@ -43,7 +43,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """All of it."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(getattr(self, name) for name in self.__slots__))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]

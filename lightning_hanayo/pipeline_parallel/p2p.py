@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.pipeline_parallel.message import (
     Message,
     MessageKey,

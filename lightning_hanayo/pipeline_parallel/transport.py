@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.monitor.waiting import Waiting
 
 
 class Work(Protocol):

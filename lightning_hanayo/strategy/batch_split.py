@@ -15,10 +15,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.pipeline_parallel import microbatches
+from lightning_hanayo.pipeline_parallel.batches import microbatches
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource, leaves
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader, named_arrays
-from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
 from lightning_hanayo.tensor_parallel.boundary import (
     AllGatherObject,
     MicrobatchReshard,

@@ -27,9 +27,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _get_default_store
 
 from lightning_hanayo.errors import HanayoError, PeerFailed, with_notes
-from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.processes import Member, lost_parent
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.strategy.joining import close_monitor, forget_monitor, is_lost_connection, what_was_lost
 
 _BEGUN, _ENDED = (0, 0, 0, 0), (1 << 62, 0, 0, 0)

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed import Backend, distributed_c10d
 from typing_extensions import override
 
-from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.overlap.link_queue import DeviceLink, LinkQueue
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.tensor_parallel.mesh import Mesh

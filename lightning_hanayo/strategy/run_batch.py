@@ -17,8 +17,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_hanayo.pipeline_parallel import microbatches
 from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.batches import microbatches
 from lightning_hanayo.pipeline_parallel.batches.plan import children
 from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
 from lightning_hanayo.pipeline_parallel.profiling.trace import is_profiling

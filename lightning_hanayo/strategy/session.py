@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from lightning_hanayo.errors import NotAvailableError
 from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.stack import modules_outside
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
-from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
 from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.planner.layout import Layout

@@ -4,7 +4,7 @@ A stack is a list of frames, the innermost first. Frames keep tensors and proces
 
 Finds out what this rank waits for: a message, the other ranks of a collective, or nothing.
 
-Our own code states its waits (`monitor/hangs/waiting.py`). Calls of torch.distributed are found in the stack.
+Our own code states its waits (`monitor/waiting.py`). Calls of torch.distributed are found in the stack.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward
 
-from lightning_hanayo.monitor.hangs.waiting import Waiting, stated
+from lightning_hanayo.monitor.waiting import Waiting, stated
 from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCall
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transfer, Transport
 from lightning_hanayo.schedule import Action, Kind

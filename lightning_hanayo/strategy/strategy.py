@@ -22,6 +22,7 @@ from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import run_batch
+from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
 from lightning_hanayo.strategy.checkpoints import save
 from lightning_hanayo.strategy.checkpoints.load import check_start
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints, check_plugin, check_saving
@@ -43,10 +44,9 @@ from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.stopping import report_of
 from lightning_hanayo.strategy.votes import SavesOnException
-from lightning_hanayo.strategy.whole_model import WholeModelStrategy
 
 
-class HanayoStrategy(WholeModelStrategy):
+class HanayoStrategy(CheckpointingStrategy):
     """Trains a LightningModule as a wave pipeline (Hanayo, SC'23), combined with data and 3-D tensor parallelism.
 
     The module stays unchanged. Its stack of blocks is cut into stages, which are assigned to the pipeline ranks in

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.topology import Topology
 

@@ -11,9 +11,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.pipeline_parallel import microbatches
+from lightning_hanayo.pipeline_parallel.batches import microbatches
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.engine import Engine
-from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.pipeline_parallel.autograd.loss_graph import LossGraph, LossTerm, in_host_memory, read_loss
-from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, for_model
 from lightning_hanayo.strategy.losses.sample_mixing import noting_mixed_samples
 

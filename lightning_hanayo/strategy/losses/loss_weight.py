@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 
 LossWeight = Literal["samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float]
 IGNORED_LABEL = -100

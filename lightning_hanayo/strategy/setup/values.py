@@ -35,7 +35,7 @@ from lightning_hanayo.dist_checkpointing.huggingface import (
     names_of,
 )
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
-from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.setup.cube import Cube

@@ -42,12 +42,12 @@ from typing_extensions import override
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes, are_whole_numbers
 from lightning_hanayo.pipeline_parallel.batches.plan import Array, Attribute, children, leaves, with_children
 from lightning_hanayo.pipeline_parallel.batches.reader import step_to
 from lightning_hanayo.pipeline_parallel.capture.proxy import Valueless, user_line
 from lightning_hanayo.pipeline_parallel.capture.state import INTERNAL, LIBRARIES, MAX_LENGTH, PLAIN, is_metric
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text
-from lightning_hanayo.pipeline_parallel.microbatches import PieceSizes, are_whole_numbers
 from lightning_hanayo.pipeline_parallel.stages import detach_tree, find_loss
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.monitor.hangs.waiting import Waiting
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.monitor.hangs.waiting import stated
+from lightning_hanayo.monitor.waiting import stated
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
 from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel

@@ -1,4 +1,4 @@
-"""The whole model, of which each rank has a part: in checkpoints, and for user code."""
+"""Checkpoints: Lightning's hooks that save and load, and what user code calls for the whole of the model."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +38,7 @@ from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 from lightning_hanayo.strategy.votes import SavesOnException
 
 
-class WholeModelStrategy(MeshParallelStrategy):
+class CheckpointingStrategy(MeshParallelStrategy):
     """Lightning's hooks that save and load, and the methods that user code calls for what no rank holds alone."""
 
     def __init__(self, options: Options) -> None:

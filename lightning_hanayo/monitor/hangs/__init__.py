@@ -1,1 +1,0 @@
-"""What ranks do in a run in which nothing moves, and who holds up whom. Standard library only."""

@@ -259,7 +259,8 @@ def _wait(processes: list[BaseProcess], timeout: float) -> None:
 def _main(folder: str, rank: int, world_size: int, port: int, work: _Work) -> None:
     """The main function of a rank's process."""
     end_with_parent()
-    sys.stdout = sys.stderr = _output(folder, rank).open("w", buffering=1)
+    result_path, log_path = _paths(folder, rank)
+    sys.stdout = sys.stderr = log_path.open("w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)
     names = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
@@ -270,35 +271,27 @@ def _main(folder: str, rank: int, world_size: int, port: int, work: _Work) -> No
     torch.set_num_threads(1)
     function, arguments = pickle.loads(work) if isinstance(work, bytes) else work
     result = function(*arguments)
-    partial = _file(folder, rank).with_suffix(".partial")
+    partial = result_path.with_suffix(".partial")
     torch.save(result, partial)
-    partial.rename(_file(folder, rank))
+    partial.rename(result_path)
     sys.stdout.flush()
     os._exit(not isinstance(result, RankResult))  # without the exit functions of the parent, if this is its fork
 
 
 def _result(rank: int, process: BaseProcess, folder: str, timeout: float) -> RankResult | RankFailure:
-    result = _load(folder, rank)
-    if result is not None:
+    result_path, log_path = _paths(folder, rank)
+    if result_path.exists():
+        result: RankResult | RankFailure = torch.load(result_path, weights_only=False)
         return result
-    printed = _output(folder, rank)
-    trace = printed.read_text(errors="replace")[-_SHOWN_OUTPUT:] if printed.exists() else ""
+    trace = log_path.read_text(errors="replace")[-_SHOWN_OUTPUT:] if log_path.exists() else ""
     if process.is_alive():
         return RankFailure(rank, "timed out", f"no answer within {timeout:g} s", trace)
     return RankFailure(rank, "died", f"the process ended with exit code {process.exitcode}", trace)
 
 
-def _load(folder: str, rank: int) -> RankResult | RankFailure | None:
-    path = _file(folder, rank)
-    return torch.load(path, weights_only=False) if path.exists() else None
-
-
-def _file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank-{rank}.pt"
-
-
-def _output(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank-{rank}.log"
+def _paths(folder: str, rank: int) -> tuple[Path, Path]:
+    """The files of a rank's result, and of what it prints."""
+    return Path(folder) / f"rank-{rank}.pt", Path(folder) / f"rank-{rank}.log"
 
 
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth")

@@ -54,64 +54,59 @@ class Written:
     """the file of each document, by its stem"""
 
 
-class RankFiles:
-    """Writes one rank's files, whose names say the rank and the save.
+def write_files(
+    target: Target, rank: int, part: RankPart, texts: Mapping[str, bytes], at: AtPoint, check: Callable[[], object]
+) -> Written:
+    """Write one rank's files, and return when they are on the disk. If this raises, no file is left.
 
     Args:
+        target: where.
+        rank: this one, which the names of its files with tensors say.
+        part: has the tensors.
+        texts: its documents, encoded.
         at: is called at HALF_WRITTEN, WRITTEN and SYNCED.
         check: is called again and again while tensors are written; what it raises ends the writing.
     """
+    files: dict[str, StoredFile] = {}
+    wholes: list[tuple[str, WholeTensor]] = []
+    names = {stem: f"{stem}-{target.save_id}.json" for stem in texts}
+    started: list[str] = []
 
-    def __init__(self, target: Target, rank: int, at: AtPoint, check: Callable[[], object]) -> None:
-        self._files: dict[str, StoredFile] = {}
-        self._tensors: list[tuple[str, WholeTensor]] = []
-        self._texts: dict[str, str] = {}
-        self._target, self._rank = target, rank
-        self._at, self._check = at, check
-        self._started: list[str] = []
+    def create(opened: ExitStack, name: str) -> Any:
+        started.append(name)
+        return opened.enter_context(target.storage.create(name))
 
-    def write(self, tensors: Sequence[TensorPart], texts: Mapping[str, bytes]) -> Written:
-        """Write all, and return when it is on the disk. If it raises, no file is left."""
-        try:
-            with ExitStack() as files:  # which syncs them at its end, when the disk has been at work for a while
-                for kind in get_args(Kind):
-                    self._write_tensors(files, kind, [one for one in tensors if one.kind == kind])
-                    if kind == "model":
-                        self._at(Point.HALF_WRITTEN)
-                for stem, content in texts.items():
-                    file, name = self._create(files, stem, "json")
-                    file.write(content)
-                    self._files[name] = StoredFile(len(content), xxh3_128(content).hexdigest())
-                    self._texts[stem] = name
-                self._at(Point.WRITTEN)
-            self._at(Point.SYNCED)
-        except BaseException:
-            for name in self._started:
-                with suppress(OSError):  # what made the writing fail is shown, and the next save removes the rest
-                    self._target.storage.remove(name)
-            raise
-        return Written(self._files, self._tensors, self._texts)
-
-    def _write_tensors(self, files: ExitStack, kind: Kind, parts: Sequence[TensorPart]) -> None:
-        if not parts:
-            return
+    def write_kind(opened: ExitStack, kind: Kind, parts: Sequence[TensorPart]) -> None:
         by_key: dict[str, TensorPart] = {}
-        for part in parts:  # the key is the name, unless this rank has several parts of a tensor
-            by_key[part.name if part.name not in by_key else f"{part.name}#{len(by_key)}"] = part
-        file, name = self._create(files, f"{kind}-{self._rank:05d}", "safetensors")
-        tensors = {key: part.tensor for key, part in by_key.items()}
+        for one in parts:  # the key is the name, unless this rank has several parts of a tensor
+            by_key[one.name if one.name not in by_key else f"{one.name}#{len(by_key)}"] = one
+        name = f"{kind}-{rank:05d}-{target.save_id}.safetensors"
+        tensors = {key: one.tensor for key, one in by_key.items()}
         metadata = {"format": "pt", "file": name}  # so that no two files of any saves have the same header
-        written = write_tensors(_Checked(file, self._check), tensors, metadata=metadata)
-        self._files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
-        for key, part in by_key.items():
-            stored = StoredPart(name, key, part.region, written.xxh3_128[key])
-            whole = WholeTensor(part.shape, dtype_name(part.tensor, part.name), (stored,))
-            self._tensors.append((part.name, whole))
+        written = write_tensors(_Checked(create(opened, name), check), tensors, metadata=metadata)
+        files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
+        for key, one in by_key.items():
+            stored = StoredPart(name, key, one.region, written.xxh3_128[key])
+            wholes.append((one.name, WholeTensor(one.shape, dtype_name(one.tensor, one.name), (stored,))))
 
-    def _create(self, files: ExitStack, stem: str, ending: str) -> tuple[Any, str]:
-        name = f"{stem}-{self._target.save_id}.{ending}"
-        self._started.append(name)
-        return files.enter_context(self._target.storage.create(name)), name
+    try:
+        with ExitStack() as opened:  # which syncs them at its end, when the disk has been at work for a while
+            for kind in get_args(Kind):
+                if parts := [one for one in part.tensors if one.kind == kind]:
+                    write_kind(opened, kind, parts)
+                if kind == "model":
+                    at(Point.HALF_WRITTEN)
+            for stem, content in texts.items():
+                create(opened, names[stem]).write(content)
+                files[names[stem]] = StoredFile(len(content), xxh3_128(content).hexdigest())
+            at(Point.WRITTEN)
+        at(Point.SYNCED)
+    except BaseException:
+        for name in started:
+            with suppress(OSError):  # what made the writing fail is shown, and the next save removes the rest
+                target.storage.remove(name)
+        raise
+    return Written(files, wholes, names)
 
 
 @dataclass(frozen=True)
@@ -174,8 +169,10 @@ class FolderSave:
             self._at(Point.BEGUN)
             self._agree_on_target()
             self._at(Point.FOLDER_MADE)
-            files = RankFiles(self._target, self._peers.rank, self._at, self._check)
-            self._conclude(self._attempt(lambda: files.write(self._part.tensors, self._texts)))
+            rank, part = self._peers.rank, self._part
+            self._conclude(
+                self._attempt(lambda: write_files(self._target, rank, part, self._texts, self._at, self._check))
+            )
         except BaseException as error:
             if self._peers.rank == 0 and self._chosen is not None and self._outcome != _SAVED:
                 with suppress(OSError):

@@ -79,8 +79,22 @@ class CheckpointFolder:
         self._storage = storage_of(path)
         self._headers: dict[str, dict[str, Entry]] = {}
         with self._readable(MANIFEST):
-            self.manifest = Manifest.from_bytes(self._manifest_bytes(), self.where(MANIFEST))
-            self._check_sizes()
+            num_bytes = self._storage.sizes([MANIFEST]).get(MANIFEST)
+            if num_bytes is None:
+                raise CheckpointError(self._why_no_checkpoint())
+            if num_bytes > MAX_BYTES:
+                raise damaged(self.where(MANIFEST), f"it has {num_bytes} bytes")
+            self.manifest = Manifest.from_bytes(bytes(self._storage.read(MANIFEST)), self.where(MANIFEST))
+            sizes = self._storage.sizes(self.manifest.files)
+        for file, stored in self.manifest.files.items():
+            if file not in sizes:
+                raise CheckpointError(
+                    f"{self.where(file)} is missing. Copy the whole folder {self.path} again, or use an earlier "
+                    f"checkpoint."
+                )
+            if sizes[file] != stored.num_bytes:
+                kind = "truncated" if sizes[file] < stored.num_bytes else "too long"
+                raise damaged(self.where(file), f"it is {kind}, {sizes[file]} instead of {stored.num_bytes} bytes")
 
     def where(self, file: str) -> str:
         """Returns the path of one of its files, for messages."""
@@ -148,6 +162,11 @@ class CheckpointFolder:
         for file in self.manifest.files if files is None else files:
             self.verify_file(file, advance=advance)
 
+    def verify_share(self, rank: int, num_ranks: int) -> None:
+        """Verify what begins in a rank's part of all bytes. Raises as `verify` does."""
+        for file, keys in share(self, rank, num_ranks).items():
+            self.verify_file(file, keys)
+
     def verify_file(self, file: str, keys: Collection[str] | None = None, advance: Advance = int) -> None:
         """Read a text, or the header of a file and these tensors in it (None: all). Raises as `verify` does."""
         if file.endswith(".json"):
@@ -211,15 +230,6 @@ class CheckpointFolder:
             what = "its text" if file.endswith(".json") else "its header"
             raise damaged(self.where(file), f"{what} isn't the one that save {self.manifest.save_id} wrote")
 
-    def _manifest_bytes(self) -> bytes:
-        """The content of the manifest, if this is a checkpoint of a reasonable size."""
-        sizes = self._storage.sizes([MANIFEST])
-        if MANIFEST not in sizes:
-            raise CheckpointError(self._why_no_checkpoint())
-        if sizes[MANIFEST] > MAX_BYTES:
-            raise damaged(self.where(MANIFEST), f"it has {sizes[MANIFEST]} bytes")
-        return bytes(self._storage.read(MANIFEST))
-
     def _why_no_checkpoint(self) -> str:
         if TEMPORARY in os.path.basename(self.path.rstrip("/")):
             return (
@@ -240,18 +250,6 @@ class CheckpointFolder:
             return f"{self.path} is a file, and not the folder of a checkpoint."
         return f"There is no checkpoint {self.path}. Give a path that all ranks see."
 
-    def _check_sizes(self) -> None:
-        sizes = self._storage.sizes(self.manifest.files)
-        for file, stored in self.manifest.files.items():
-            if file not in sizes:
-                raise CheckpointError(
-                    f"{self.where(file)} is missing. Copy the whole folder {self.path} again, or use an earlier "
-                    f"checkpoint."
-                )
-            if sizes[file] != stored.num_bytes:
-                kind = "truncated" if sizes[file] < stored.num_bytes else "too long"
-                raise damaged(self.where(file), f"it is {kind}, {sizes[file]} instead of {stored.num_bytes} bytes")
-
     @contextmanager
     def _readable(self, file: str) -> Iterator[None]:
         try:
@@ -269,28 +267,6 @@ def _adjacent(ranges: Iterable[_Range]) -> list[list[_Range]]:
         else:
             groups.append([one])
     return groups
-
-
-def verify_on_all_ranks(
-    folder: CheckpointFolder, rank: int, num_ranks: int, gather: Callable[[str | None], list[Any]]
-) -> None:
-    """Read every byte of a checkpoint once, divided among the ranks, and compare the hashes. Called by all ranks.
-
-    Args:
-        gather: returns the argument of each rank, in their order.
-
-    Raises:
-        CheckpointError: the first that a rank has found, in the order of the files; the same on all ranks.
-    """
-    problem = None
-    try:
-        for file, keys in share(folder, rank, num_ranks).items():
-            folder.verify_file(file, keys)
-    except CheckpointError as error:
-        problem = str(error)
-    found = [one for one in gather(problem) if one is not None]
-    if found:
-        raise CheckpointError(found[0])
 
 
 def share(folder: CheckpointFolder, rank: int, num_ranks: int) -> dict[str, set[str]]:

@@ -166,12 +166,11 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
         if folder.is_local:
             remove_next_to(path, "tmp")
         with folder.create(new) as file:
-            watched = _Watched(file)
             try:
-                write(watched)  # type: ignore[arg-type]
-            except Exception as error:
-                if watched.error is not None:
-                    raise watched.error from error
+                write(file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch's archive writer raises one of its own instead
+                    raise error.__context__ from None
                 raise
         if is_folder:
             os.rename(path, old)
@@ -188,25 +187,6 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
         raise CheckpointError(
             f"{path} was not saved: {problem_of(error, path)}. What was there before is untouched."
         ) from error
-
-
-class _Watched:
-    """A file that keeps the error of its last write: torch's archive writer raises one of its own instead."""
-
-    error: OSError | None = None
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
 
 
 class Sharding(Protocol):

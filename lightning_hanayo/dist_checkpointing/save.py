@@ -1,6 +1,6 @@
 """Saves and removes checkpoints during a run, at once or in the background, alike on all ranks.
 
-A thread that does one task after another, until one fails.
+Does one task after another in the background, until one fails.
 
 Copies what a rank saves to host memory, so that training can go on while a thread writes it.
 
@@ -11,7 +11,6 @@ writing thread                                  | waits for the copies | writes,
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import Queue
 from threading import Event, Thread
 
 import torch
@@ -25,59 +24,46 @@ from lightning_hanayo.errors import CheckpointError
 
 
 class Background:
-    """Starts a daemon thread with the first task: it never keeps the process alive. `end` waits for it.
+    """Does one task after another, each in a daemon thread, which never keeps the process alive. `wait` waits for all.
 
     Example:
         >>> tasks = Background()
         >>> tasks.add(write)
         >>> tasks.add(remove_old)  # once `write` has returned, and never if it raises
-        >>> tasks.end()
+        >>> tasks.wait()
+        True
     """
 
     error: BaseException | None = None
     """of the task that failed; those after it are left out"""
-
-    def __init__(self) -> None:
-        self._tasks: Queue[Callable[[], None] | None] = Queue()
-        self._thread: Thread | None = None
+    _thread: Thread | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether all tasks are done, or left out."""
-        return not self._tasks.unfinished_tasks
+        return self._thread is None or not self._thread.is_alive()
 
     def add(self, task: Callable[[], None]) -> None:
         """Do the task after those before it."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, daemon=True, name="hanayo-checkpoint")
-            self._thread.start()
-        self._tasks.put(task)
+        before = self._thread
 
-    def wait(self) -> None:
-        """Wait until all tasks are done, or left out."""
-        self._tasks.join()
-
-    def end(self, within: float | None = None) -> bool:
-        """End the thread after the last task; whether that happened `within` so many seconds (None: wait for it)."""
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join(within)
-            if self._thread.is_alive():
-                return False
-        self._thread = None
-        return True
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        def run() -> None:
+            if before is not None:
+                before.join()
             try:
                 if self.error is None:
                     task()
             except BaseException as error:
                 self.error = error
-            finally:
-                del task  # it holds a snapshot
-                self._tasks.task_done()
-        self._tasks.task_done()
+
+        self._thread = Thread(target=run, daemon=True, name="hanayo-checkpoint")
+        self._thread.start()
+
+    def wait(self, within: float | None = None) -> bool:
+        """Wait until all tasks are done, or left out; whether that happened `within` so many seconds."""
+        if self._thread is not None:
+            self._thread.join(within)
+        return self.is_idle
 
 
 @dataclass(frozen=True)
@@ -193,18 +179,17 @@ class Saver:
             self._settle()
 
     def finish(self) -> None:
-        """Wait for the save in flight, and end the thread. More may be saved afterwards."""
+        """Wait for the save in flight, and free its memory. More may be saved afterwards."""
         try:
             self.wait()
         finally:
-            self._tasks.end()
             self._buffers = HostBuffers()
 
     def abandon(self) -> None:
         """End soon after a failure of the run, which other ranks may not have; a save in flight may be given up."""
-        if not self._tasks.end(ABANDON_WITHIN):
+        if not self._tasks.wait(ABANDON_WITHIN):
             self._is_abandoned.set()
-            self._tasks.end(ABANDON_WITHIN)
+            self._tasks.wait(ABANDON_WITHIN)
         self._start_afresh()  # a thread that still waits for other ranks is left alone
         for peers in (self._peers, self._background):
             if peers is not None:
@@ -230,7 +215,7 @@ class Saver:
             unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
             raise CheckpointError(own or unknown) from lost
         if state == _FAILED:
-            self._tasks.end(ABANDON_WITHIN)  # the save ends on other ranks, too: they have agreed on its failure
+            self._tasks.wait(ABANDON_WITHIN)  # the save ends on other ranks, too: they have agreed on its failure
             self._start_afresh()
             raise CheckpointError(next(text for text in texts if text)) from error
         if state == _DONE:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hanayo.dist_checkpointing import plain_file
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_on_all_ranks
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Source
@@ -115,7 +115,7 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
             f"path on a file system that all ranks share, or copy the folder to each node again."
         )
     if verify:
-        verify_on_all_ranks(folder, *_place(), lambda problem: on_all_ranks(lambda: problem))
+        with_common_errors(lambda: folder.verify_share(*_place()))
     content = Checkpoint(with_common_errors(lambda: folder_content(folder)))
     content.source = Source(str(path), str(folder.manifest.about.get("module", "")).rpartition(".")[2] or None)
     if KEY in content:

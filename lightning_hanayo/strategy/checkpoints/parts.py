@@ -73,34 +73,16 @@ WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is among those that hold the model."""
+class CutModel:
+    """A module that is cut into stages, and what trains it."""
 
-    topology: Topology
-    rank: int
+    module: "pl.LightningModule"
+    pipeline: Pipeline
     cube: Cube | None
-    shards: OptimizerShards | None = None
-    """of the optimizer, over the data ranks"""
-
-    @property
-    def pipe_rank(self) -> int:
-        """Its place on the pipeline axis."""
-        return self.topology.coordinates(self.rank)[1]
-
-    @property
-    def data_rank(self) -> int:
-        """Its place on the data axis."""
-        return self.topology.coordinates(self.rank)[0]
-
-    @property
-    def cube_rank(self) -> int:
-        """Its number in its cube."""
-        return 0 if self.cube is None else self.cube.mesh.index("xyz")
-
-    @property
-    def leads(self) -> bool:
-        """Whether it is the first of those with the same stages."""
-        return self.data_rank == self.cube_rank == 0
+    shards: OptimizerShards | None
+    optimizers: Sequence[Optimizer]
+    names: Mapping[Tensor, str]
+    """of the parameters, also of those that only the optimizers have"""
 
 
 @dataclass
@@ -123,16 +105,22 @@ class RankTensors:
 
     Args:
         parameters: of the module, which is cut into stages, and of its optimizers, by name; not guarded.
-        owners: the pipeline rank of each entry of its state dict.
-        place: of this rank.
+        model: to which they belong.
+        topology: of the ranks.
+        rank: this one.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], owners: Mapping[str, int], place: Place) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], model: CutModel, topology: Topology, rank: int) -> None:
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
         self._parameters = parameters
-        self._owners = owners
-        self._place = place
+        self._owners = model.pipeline.ownership.rank_by_name(model.module)
+        self._cube, self._shards = model.cube, model.shards
+        self._num_data = topology.data
+        self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
+        self._cube_rank = 0 if model.cube is None else model.cube.mesh.index("xyz")
+        self._leads = self._data_rank == self._cube_rank == 0
+        """whether this is the first of the ranks with the same stages"""
         self.added: dict[str, Tensor] = {}
         """what hooks have added, of which the first rank that has it writes it"""
         self._num_shared = 0
@@ -148,13 +136,13 @@ class RankTensors:
             UnsupportedError: an entry can't be stored.
         """
         for name, value in state.items():
-            is_here = self._owners.get(name, 0) == self._place.pipe_rank
+            is_here = self._owners.get(name, 0) == self._pipe_rank
             if not isinstance(value, Tensor):
-                if is_here and self._place.leads:
+                if is_here and self._leads:
                     self.values.model[name] = value
             elif not value.is_meta and name not in tied:
                 self._add_entry(name, value, is_here=is_here)
-        if self._place.leads:
+        if self._leads:
             self.values.names = [name for name, value in state.items() if not is_meta(value)]
         self.values.added = list(self.added)
 
@@ -183,24 +171,24 @@ class RankTensors:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     self.share(f"optimizer/{index}/{parameter}/{key}", value, "optimizer")
-                elif self._place.leads:
+                elif self._leads:
                     own.setdefault(parameter, {})[str(key)] = value
 
     def share(self, name: str, tensor: Tensor, kind: Kind) -> None:
         """Add a tensor if it is this rank's turn among those that have the same one, all of which call this."""
         turn, self._num_shared = self._num_shared, self._num_shared + 1
-        cube, num_data, data_rank = self._place.cube, self._place.topology.data, self._place.data_rank
+        cube, num_data, data_rank = self._cube, self._num_data, self._data_rank
         if isinstance(tensor, PartialValues | PartialParameter):
             assert tensor._part is not None
             parameter = self._parameters[tensor._part.name]
             number, replicas = (0, 1) if cube is None else (cube.replica(parameter), cube.num_replicas(parameter))
-            holder = self._place.shards if tensor._part.is_of_data_rank else cube
+            holder = self._shards if tensor._part.is_of_data_rank else cube
             assert holder is not None
             shape, region = tensor._part.shape, holder.region(parameter)
             if tensor._part.is_of_data_rank:  # each data rank has its own
                 num_data, data_rank = 1, 0
         else:
-            number, replicas = self._place.cube_rank, 1 if cube is None else cube.mesh.num_ranks
+            number, replicas = self._cube_rank, 1 if cube is None else cube.mesh.num_ranks
             shape, region = tuple(tensor.shape), Region.whole(tensor.shape)
         if turn % (num_data * replicas) == data_rank * replicas + number:
             self._add(TensorPart(name, tensor, shape, region, kind))
@@ -216,14 +204,14 @@ class RankTensors:
         Raises:
             UnsupportedError: this rank is to write it, and has nothing.
         """
-        if (tensor.pipe_rank or 0) != self._place.pipe_rank:
+        if (tensor.pipe_rank or 0) != self._pipe_rank:
             return
         if not isinstance(own, Tensor) or own.is_meta:
             where = "".join(f"[{key!r}]" for key in tensor.path)
             raise UnsupportedError(f"checkpoint{where} has no values on the rank that holds them. {WAY_OUT}")
         if isinstance(own, PartialValues | PartialParameter):
             self.share(f"state/{number}", own, "state")
-        elif self._place.leads:
+        elif self._leads:
             self.add_whole(f"state/{number}", own, "state")
 
     def _add_entry(self, name: str, value: Tensor, *, is_here: bool) -> None:
@@ -231,7 +219,7 @@ class RankTensors:
             self.share(f"model/{name}", value, "model")
         elif name not in self._owners:
             self.added[name] = value
-        elif is_here and self._place.leads:
+        elif is_here and self._leads:
             self.add_whole(f"model/{name}", value, "model")
 
     def add_whole(self, name: str, tensor: Tensor, kind: Kind) -> None:
@@ -275,28 +263,16 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.is_meta and other.is_meta or one.data_ptr() == other.data_ptr()
 
 
-@dataclass(frozen=True)
-class CutModel:
-    """A module that is cut into stages, and what trains it."""
-
-    module: "pl.LightningModule"
-    pipeline: Pipeline
-    cube: Cube | None
-    shards: OptimizerShards | None
-    optimizers: Sequence[Optimizer]
-    names: Mapping[Tensor, str]
-    """of the parameters, also of those that only the optimizers have"""
-
-
 def rank_part(
-    checkpoint: Mapping[str, Any], model: CutModel, place: Place, resume: ResumeState | None = None
+    checkpoint: Mapping[str, Any], model: CutModel, topology: Topology, rank: int, resume: ResumeState | None
 ) -> RankPart:
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `own_state`.
         model: whose parameters are not guarded.
-        place: this rank's.
+        topology: of the ranks.
+        rank: this one.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
     Raises:
@@ -307,7 +283,7 @@ def rank_part(
     listed = [(one, names_of(parameters_of(one), model.names)) for one in map(unwrapped, model.optimizers)]
     tied = tied_names(module, checkpoint[MODEL])
     parameters = {name: p for p, name in model.names.items()} | dict(module.named_parameters(remove_duplicate=False))
-    tensors = RankTensors(parameters, model.pipeline.ownership.rank_by_name(module), place)
+    tensors = RankTensors(parameters, model, topology, rank)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
@@ -317,14 +293,14 @@ def rank_part(
         return tensors.values
 
     gathered = on_all_ranks(collect)
-    writers = {name: rank for rank in reversed(range(len(gathered))) for name in gathered[rank].added}
+    writers = {name: one for one in reversed(range(len(gathered))) for name in gathered[one].added}
     for name, tensor in tensors.added.items():
-        if writers[name] == place.rank:
+        if writers[name] == rank:
             tensors.add_whole(f"model/{name}", tensor, "model")
     texts: dict[str, Any] = {}
 
     def write_document() -> dict[int, DistributedTensor]:
-        if place.rank > 0:
+        if rank > 0:
             return {}
         texts[STATE], found = state_document(checkpoint, tied, listed, gathered).encode()
         for number, one in enumerate(found):
@@ -334,14 +310,13 @@ def rank_part(
 
     distributed = on_all_ranks(write_document)[0]
 
-    def add_distributed() -> None:
+    def complete() -> RankPart:
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
+        part = RankPart(tensors.parts, texts, about(checkpoint, model, topology, tied) if rank == 0 else {})
+        return part if resume is None else with_resume(part, resume, topology.coordinates(rank)[0])
 
-    if distributed:
-        with_common_errors(add_distributed)
-    part = RankPart(tensors.parts, texts, about(checkpoint, model, place, tied) if place.rank == 0 else {})
-    return part if resume is None else with_common_errors(lambda: with_resume(part, resume, place.data_rank))
+    return with_common_errors(complete)
 
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
@@ -388,14 +363,16 @@ def state_document(
     )
 
 
-def about(checkpoint: Mapping[str, Any], model: CutModel, place: Place, tied: Mapping[str, str]) -> dict[str, Any]:
+def about(
+    checkpoint: Mapping[str, Any], model: CutModel, topology: Topology, tied: Mapping[str, str]
+) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
     module, layout = model.module, model.pipeline.layout
-    shapes = {} if place.cube is None else place.cube.whole_shapes
+    shapes = {} if model.cube is None else model.cube.whole_shapes
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),
-        "layout": {**asdict(place.topology), "waves": layout.num_waves, "schedule": layout.schedule},
+        "layout": {**asdict(topology), "waves": layout.num_waves, "schedule": layout.schedule},
         "module": type(module).__qualname__,
         "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
         "versions": {

@@ -37,7 +37,7 @@ from lightning_hanayo.dist_checkpointing.state import encode
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
-from lightning_hanayo.strategy.checkpoints.parts import CutModel, Place, rank_part, with_distributed_marked
+from lightning_hanayo.strategy.checkpoints.parts import CutModel, rank_part, with_distributed_marked
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, gathered
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.joining import on_all_ranks
@@ -107,8 +107,8 @@ class Checkpoints:
         if self.uses_own_files and storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin, and this Trainer has none")
         if self.is_sharded and model is not None:
-            place = Place(self._topology, self._rank, model.cube, model.shards)
-            self._saver.save(fspath(path), rank_part(without_unstorable(checkpoint), model, place, resume))
+            part = rank_part(without_unstorable(checkpoint), model, self._topology, self._rank, resume)
+            self._saver.save(fspath(path), part)
             self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
             return
         if resume is not None:

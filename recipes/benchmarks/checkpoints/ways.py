@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_on_all_ranks
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
@@ -73,7 +73,8 @@ class Ours(Way):
     def load(self, path: Path, tensors: Tensors, kind: str) -> None:
         folder = CheckpointFolder(str(path))
         if kind == "verified":
-            verify_on_all_ranks(folder, self._peers.rank, self._peers.num_ranks, self._peers.all_gather)
+            folder.verify_share(self._peers.rank, self._peers.num_ranks)
+            self._peers.all_gather(None)
         for name, tensor in tensors.items():
             tensor.copy_(folder.read(name))
 

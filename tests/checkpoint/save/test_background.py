@@ -1,4 +1,4 @@
-"""The thread that does one task after another."""
+"""Tasks in the background, one after another."""
 
 import threading
 
@@ -12,7 +12,7 @@ def test_tasks_are_done_one_after_another_in_a_thread_that_keeps_no_process_aliv
     tasks = Background()
     for number in range(3):
         tasks.add(lambda number=number: done.append((number, threading.current_thread().daemon)))
-    assert tasks.end()
+    assert tasks.wait()
     assert done == [(0, True), (1, True), (2, True)]
 
 
@@ -26,7 +26,7 @@ def test_after_an_error_the_other_tasks_are_left_out() -> None:
     assert tasks.is_idle
     assert done == ["save"]
     assert isinstance(tasks.error, ValueError)
-    tasks.end()
+    tasks.wait()
 
 
 def test_a_thread_ends_and_the_next_task_starts_another() -> None:
@@ -34,7 +34,7 @@ def test_a_thread_ends_and_the_next_task_starts_another() -> None:
     tasks = Background()
     for _ in range(2):
         tasks.add(lambda: threads.append(threading.current_thread()))
-        tasks.end()
+        tasks.wait()
     assert len(set(threads)) == 2
     assert not any(thread.is_alive() for thread in threads)
 
@@ -48,6 +48,6 @@ def test_a_task_that_goes_on_is_not_waited_for_longer_than_asked() -> None:
         thread = tasks._thread
         assert thread is not None
         patch.setattr(thread, "join", lambda within: None)
-        assert not tasks.end(within=1.0)
+        assert not tasks.wait(within=1.0)
     may_end.set()
     thread.join()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.dist_checkpointing.commit import RankFiles
+from lightning_hanayo.dist_checkpointing.commit import write_files
 from lightning_hanayo.dist_checkpointing.part import SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
@@ -134,7 +134,7 @@ def test_a_rank_that_fails_removes_its_own_files_without_waiting_for_rank_0(tmp_
     target.prepare()
     before = target.storage.names()
     with full_after(100_000, rank=1), pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        RankFiles(target, 1, go_on, int).write(part_of(1, 1, size=SIZE).tensors, {})
+        write_files(target, 1, part_of(1, 1, size=SIZE), {}, go_on, int)
     assert target.storage.names() == before
 
 

@@ -183,11 +183,11 @@ def test_a_save_in_flight_is_given_up_on_all_ranks_after_a_failure(path: str, mo
             tasks = saver._tasks
             saver.abandon()
             held.let_go()
-            tasks.end()
+            tasks.wait()
         else:
             saver._tasks.wait()
             errors.append(str(saver._tasks.error))
-            saver._tasks.end()
+            saver._tasks.wait()
 
     on_two_ranks(run, lambda rank: held if rank == 1 else go_on)
     assert errors == [
@@ -204,7 +204,7 @@ def test_abandoning_does_not_wait_for_ranks_that_are_gone(path: str, monkeypatch
     tasks = saver._tasks
     saver.abandon()  # the other rank never comes
     saver.finish()
-    tasks.end()
+    tasks.wait()
     assert isinstance(tasks.error, CheckpointError)
     assert isinstance(tasks.error.__cause__, RanksLost)
     assert os.listdir(os.path.dirname(path)) == []

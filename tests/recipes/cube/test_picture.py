@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import save_cube
-from lightning_hanayo.plotting.cube import _Matrix, _Mesh
+from recipes.cube.picture import _Matrix, _Mesh, save_cube
 from lightning_hanayo.topology import Topology
 
 W = """

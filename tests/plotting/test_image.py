@@ -190,7 +190,8 @@ def test_an_empty_timeline_can_be_drawn(tmp_path: Path) -> None:
 
 def test_drawing_imports_neither_torch_nor_pyplot(tmp_path: Path) -> None:
     code = (
-        "import sys; from lightning_hanayo.schedule import build, simulate; from lightning_hanayo.plotting import save_timeline;"
+        "import sys; from lightning_hanayo.schedule import build, simulate;"
+        "from lightning_hanayo.plotting import save_timeline;"
         f"save_timeline({str(tmp_path / 'a.png')!r}, simulate(build('1f1b', num_ranks=2, num_microbatches=2)));"
         "print([m for m in ('torch', 'matplotlib.pyplot') if m in sys.modules])"
     )

@@ -6,10 +6,9 @@ gradients, weights, buffers and logged values, and names the first that differs.
 Exit codes: 0 exact, 1 not exact (or refused by the strategy), 2 bad arguments.
 """
 
-import argparse
 from collections.abc import Sequence
 
-from lightning_hanayo.cli.common import OneLineErrors
+from lightning_hanayo.cli.common import OTHERS, CommandParser
 from lightning_hanayo.cli.trainer_start import check_configuration
 
 _DTYPES = ("float64", "float32")
@@ -24,18 +23,12 @@ def run(argv: Sequence[str]) -> int:
     return run_check(options, rest)
 
 
-class _CheckParser(OneLineErrors, argparse.ArgumentParser):
-    """Parses the options of the check alone; all others are those of `hanayo fit`."""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _CheckParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "hanayo check",
+        __doc__,
         usage="hanayo check --config recipe.yaml [options] [options of hanayo fit]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other options are those of hanayo fit (hanayo fit --help), such as --config and --model.width=64.",
-        allow_abbrev=False,
+        epilog=OTHERS,
     )
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: 2)")
     parser.add_argument("--depth", type=int, metavar="N", help="keep the first N blocks only; each stage needs one")

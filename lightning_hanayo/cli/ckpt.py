@@ -4,19 +4,18 @@
 """
 
 import json
-import re
 import shutil
 import sys
 import warnings
 import zipfile
 import zlib
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lightning_hanayo.cli.common import CommandGroup, fail, print_table
+from lightning_hanayo.cli.common import CommandGroup, fail, print_table, quantity
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.found import Found, existing, layout_text, look_at, look_at_one, look_into
 from lightning_hanayo.dist_checkpointing.storage import storage_of
@@ -37,8 +36,12 @@ _GROUP = CommandGroup("ckpt", "List, check, compare, convert and remove checkpoi
 
 
 def run(argv: list[str]) -> int:
-    """Run the subcommand that `argv` names, and return the exit code."""
-    return _GROUP.run(argv, Namespace())
+    """Run the subcommand that `argv` names, and return the exit code: 1 for a checkpoint that isn't whole."""
+    try:
+        return _GROUP.run(argv, Namespace())
+    except CheckpointError as error:
+        fail(str(error))
+        return 1
 
 
 def diff_options(parser: ArgumentParser) -> None:
@@ -60,13 +63,9 @@ def run_diff(options: Namespace) -> int:
     """
     from lightning_hanayo.dist_checkpointing.compare import compare  # torch: seconds, which --help needn't wait for
 
-    try:
-        first, second = existing(options.first), existing(options.second)
-        with showing(f"comparing {first} with {second}"):
-            found = compare(first, second, model_only=options.model)
-    except CheckpointError as error:
-        fail(str(error))
-        return 1
+    first, second = existing(options.first), existing(options.second)
+    with showing(f"comparing {first} with {second}"):
+        found = compare(first, second, model_only=options.model)
     differences = [one for one in found if one.what]
     if options.json:
         print(
@@ -117,20 +116,16 @@ def run_export(options: Namespace) -> int:
         export_checkpoint,  # torch: seconds, which --help needn't wait for
     )
 
-    try:
-        source = existing(options.checkpoint)
-        with showing(f"exporting {source}"):
-            written = export_checkpoint(
-                source,
-                options.target,
-                to=options.to,
-                module=options.module,
-                config=options.config,
-                max_shard_size=options.max_shard_size,
-            )
-    except CheckpointError as error:
-        fail(str(error))
-        return 1
+    source = existing(options.checkpoint)
+    with showing(f"exporting {source}"):
+        written = export_checkpoint(
+            source,
+            options.target,
+            to=options.to,
+            module=options.module,
+            config=options.config,
+            max_shard_size=options.max_shard_size,
+        )
     if options.json:
         print(json.dumps(asdict(written)))
         return 0
@@ -146,10 +141,8 @@ def run_export(options: Namespace) -> int:
 
 def size(text: str) -> int:
     """The bytes of a size such as "5GB" or "500 MB"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B)", text, re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise ArgumentTypeError(f"expected a size such as 5GB, got {text!r}")
-    return int(float(found[1]) * UNITS[found[2].upper().replace("KB", "kB")])
+    units = {name.upper(): float(num_bytes) for name, num_bytes in UNITS.items()}
+    return int(quantity(text, units, "a size such as 5GB"))
 
 
 def import__options(parser: ArgumentParser) -> None:
@@ -177,13 +170,9 @@ def run_import_(options: Namespace) -> int:
         import_checkpoint,  # torch: seconds, which --help needn't wait for
     )
 
-    try:
-        source = existing(options.source)
-        with showing(f"importing {source}"):
-            import_checkpoint(source, options.target, module=options.module, weights_only=options.weights_only)
-    except CheckpointError as error:
-        fail(str(error))
-        return 1
+    source = existing(options.source)
+    with showing(f"importing {source}"):
+        import_checkpoint(source, options.target, module=options.module, weights_only=options.weights_only)
     print(json.dumps({"path": options.target}) if options.json else f"wrote {options.target}")
     return 0
 
@@ -298,12 +287,7 @@ def run_show(options: Namespace) -> int:
     if found is not None and found.kind == "file":
         _print_file(found, as_json=options.json)
         return 0
-    try:
-        folder = CheckpointFolder(options.checkpoint)
-        facts = _facts(folder, options.tensors)
-    except CheckpointError as error:
-        fail(str(error))
-        return 1
+    facts = _facts(CheckpointFolder(options.checkpoint), options.tensors)
     if options.json:
         print(json.dumps(facts))
     else:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 from lightning_hanayo.errors import nearest
 
 EXIT_CODE = 2
+OTHERS = "All other options are those of hanayo fit (hanayo fit --help), such as --config and --model.width=64."
+"""the end of --help of commands that read the configuration of a training"""
 
 _UNKNOWN = re.compile(
     r"(?:Subcommand '(?P<command>\w+)' does not accept option|Option|unrecognized arguments:) '?(?P<option>[^\s'=]+)",
@@ -147,12 +149,32 @@ def _short_type(name: str) -> str:
     return re.sub(r"^typing\.Literal\[(.+)\]$", r"\1", name)
 
 
-class SubcommandParser(OneLineErrors, ArgumentParser):
-    """Parses a subcommand's options, without abbreviations. It is argparse's own parser, which imports quickly."""
+class CommandParser(OneLineErrors, ArgumentParser):
+    """Parses a command's options, without abbreviations. It is argparse's own parser, which imports quickly."""
 
-    def __init__(self, prog: str, description: str | None) -> None:
+    def __init__(self, prog: str, description: str | None, *, usage: str | None = None, **options: Any) -> None:
         layout = RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=layout)
+        super().__init__(prog, usage, description, allow_abbrev=False, formatter_class=layout, **options)
+
+
+def whole_number(text: str, least: int = 1, expected: str = "a whole number from 1 on") -> int:
+    """The type of options that count something."""
+    if not text.isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"{text}: expected {expected}")
+    return int(text)
+
+
+def quantity(text: str, units: Mapping[str, float], expected: str) -> float:
+    """The type of options that are a number above 0 and one of these units, in upper case.
+
+    Example:
+        >>> quantity("1.5 kB", {"KB": 1e3}, "a size such as 5kB")
+        1500.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(\S*)", text.strip())
+    if found is None or found[2].upper() not in units or not float(found[1]):
+        raise ArgumentTypeError(f"{text}: expected {expected}")
+    return float(found[1]) * units[found[2].upper()]
 
 
 @dataclass(frozen=True)
@@ -188,7 +210,7 @@ class CommandGroup:
         module = import_module(f"lightning_hanayo.cli.{self.name}")
         function = f"{subcommand}{'_' * iskeyword(subcommand)}"
         run = getattr(module, f"run_{function}")
-        parser = SubcommandParser(f"hanayo {self.name} {subcommand}", getdoc(run))
+        parser = CommandParser(f"hanayo {self.name} {subcommand}", getdoc(run))
         getattr(module, f"{function}_options")(parser)
         parser.add_argument("--json", action="store_true", help="print the result as JSON")
         try:

@@ -7,7 +7,6 @@ The Python files stay a package with the recipe's name, so that importing it sti
 other recipes that it uses are copied, too.
 """
 
-import argparse
 import ast
 import json
 import re
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import lightning_hanayo
-from lightning_hanayo.cli.common import OneLineErrors
+from lightning_hanayo.cli.common import CommandParser
 from lightning_hanayo.errors import HanayoError, nearest, writing
 
 _USAGE = "hanayo init DIR [--recipe NAME] | hanayo init --list"
@@ -45,18 +44,12 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-class _InitParser(OneLineErrors, argparse.ArgumentParser):
-    """Parses the options of `hanayo init`."""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _InitParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "hanayo init",
-        usage=_USAGE,
-        description="Copy a recipe into a new folder: a model, data and YAML configurations, to run and to change.\n"
+        "Copy a recipe into a new folder: a model, data and YAML configurations, to run and to change.\n"
         "Then prints the two commands that train it.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        usage=_USAGE,
     )
     parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder to create; it may exist if it is empty")
     parser.add_argument("--recipe", default="gpt", metavar="NAME", help="which recipe (default: gpt)")

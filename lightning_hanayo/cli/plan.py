@@ -7,11 +7,9 @@ layouts the time of an optimizer step and the memory. Prints the fastest that fi
 Exit codes: 0, 2 bad arguments, or no layout fits: then it says what is missing.
 """
 
-import argparse
-import re
 from collections.abc import Sequence
 
-from lightning_hanayo.cli.common import OneLineErrors
+from lightning_hanayo.cli.common import OTHERS, CommandParser, quantity, whole_number
 from lightning_hanayo.cli.trainer_start import check_configuration
 
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -26,36 +24,37 @@ def run(argv: Sequence[str]) -> int:
     return run_plan(options, rest)
 
 
-class _PlanParser(OneLineErrors, argparse.ArgumentParser):
-    """Parses the options of the plan alone; all others are those of `hanayo fit`."""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _PlanParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "hanayo plan",
+        __doc__,
         usage="hanayo plan --config recipe.yaml --devices N (--device NAME | --machine FILE) [options] "
         "[options of hanayo fit]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other options are those of hanayo fit (hanayo fit --help), such as --config and --model.width=64.",
-        allow_abbrev=False,
+        epilog=OTHERS,
     )
     add = parser.add_argument
-    add("--devices", type=_count, metavar="N", required=True, help="devices of all nodes")
-    add("--nodes", type=_count, default=1, metavar="N", help="nodes (default: 1)")
+    add("--devices", type=whole_number, metavar="N", required=True, help="devices of all nodes")
+    add("--nodes", type=whole_number, default=1, metavar="N", help="nodes (default: 1)")
     machine = parser.add_mutually_exclusive_group(required=True)
     machine.add_argument(
         "--device", metavar="NAME", help="rates of a data sheet: h100, h200, a100; or nominal ones: cpu"
     )
     machine.add_argument("--machine", metavar="FILE", help="measured rates, as hanayo doctor --measure writes them")
     add("--memory", type=_bytes, metavar="SIZE", help="that a rank may need, such as 80GB (default: 0.9 of a device's)")
-    add("--global-batch", type=_count, metavar="N", help="samples per optimizer step (default: the configuration's)")
+    add(
+        "--global-batch",
+        type=whole_number,
+        metavar="N",
+        help="samples per optimizer step (default: the configuration's)",
+    )
     add("--profile", metavar="FILE", help="measured times of blocks: the profile.json of a run with this model")
     meaning = "how often a cube gathers its weights (default: what is faster and fits)"
     add("--cube-weights", choices=("auto", "microbatch", "batch"), default="auto", help=meaning)
     meaning = "whether a cube's ranks work on two micro-batches at once (default: what is faster and fits)"
     add("--pairs", choices=("auto", "on", "off"), default="auto", help=meaning)
-    add("--top", type=_count, default=5, metavar="N", help="how many layouts to simulate and to show (default: 5)")
+    add(
+        "--top", type=whole_number, default=5, metavar="N", help="how many layouts to simulate and to show (default: 5)"
+    )
     add("--output", default="plan.yaml", metavar="FILE", help="the configuration to write (default: plan.yaml)")
     meaning = "time over memory of all layouts: an image, or a page (.html) that names them (default: plan.png)"
     add("--picture", metavar="FILE", help=meaning)
@@ -63,14 +62,5 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1 on")
-    return int(text)
-
-
 def _bytes(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text}: expected bytes, such as 80GB or 40GiB")
-    return float(found[1]) * _UNITS[found[2].upper()]
+    return quantity(text, _UNITS, "bytes, such as 80GB or 40GiB")

@@ -71,7 +71,8 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
         "exposed: waiting for other data ranks. products: the time of the model's own ones\n"
     )
     print(
-        f"{plan.num_considered:,} layouts considered: {len(plan.fitting):,} fit, {plan.refused[TOO_LARGE]:,} {TOO_LARGE}"
+        f"{plan.num_considered:,} layouts considered: {len(plan.fitting):,} fit, "
+        f"{plan.refused[TOO_LARGE]:,} {TOO_LARGE}"
     )
     for reason, count in plan.refused.most_common():
         if reason != TOO_LARGE:

@@ -1,41 +1,26 @@
-"""Starts `fit`, `validate`, `test` and `predict`: help and mistakes that show in the arguments alone come at once.
+"""Starts `fit`, `validate`, `test` and `predict`: mistakes that show in the arguments alone are reported at once.
 
 Only then torch and Lightning are imported, which takes seconds.
-
-The text of `hanayo fit --help`, without importing torch: what to write, and the strategy's options in groups.
-
-The options, their defaults and meanings are read from the source of `HanayoStrategy`, which is not imported.
 
 Checks the configuration files of a command before they are parsed: one line says which file is wrong, and where.
 """
 
-import ast
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from textwrap import fill
 
 import yaml  # type: ignore[import-untyped]
 
-import lightning_hanayo
 from lightning_hanayo.errors import HanayoError
-
-_HELP = ("-h", "--help")
 
 
 def run(argv: list[str]) -> int:
     """Run one of the four commands."""
     command, *args = argv
-    if args[-2:-1] and args[-2] in _HELP and args[-1] == "all":
-        return _parse([*argv[:-2], "--help"])
-    if any(one in _HELP for one in args):
-        print(usage(command))
-        return 0
-    check_configuration(command, args)
-    return _parse(argv)
+    if not any(one in ("-h", "--help") or one.partition("=")[0].endswith(".help") for one in args):
+        check_configuration(command, args)
+    return int(import_module("lightning_hanayo.cli.trainer").run(argv))
 
 
 def check_configuration(command: str, args: Sequence[str]) -> None:
@@ -47,7 +32,7 @@ def check_configuration(command: str, args: Sequence[str]) -> None:
     if not any(one.startswith(("--config", "-c", "--model", "--print_config")) for one in args):
         raise HanayoError(
             f"{command} needs a configuration, or at least a model: hanayo {command} --config FILE. "
-            f"What to write in it: hanayo fit --help. To start from an example: hanayo init DIR"
+            f"To start from an example: hanayo init DIR. All options: hanayo fit --help"
         )
     for path in config_files(args):
         if not path.exists() and path.suffix in (".yaml", ".yml", ".json"):
@@ -56,118 +41,12 @@ def check_configuration(command: str, args: Sequence[str]) -> None:
     check_complete(args)
 
 
-def _parse(argv: list[str]) -> int:
-    return int(import_module("lightning_hanayo.cli.trainer").run(argv))
-
-
 def _others(path: Path) -> str:
     """The configurations in the same folder, or how to get one."""
     found = sorted(one.name for one in path.parent.glob("*" + path.suffix))[:8] if path.parent.is_dir() else []
     if not found:
         return "; to start from an example: hanayo init DIR"
     return f"; in {path.parent} are {', '.join(found)}"
-
-
-COMMANDS = {
-    "fit": "Trains a model, and validates it meanwhile.",
-    "validate": "Evaluates a model on its validation data.",
-    "test": "Evaluates a model on its test data.",
-    "predict": "Computes a model's predictions.",
-}
-
-GROUPS = {
-    "How the ranks are used": (
-        "pipeline_parallel_size",
-        "num_waves",
-        "data_parallel_size",
-        "cube",
-        "num_microbatches",
-        "layout",
-    ),
-    "The model": ("blocks", "balance", "init_from", "master_weights", "tied_gradients"),
-    "Memory": ("recompute", "shard_optimizer", "offload_optimizer", "measure_memory"),
-    "Batches and losses": ("loss_weight", "batch_dim", "split_batch", "whole"),
-    "The schedule": ("schedule", "costs", "activation_budget"),
-    "In a cube": ("cube_outside", "cube_memory", "cube_weights", "cube_pieces", "pairs", "cube_tokens", "cube_exclude"),
-    "Checkpoints": ("save_full", "save_async", "verify_checkpoints", "load_anyway"),
-    "When something fails": ("timeout", "nonfinite", "check_replicas"),
-}
-
-_WIDTH = 100
-_SOURCE = Path(lightning_hanayo.__file__).parent / "strategy" / "strategy.py"
-_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One of the strategy's options."""
-
-    default: str
-    meaning: str
-
-
-def usage(command: str) -> str:
-    """The text of `hanayo <command> --help`."""
-    options = strategy_options()
-    groups = "\n\n".join(
-        f"{title}:\n" + "\n".join(_described(name, options[name]) for name in names) for title, names in GROUPS.items()
-    )
-    return f"""\
-usage: hanayo {command} --config FILE [--config FILE ...] [options]
-
-{COMMANDS[command]} A later file or option changes what an earlier one says.
-
-a configuration:
-  trainer:
-    devices: 4
-    strategy:
-      class_path: lightning_hanayo.HanayoStrategy
-      init_args:
-        pipeline_parallel_size: 4     # and others of the options below
-  model:
-    class_path: my_module.MyModel     # a LightningModule
-    init_args:
-      width: 512
-  data:
-    class_path: my_module.MyData      # a LightningDataModule
-
-options:
-  --config FILE, -c FILE     a configuration; several are laid over each other
-  --trainer.NAME VALUE       an option of Trainer, such as --trainer.max_steps 100
-  --model.NAME VALUE         an argument of the model; --data.NAME of the data
-  --ckpt_path PATH           a checkpoint to go on from
-  --seed_everything SEED     the seed of all random generators
-  --report.NAME VALUE        an option of the report on the pipeline, such as --report.every_n_steps 10
-  --print_config             print the whole configuration, and end
-  --help all                 all options, with their types
-
-The strategy's options, in init_args or as --trainer.strategy.NAME VALUE:
-
-{groups}"""
-
-
-def strategy_options() -> Mapping[str, Option]:
-    """The options of `HanayoStrategy` in the order of its constructor."""
-    module = ast.parse(_SOURCE.read_text(encoding="utf-8"))
-    strategy = next(one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "HanayoStrategy")
-    constructor = next(one for one in strategy.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
-    arguments, defaults = constructor.args, [*constructor.args.defaults, *constructor.args.kw_defaults]
-    names = [one.arg for one in [*arguments.args[1:], *arguments.kwonlyargs]]
-    described = (ast.get_docstring(strategy) or "").partition("Args:\n")[2].partition("\nRaises:")[0]
-    meanings = {name: " ".join(text.split()) for name, text in _ENTRY.findall(described)}
-    pairs = zip(names, filter(None, defaults), strict=True)
-    return {name: Option(_written(default), meanings[name]) for name, default in pairs}
-
-
-def _written(default: ast.expr) -> str:
-    """As a configuration file has it: `null` for None; a time in Python's words."""
-    text = ast.unparse(default)
-    return {"None": "null", "True": "true", "False": "false", "()": "[]"}.get(text, text.strip("'"))
-
-
-def _described(name: str, option: Option) -> str:
-    lines = fill(option.meaning, _WIDTH, initial_indent="      ", subsequent_indent="      ")
-    return f"  {name} (default: {option.default})\n{lines}"
 
 
 MAX_BYTES = 16 << 20
@@ -205,7 +84,9 @@ def check_complete(args: Sequence[str]) -> None:
     """
     sections = {path: _sections(path) for path in config_files(args) if path.is_file()}
     for name in _WITH_CLASS:
-        if any(_names_class(one.get(name)) for one in sections.values()) or f"--{name}" in _options(args):
+        if any(_names_class(one.get(name)) for one in sections.values()) or any(
+            one.partition("=")[0] == f"--{name}" for one in args
+        ):
             continue
         for path, found in sections.items():
             if isinstance(found.get(name), Mapping):
@@ -230,10 +111,6 @@ def _sections(path: Path) -> Mapping[str, object]:
 
 def _names_class(section: object) -> bool:
     return isinstance(section, str) or (isinstance(section, Mapping) and "class_path" in section)
-
-
-def _options(args: Sequence[str]) -> set[str]:
-    return {option.partition("=")[0] for option in args}
 
 
 def check_config_file(path: Path) -> None:

@@ -21,7 +21,7 @@ _BACKWARD_CALLS = 2.1
 _PAIR_OVERHEAD = 1.03
 """measured time of a pair over its simulated one: 0.99 to 1.04, once 1.07 (docs/benchmarks/pairs.md)"""
 _NOT_HIDDEN = 0.2
-"""part of the shorter of compute and communication that a pair doesn't hide, fitted to 360 simulated pairs, which had 0 to 0.5"""
+"""part of the shorter of compute and communication that a pair doesn't hide; simulated pairs have 0 to 0.5"""
 
 
 class Clock:

@@ -1,19 +1,15 @@
-"""Draws timelines, schedules and cubes. matplotlib is imported when the first image is drawn, torch never."""
+"""Draws timelines, schedules and layouts. matplotlib is imported when the first image is drawn, torch never."""
 
 from lightning_hanayo.plotting.chrome_trace import chrome_trace, save_trace
-from lightning_hanayo.plotting.cube import save_cube
 from lightning_hanayo.plotting.layouts import save_ranking
 from lightning_hanayo.plotting.pages import save_page
-from lightning_hanayo.plotting.timeline import draw_timeline, save_comparison, save_schedule, save_timeline
+from lightning_hanayo.plotting.timeline import save_comparison, save_timeline
 
 __all__ = [
     "chrome_trace",
-    "draw_timeline",
     "save_comparison",
-    "save_cube",
     "save_page",
     "save_ranking",
-    "save_schedule",
     "save_timeline",
     "save_trace",
 ]

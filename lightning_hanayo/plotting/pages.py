@@ -6,7 +6,7 @@ Writes timelines as one self-contained HTML page, in which hovering over an acti
 
 title, legend, zoom
 rank 0   | 0 1 2 3 .  0 0  1 1 ...            a box per action
-rank 1   |   0 1 2 .  .  ...                  half as high while a rank has two actions at once
+rank 1   |   0 1 2 .  .  ...                  half as high if the rank runs another action at once
 peak 2   | __/~~~\\__                          each rank's activations, in M_a
 peak 2   |   _/~~~\\_
 """
@@ -22,7 +22,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.plotting import palette
 from lightning_hanayo.plotting.layouts import FRONTIER, NUMBERED, POINT, Dot, frontier_of, worth_showing
-from lightning_hanayo.plotting.timeline import Parts, idle_before, span_parts, summary, timeline_messages
+from lightning_hanayo.plotting.timeline import box_heights, idle_before, summary, timeline_messages
 from lightning_hanayo.schedule import Span, Timeline
 from lightning_hanayo.schedule.table import COMPUTE
 
@@ -125,7 +125,7 @@ def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
 def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict[str, Any]:
     begin, legs = timeline.begin, palette.wave_legs(timeline)
     idle, sources = idle_before(timeline), _sources(timeline)
-    boxes = span_parts(span for span in palette.drawn_spans(timeline) if span.action.kind.is_compute)
+    heights = box_heights(span for span in palette.drawn_spans(timeline) if span.action.kind.is_compute)
     return {
         "name": name,
         "summary": summary(timeline),
@@ -143,7 +143,7 @@ def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict
                 round(idle.get(span, 0.0), 9),
                 sources.get(span),
                 number,
-                _shown_parts(boxes.get(span, ()), begin),
+                heights.get(span),
             )
             for number, step in enumerate(timeline.steps)
             for span in palette.drawn_spans(step)
@@ -153,13 +153,6 @@ def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict
             for rank in range(timeline.num_ranks)
         ],
     }
-
-
-def _shown_parts(parts: Parts, begin: float) -> list[tuple[float, ...]] | None:
-    """The parts of a box, or None for a plain box: start, end, top and bottom."""
-    if all(part.is_whole for part in parts):
-        return None
-    return [(round(part.start - begin, 9), round(part.end - begin, 9), part.top, part.bottom) for part in parts]
 
 
 def _sources(timeline: Timeline) -> dict[Span, str]:

@@ -11,23 +11,22 @@ Draws a timeline on matplotlib axes, one row per rank: its actions, or the activ
 rank 0 | 0 1 2 3 .  0 0  1 1 ...
 rank 1 |   0 1 2 .  .  ...
          time ->                  a box per action, with its micro-batch if that fits; idle time shows the background;
-                                  while a rank has two actions at once, each has half of the row's height
+                                  actions that a rank runs at once have half of the row's height
 
 rank 0 |    ___/~~~~\\___         from zero to the largest peak of all ranks
 rank 1 |  ____/~~~\\_____
 
 Finds the messages between ranks, and the idle time before each action, in a timeline.
 
-Shares a rank's row among spans that overlap in time: the row has two lanes while the rank has two spans at once.
+Shares a rank's row among spans that overlap in time: each has a lane, as long as it runs.
 
 0F3 from 0 to 1, 2B1 from 0 to 2         rank 0 |0F3 |    |
-                                                |2B1      |        2B1 has the lower half, then the whole row
+                                                |2B1      |
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.plotting import palette
 from lightning_hanayo.plotting.palette import box_lengths, legend_entries
-from lightning_hanayo.schedule import CostModel, Kind, Schedule, Span, Timeline, simulate
+from lightning_hanayo.schedule import Kind, Span, Timeline
 from lightning_hanayo.schedule.dependency import waits_in
 
 if TYPE_CHECKING:
@@ -124,16 +123,6 @@ def _words(measured: Timeline, simulated: Timeline, planned: float | None, unit:
     if planned is not None:
         lines.append(f"planned: bubble {planned:.1%}, for the costs that the order was chosen for, before the run")
     return [*lines, "bubble: the share of all ranks' time in which they don't compute"]
-
-
-def save_schedule(path: str | Path, schedule: Schedule, costs: CostModel | None = None, unit: str = "") -> None:
-    """Save the simulated timeline of `schedule` with the given `costs` (default T_F = 1, T_B = 2, messages free).
-
-    Raises:
-        HanayoError: the suffix is no image format, or the file can't be written.
-    """
-    name = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
-    save_timeline(path, simulate(schedule, costs), title=name, unit=unit)
 
 
 def save_timeline(
@@ -266,40 +255,6 @@ def idle_before(timeline: Timeline) -> dict[Span, float]:
     return idle
 
 
-class Part(NamedTuple):
-    """A rectangle of a span's box: from `start` to `end`, and from `top` to `bottom`.
-
-    Heights are fractions of the row, counted from its top.
-    """
-
-    start: float
-    end: float
-    top: float
-    bottom: float
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has the whole height of the row."""
-        return self[2:] == (0.0, 1.0)
-
-    @property
-    def middle(self) -> tuple[float, float]:
-        """Time and height."""
-        return (self.start + self.end) / 2, (self.top + self.bottom) / 2
-
-
-Parts = tuple[Part, ...]
-"""of one span, in order of time"""
-
-
-def span_parts(spans: Iterable[Span]) -> dict[Span, Parts]:
-    """The box of each span; all must take time. A span that is alone on its rank has one part, of the whole height."""
-    rows: dict[int, list[Span]] = {}
-    for span in spans:
-        rows.setdefault(span.rank, []).append(span)
-    return {span: parts for row in rows.values() for span, parts in _row_parts(row).items()}
-
-
 def span_lanes(spans: Iterable[Span]) -> dict[Span, int]:
     """For each span a lane, from 0 on, in which it overlaps with no other span of its rank: the first one free."""
     lanes: dict[Span, int] = {}
@@ -312,74 +267,33 @@ def span_lanes(spans: Iterable[Span]) -> dict[Span, int]:
     return lanes
 
 
-def main_part(parts: Parts) -> Part:
-    """The longest part, in which a span's number is written."""
-    return max(parts, key=lambda part: part.end - part.start)
+Height = tuple[float, float]
+"""top and bottom of a box, as fractions of the row from its top"""
+WHOLE: Height = (0.0, 1.0)
 
 
-def outline(parts: Parts) -> list[tuple[float, float]]:
-    """The corners of a span's box, as (time, height), clockwise from the upper left one."""
-    above = [(time, part.top) for part in parts for time in (part.start, part.end)]
-    below = [(time, part.bottom) for part in parts for time in (part.start, part.end)]
-    return above + below[::-1]
-
-
-def _row_parts(row: Sequence[Span]) -> dict[Span, Parts]:
-    """The boxes on one rank."""
-    lanes, coming = span_lanes(row), sorted(row, key=lambda span: span.start, reverse=True)
-    found: dict[Span, list[Part]] = {span: [] for span in row}
-    running: list[Span] = []
-    for start, end in pairwise(sorted({time for span in row for time in (span.start, span.end)})):
-        running = [span for span in running if span.end > start]
-        while coming and coming[-1].start == start:
-            running.append(coming.pop())
-        num_lanes = 1 + max((lanes[span] for span in running), default=0) if len(running) > 1 else 1
-        for span in running:
-            lane = lanes[span] if num_lanes > 1 else 0
-            _extend(found[span], Part(start, end, lane / num_lanes, (lane + 1) / num_lanes))
-    return {span: tuple(parts) for span, parts in found.items()}
-
-
-def _extend(parts: list[Part], part: Part) -> None:
-    """Append `part`, or lengthen the last one if it has the same height."""
-    if parts and parts[-1][2:] == part[2:]:
-        part = parts.pop()._replace(end=part.end)
-    parts.append(part)
+def box_heights(spans: Iterable[Span]) -> dict[Span, Height]:
+    """The whole row for a span that is alone on its rank, its lane for one that overlaps with others."""
+    lanes = span_lanes(spans)
+    num_lanes = 1 + max(lanes.values(), default=0)
+    heights = dict.fromkeys(lanes, WHOLE)
+    running: dict[int, list[Span]] = {}
+    for span in lanes:  # in order of time
+        together = [*(one for one in running.get(span.rank, ()) if one.end > span.start), span]
+        running[span.rank] = together
+        if len(together) > 1:
+            heights |= {one: (lanes[one] / num_lanes, (lanes[one] + 1) / num_lanes) for one in together}
+    return heights
 
 
 BOX_HEIGHT = 0.86
 """as a fraction of the row"""
 
-_THIN_TOP = 1 - 0.18 / BOX_HEIGHT
+_THIN: Height = (1 - 0.18 / BOX_HEIGHT, 1.0)
 """of the boxes of gradient reductions, which are drawn at the bottom of a row, over the computation"""
 
 SMALLEST_FONT = 2.8
 """points; a number that would have to be smaller is left out"""
-
-
-def draw_timeline(
-    timeline: Timeline,
-    axes: "Axes",
-    *,
-    title: str | None = None,
-    unit: str = "",
-    until: float | None = None,
-    follow: Sequence[int] = (),
-) -> None:
-    """Draw `timeline` on `axes`. Time zero is its first start.
-
-    Args:
-        timeline: simulated or measured.
-        axes: where to draw.
-        title: written before makespan and bubble ratio, which are always shown.
-        unit: of time, e.g. `"s"`.
-        until: the right end of the time axis, to draw two timelines to one scale; None: the makespan.
-        follow: micro-batches whose path over the ranks is drawn as a line.
-    """
-    until = until or timeline.makespan or 1.0
-    draw_actions(timeline, axes, window=(0.0, until), follow=follow)
-    axes.set_xlabel(time_label(unit))
-    axes.set_title(summary(timeline, unit, title), loc="left", fontsize=10)
 
 
 def draw_actions(
@@ -389,15 +303,15 @@ def draw_actions(
     first, last = window
     begin, legs = timeline.begin, palette.wave_legs(timeline)
     drawn = palette.drawn_spans(timeline)
-    boxes = span_parts(span for span in drawn if span.action.kind.is_compute)
+    heights = box_heights(span for span in drawn if span.action.kind.is_compute)
     spans = [span for span in drawn if span.end > begin + first and span.start < begin + last]
     _draw_background(timeline, axes, window)
-    _draw_boxes(spans, boxes, begin, axes, legs)
+    _draw_boxes(spans, heights, begin, axes, legs)
     if numbers:
-        _draw_numbers(spans, boxes, timeline, axes, legs)
+        _draw_numbers(spans, heights, timeline, axes, legs)
     for step in timeline.steps if follow else ():
         for microbatch in follow:
-            _draw_path(axes, step.spans, boxes, begin, microbatch)
+            _draw_path(axes, step.spans, heights, begin, microbatch)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -440,27 +354,28 @@ def _draw_background(timeline: Timeline, axes: "Axes", window: tuple[float, floa
 
 
 def _draw_boxes(
-    spans: Sequence[Span], boxes: Mapping[Span, Parts], begin: float, axes: "Axes", legs: palette.WaveLegs
+    spans: Sequence[Span], heights: Mapping[Span, Height], begin: float, axes: "Axes", legs: palette.WaveLegs
 ) -> None:
     """Draw all boxes of one row and colour at once: drawing thousands of single boxes would take seconds."""
     from matplotlib.collections import PolyCollection
 
-    shapes: dict[tuple[int, str, bool], list[Parts]] = defaultdict(list)
+    shapes: dict[tuple[int, str, bool], list[Span]] = defaultdict(list)
     for span in spans:
-        key = span.rank, palette.action_colour(span.action, legs), span.action.kind.is_compute
-        shapes[key].append(boxes.get(span, (Part(span.start, span.end, _THIN_TOP, 1.0),)))
-    for (rank, colour, is_compute), own in shapes.items():
-        narrowest = min(parts[-1].end - parts[0].start for parts in own)
-        line = min(0.6, 0.1 * _points(axes, narrowest))
-        corners = [[(time - begin, _row_y(rank, height)) for time, height in outline(parts)] for parts in own]
+        shapes[span.rank, palette.action_colour(span.action, legs), span.action.kind.is_compute].append(span)
+    for (_, colour, is_compute), own in shapes.items():
+        line = min(0.6, 0.1 * _points(axes, min(span.end - span.start for span in own)))
+        corners = []
+        for span in own:
+            left, right = span.start - begin, span.end - begin
+            top, bottom = (_row_y(span.rank, height) for height in heights.get(span, _THIN))
+            corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
         look: Any = {"facecolor": colour, "edgecolor": "white", "linewidth": line, "zorder": 2 if is_compute else 3}
         axes.add_collection(PolyCollection(corners, **look), autolim=False)
 
 
-def _middle(span: Span, boxes: Mapping[Span, Parts], begin: float) -> tuple[float, float]:
-    """Time and vertical coordinate of the middle of a box, or of its longest part."""
-    time, height = main_part(boxes[span]).middle if span in boxes else ((span.start + span.end) / 2, 0.5)
-    return time - begin, _row_y(span.rank, height)
+def _middle(span: Span, heights: Mapping[Span, Height], begin: float) -> tuple[float, float]:
+    """Time and vertical coordinate of the middle of a box."""
+    return (span.start + span.end) / 2 - begin, _row_y(span.rank, sum(heights.get(span, WHOLE)) / 2)
 
 
 def _row_y(rank: int, height: float) -> float:
@@ -469,7 +384,7 @@ def _row_y(rank: int, height: float) -> float:
 
 
 def _draw_numbers(
-    spans: Sequence[Span], boxes: Mapping[Span, Parts], timeline: Timeline, axes: "Axes", legs: palette.WaveLegs
+    spans: Sequence[Span], heights: Mapping[Span, Height], timeline: Timeline, axes: "Axes", legs: palette.WaveLegs
 ) -> None:
     """Draw all numbers of the same text, size and colour at once, for the same reason."""
     shown = [span for span in spans if span.action.kind.is_compute]
@@ -478,11 +393,11 @@ def _draw_numbers(
     places: dict[tuple[str, float, str], list[tuple[float, float]]] = defaultdict(list)
     first, last = axes.get_xlim()
     for span in shown:
-        part = main_part(boxes[span])
-        widest = _points(axes, part.end - part.start) / (0.68 * num_digits)
-        height = BOX_HEIGHT * row_height * (part.bottom - part.top)
-        size = round(min(9.0, (0.55 if part.is_whole else 0.7) * height, widest), 1)
-        middle = _middle(span, boxes, timeline.begin)
+        widest = _points(axes, span.end - span.start) / (0.68 * num_digits)
+        top, bottom = heights[span]
+        height = BOX_HEIGHT * row_height * (bottom - top)
+        size = round(min(9.0, (0.55 if heights[span] == WHOLE else 0.7) * height, widest), 1)
+        middle = _middle(span, heights, timeline.begin)
         if size >= SMALLEST_FONT and first <= middle[0] <= last:
             key = str(span.action.microbatch), size, palette.text_colour(palette.action_colour(span.action, legs))
             places[key].append(middle)
@@ -505,12 +420,14 @@ def _draw_number(axes: "Axes", text: str, size: float, colour: str, offsets: lis
     axes.add_collection(numbers, autolim=False)
 
 
-def _draw_path(axes: "Axes", spans: Sequence[Span], boxes: Mapping[Span, Parts], begin: float, microbatch: int) -> None:
+def _draw_path(
+    axes: "Axes", spans: Sequence[Span], heights: Mapping[Span, Height], begin: float, microbatch: int
+) -> None:
     """Draw a line through the middles of one micro-batch's forwards and backwards."""
     kinds = (Kind.F, Kind.B, Kind.I)
     path = [span for span in spans if span.action.microbatch == microbatch and span.action.kind in kinds]
     path.sort(key=lambda span: (span.start, span.end))
-    middles = [_middle(span, boxes, begin) for span in path]
+    middles = [_middle(span, heights, begin) for span in path]
     times, heights = [time for time, _ in middles], [height for _, height in middles]
     axes.plot(times, heights, color=palette.DARK, linewidth=1.1, alpha=0.7, zorder=5)
 

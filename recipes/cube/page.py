@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from lightning_hanayo.plotting import save_cube
 from recipes.cube import memory, volumes
+from recipes.cube.picture import save_cube
 from recipes.paper.page import fill
 
 DOCS = Path(__file__).parents[2] / "docs"

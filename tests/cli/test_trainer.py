@@ -1,5 +1,6 @@
 """`fit`, `validate`, `test` and `predict`: configurations, the current directory, and errors for mistakes in them."""
 
+import inspect
 import logging
 import os
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo import cli
+from lightning_hanayo import HanayoStrategy, cli
 from lightning_hanayo.errors import HanayoError
 
 PLAIN = """
@@ -97,10 +98,17 @@ def test_a_model_in_the_current_directory_trains_twice(here: Path) -> None:
 
 
 def test_help_lists_lightnings_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fit", "--help", "all") == 0
+    assert run("fit", "--help") == 0
     output = capsys.readouterr().out
     for option in ("usage: hanayo", "--trainer.max_steps", "--config", "--report.every_n_steps"):
         assert option in output
+
+
+def test_help_describes_the_strategys_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fit", "--trainer.strategy.help=lightning_hanayo.HanayoStrategy") == 0
+    output = capsys.readouterr().out
+    for name in list(inspect.signature(HanayoStrategy.__init__).parameters)[1:]:
+        assert f"--trainer.strategy.{name}" in output
 
 
 def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import draw_timeline, save_comparison, save_schedule, save_timeline
+from lightning_hanayo.plotting import save_comparison, save_timeline
 from lightning_hanayo.plotting.palette import legend_entries
 from lightning_hanayo.plotting.timeline import _bands, _words, draw_actions, draw_activations
 from lightning_hanayo.schedule import Action, CostModel, Span, Timeline, build, simulate, with_loss_stage
@@ -36,12 +37,11 @@ def test_a_comparison_shows_both_timelines_with_makespan_and_bubble(tmp_path: Pa
         assert f"<!-- {text}" in picture
 
 
-def test_a_schedule_is_written(tmp_path: Path) -> None:
-    schedule = with_loss_stage(build("interleaved", num_ranks=3, num_microbatches=3))
-    save_schedule(tmp_path / "table.svg", schedule, CostModel(gradient_reduce=1.0))
-    picture = (tmp_path / "table.svg").read_text()
-    for text in ("interleaved, 3 ranks, 3 micro-batches", "rank 2", "gradient reduction"):
-        assert text in picture
+def drawn(timeline: Timeline, size: tuple[float, float] = (8.0, 3.0), follow: Sequence[int] = ()) -> Axes:
+    """Axes with the whole timeline."""
+    axes = Figure(figsize=size).subplots()
+    draw_actions(timeline, axes, window=(0.0, timeline.makespan), follow=follow)
+    return axes
 
 
 def numbers(axes: Axes) -> list[tuple[float, float, str]]:
@@ -55,9 +55,8 @@ def numbers(axes: Axes) -> list[tuple[float, float, str]]:
 
 
 def test_rank_0_is_on_top_and_numbers_are_in_the_middle_of_their_boxes() -> None:
-    axes = Figure(figsize=(8, 3)).subplots()
     timeline = wave(2, 2)
-    draw_timeline(timeline, axes, title="here")
+    axes = drawn(timeline)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     assert axes.yaxis_inverted()
     middles = [((s.start + s.end) / 2, float(s.rank), str(s.action.microbatch)) for s in timeline.spans]
@@ -74,36 +73,30 @@ def test_a_window_shows_the_actions_that_overlap_it() -> None:
 
 
 def test_numbers_that_do_not_fit_are_left_out() -> None:
-    axes = Figure(figsize=(2, 1)).subplots()
-    draw_timeline(wave(4, 16), axes)
-    assert len(numbers(axes)) < 100
+    assert len(numbers(drawn(wave(4, 16), size=(2, 1)))) < 100
 
 
 def test_one_micro_batch_can_be_followed_over_the_ranks() -> None:
-    axes = Figure(figsize=(8, 3)).subplots()
-    draw_timeline(wave(2, 2), axes, follow=[1])
-    (path,) = axes.lines
+    (path,) = drawn(wave(2, 2), follow=[1]).lines
     forward, backward = [0, 1, 1, 0] * 2, [0, 1, 1, 0] * 2
     assert list(path.get_ydata()) == forward + backward
 
 
 def test_a_pair_of_actions_has_two_lanes() -> None:
-    """rank 0   |3 |   |      the upper half of the row is 0.215 above its middle, and the second box is whole
-    |1     |      after the first one's end
+    """rank 0   |3 |   |      the upper half of the row is 0.215 above its middle
+    |1     |
     """
-    axes = Figure(figsize=(8, 3)).subplots()
     pair = Span(0, Action.parse("0F3"), 0.0, 2.0), Span(0, Action.parse("1B1"), 0.0, 3.0)
-    draw_timeline(Timeline(pair), axes, follow=[1])
-    assert numbers(axes) == [(1.0, pytest.approx(-0.215), "3"), (1.0, pytest.approx(0.215), "1")]
+    axes = drawn(Timeline(pair), follow=[1])
+    assert numbers(axes) == [(1.0, pytest.approx(-0.215), "3"), (1.5, pytest.approx(0.215), "1")]
     boxes = [path.get_extents() for boxes in axes.collections[:2] for path in boxes.get_paths()]
     assert [(box.x0, box.x1) for box in boxes] == [(0.0, 2.0), (0.0, 3.0)]
     assert [tuple(map(float, line.get_ydata())) for line in axes.lines] == [(pytest.approx(0.215),)]
 
 
 def test_each_step_has_its_own_path() -> None:
-    axes = Figure(figsize=(8, 3)).subplots()
-    draw_timeline(simulate(build("gpipe", num_ranks=2, num_microbatches=2), steps=3), axes, follow=[0])
-    assert len(axes.lines) == 3
+    timeline = simulate(build("gpipe", num_ranks=2, num_microbatches=2), steps=3)
+    assert len(drawn(timeline, follow=[0]).lines) == 3
 
 
 def test_a_long_timeline_is_broken_into_bands_without_gaps() -> None:
@@ -182,7 +175,7 @@ def test_activations_make_the_image_higher(tmp_path: Path) -> None:
 
 def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HanayoError, match=r"must be one of png, svg, pdf"):
-        save_schedule(tmp_path / "table.gif", build("1f1b", num_ranks=2, num_microbatches=2))
+        save_timeline(tmp_path / "table.gif", wave(2, 2))
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -197,8 +190,9 @@ def test_an_empty_timeline_can_be_drawn(tmp_path: Path) -> None:
 
 def test_drawing_imports_neither_torch_nor_pyplot(tmp_path: Path) -> None:
     code = (
-        "import sys; from lightning_hanayo.schedule import build; from lightning_hanayo.plotting import save_schedule;"
-        f"save_schedule({str(tmp_path / 'a.png')!r}, build('1f1b', num_ranks=2, num_microbatches=2));"
+        "import sys; from lightning_hanayo.schedule import build, simulate;"
+        "from lightning_hanayo.plotting import save_timeline;"
+        f"save_timeline({str(tmp_path / 'a.png')!r}, simulate(build('1f1b', num_ranks=2, num_microbatches=2)));"
         "print([m for m in ('torch', 'matplotlib.pyplot') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

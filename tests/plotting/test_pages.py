@@ -103,13 +103,13 @@ def test_a_span_says_how_long_its_rank_was_idle_and_which_message_it_waited_for(
     assert spans["1F0"][7:9] == [0.6, "0F0 on rank 0"]
 
 
-def test_a_pair_of_actions_has_boxes_of_two_parts(tmp_path: Path) -> None:
-    """From start to end, from top to bottom; the box of an action that is alone needs no parts."""
+def test_a_pair_of_actions_shares_the_row(tmp_path: Path) -> None:
+    """From top to bottom."""
     spans = [("0F3", 5.0, 6.0), ("1B1", 5.0, 7.0), ("0F4", 7.0, 8.0)]
     timeline = Timeline(tuple(Span(0, Action.parse(cell), start, end) for cell, start, end in spans))
     save_page(tmp_path / "pair.html", "a pair", {"it": timeline})
     shown = data(tmp_path / "pair.html")["timelines"][0]["spans"]
-    assert [span[10] for span in shown] == [[[0, 1, 0, 0.5]], [[0, 1, 0.5, 1], [1, 2, 0, 1]], None]
+    assert [span[10] for span in shown] == [[0, 0.5], [0.5, 1], [0, 1]]
 
 
 def test_every_colour_is_in_the_legend(wave: Path) -> None:

@@ -10,14 +10,13 @@ Exit codes: 0, 1 if something would make a run fail, 2 bad arguments.
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.cli.common import OneLineErrors, print_table
+from lightning_hanayo.cli.common import CommandParser, print_table, quantity, whole_number
 from lightning_hanayo.cli.doctor.host import Finding, exit_code
 
 if TYPE_CHECKING:
@@ -38,18 +37,9 @@ def run(argv: Sequence[str]) -> int:
     return exit_code(findings)
 
 
-class _DoctorParser(OneLineErrors, argparse.ArgumentParser):
-    """Parses the options of the doctor; all others are those of `hanayo fit`."""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _DoctorParser(
-        "hanayo doctor",
-        usage="hanayo doctor [--devices N] [--measure] [--json] [--config recipe.yaml [options of hanayo fit]]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> CommandParser:
+    usage = "hanayo doctor [--devices N] [--measure] [--json] [--config recipe.yaml [options of hanayo fit]]"
+    parser = CommandParser("hanayo doctor", __doc__, usage=usage)
     parser.add_argument("--devices", type=_count, metavar="N", help="measure links between N processes of this host")
     parser.add_argument("--root", metavar="FOLDER", help="where checkpoints go (default: that of --config, or here)")
     parser.add_argument(
@@ -64,18 +54,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_SPEEDS = {
+    f"{prefix}{unit}{per}": factor * size
+    for prefix, factor in {"M": 1e6, "G": 1e9}.items()
+    for unit, size in {"B": 1.0, "BIT": 1 / 8}.items()
+    for per in ("", "/S")
+}
+
+
 def _speed(text: str) -> float:
     """Bytes per second."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MG])(B|bit)(?:/s)?", text)
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text}: expected bytes or bits per second, such as 50GB/s or 400Gbit/s")
-    return float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] == "bit" else 1)
+    return quantity(text, _SPEEDS, "bytes or bits per second, such as 50GB/s or 400Gbit/s")
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text}: expected 2 or more processes, which send to each other")
-    return int(text)
+    return whole_number(text, 2, "2 or more processes, which send to each other")
 
 
 def _seconds(text: str) -> float:

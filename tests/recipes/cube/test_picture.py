@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import save_cube
-from lightning_hanayo.plotting.cube import _Matrix, _Mesh
 from lightning_hanayo.topology import Topology
+from recipes.cube.picture import _Matrix, _Mesh, save_cube
 
 W = """
     y=0  y=0  y=1  y=1

@@ -26,8 +26,7 @@ from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.machine import keep_memory
-from recipes.benchmarks.result import Summary
+from recipes.benchmarks.harness import Summary, keep_memory
 from recipes.gpt.module import GPT
 
 RECIPE = Path(__file__).parents[1] / "gpt" / "wave.yaml"

@@ -16,7 +16,7 @@ from lightning_hanayo.pipeline_parallel.message import MessageKey
 from lightning_hanayo.pipeline_parallel.transport import Transport, Work
 from lightning_hanayo.schedule import Kind
 from recipes.benchmarks.case import Candidate, Case
-from recipes.benchmarks.machine import sleep_until
+from recipes.benchmarks.harness import sleep_until
 from recipes.benchmarks.ours import world_transport
 from recipes.benchmarks.runner import Runner
 

@@ -8,29 +8,31 @@
 Nothing is added to the machine's own network: deleting the namespaces removes everything.
 """
 
+import ctypes
 import os
-import pickle
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.harness import ProcessOptions, Work, run_ranks, uninterrupted
 
-DEVICE, PORT = "eth0", 29500
-Work = Callable[[int, Any], Any]
-"""The function that each host runs: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
+DEVICE = "eth0"
 _NUMBERS = count()
+_CLONE_NEWNET = 0x40000000
+_TCP = {
+    "tcp_congestion_control": "reno",  # the links lose nothing
+    "tcp_slow_start_after_idle": "0",  # keep the rate after a pause for computing
+    "tcp_limit_output_bytes": "16384",  # connections share the link evenly, with short queues
+}
+"""set in a host's namespace, not for the machine"""
 
 
 @dataclass(frozen=True)
@@ -119,70 +121,36 @@ class Cluster:
 
     def remove(self) -> None:
         """Delete the namespaces. Safe to call again."""
-        with _uninterrupted():
+        with uninterrupted():
             while self._made:
                 subprocess.run(["ip", "netns", "del", self._made.pop()], capture_output=True, check=False)
 
     def run(self, work: Work, argument: Any, timeout: float) -> list[Any]:
-        """Run `work`, a function of a module, in a process on each host.
-
-        Returns:
-            The results, by rank.
+        """Run `work` in a process on each host, and return the results by rank.
 
         Raises:
-            HanayoError: a rank failed, or `timeout` seconds passed; the message holds the end of the
-                rank's output.
+            HanayoError: a rank failed, or `timeout` seconds passed; the message holds the rank's traceback.
         """
-        with tempfile.TemporaryDirectory(prefix="cluster-") as directory:
-            folder = Path(directory)
-            (folder / "work").write_bytes(pickle.dumps((work, argument)))
-            processes: list[subprocess.Popen[bytes]] = []
-            try:
-                for rank, host in enumerate(self.hosts):
-                    processes.append(self._start(rank, host, folder))
-                _wait(processes, folder, time.monotonic() + timeout)
-            finally:
-                with _uninterrupted():
-                    for process in processes:
-                        process.kill()
-                    for process in processes:
-                        process.wait()
-            return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(self.hosts))]
+        options = [ProcessOptions(prepare=partial(_enter, host)) for host in self.hosts]
+        return [result for _, result in run_ranks(work, argument, options, timeout)]
 
-    def _start(self, rank: int, host: str, folder: Path) -> "subprocess.Popen[bytes]":
-        """Start a rank. `ip netns exec` replaces itself with the process, so the process id is the rank's."""
-        environment = {
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "MASTER_ADDR": _address(0),
-            "MASTER_PORT": str(PORT),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.hosts)),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = ["ip", "netns", "exec", host, sys.executable, "-m", "recipes.benchmarks.cluster_rank", str(folder)]
-        with (folder / f"output-{rank}").open("wb") as output:
-            return subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=output,
-                                    stderr=subprocess.STDOUT)  # fmt: skip
+
+def _enter(host: str) -> None:
+    """Move this process, which has one thread, to a host."""
+    with (Path("/var/run/netns") / host).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"can't enter the network namespace {host}")
+    for option, value in _TCP.items():
+        if (at := Path("/proc/sys/net/ipv4") / option).exists():
+            at.write_text(value)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    import torch
+
+    torch.set_flush_denormal(True)  # emulated products return uninitialised memory
 
 
 def _address(host: int) -> str:
     return f"10.77.0.{host + 1}"
-
-
-def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, deadline: float) -> None:
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                output = (folder / f"output-{rank}").read_text(errors="replace")[-4000:].strip()
-                raise HanayoError(f"rank {rank} ended with code {code}: {output}")
-        if None not in codes:
-            return
-        if time.monotonic() > deadline:
-            raise HanayoError(
-                f"ranks {[rank for rank, code in enumerate(codes) if code is None]} didn't finish in time"
-            )
-        time.sleep(0.05)
 
 
 def _run(*command: str, stdin: str = "") -> None:
@@ -193,20 +161,6 @@ def _run(*command: str, stdin: str = "") -> None:
 
 def _batch(tool: str, host: str, lines: Sequence[str]) -> None:
     _run(tool, "-n", host, "-batch", "-", stdin="\n".join(lines) + "\n")
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore a second ctrl-C until the cleanup is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def received() -> int:

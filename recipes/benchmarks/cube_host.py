@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, run, whole
 
 READING = """\
 A Llama block of Hugging Face with tensors so small that arithmetic costs nothing: the CPU time is what the host spends

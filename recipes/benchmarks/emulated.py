@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.weight_gradients import WeightGradients
-from recipes.benchmarks.machine import sleep_until
+from recipes.benchmarks.harness import sleep_until
 
 _ANCHOR = torch.zeros(1, requires_grad=True)
 """makes stage 0 compute an input gradient, as an embedding in front of it would require"""

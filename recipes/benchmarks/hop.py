@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from recipes.benchmarks.machine import sleep_until
+from recipes.benchmarks.harness import sleep_until
 from recipes.benchmarks.ours import world_transport
 
 WARM_UP, TURNS = 4, 24

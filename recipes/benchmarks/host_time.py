@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
-from recipes.benchmarks.result import Summary
+from recipes.benchmarks.harness import Summary
 
 NUM_RANKS = 8
 BATCH, LENGTH, FEATURES, HEADS, INNER = 2, 16, 64, 8, 128

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from recipes.benchmarks.command import LOOPBACK, Findings, describe, new_parser, run, whole
+from recipes.benchmarks.harness import LOOPBACK, Findings, describe, new_parser, run, whole
 from recipes.benchmarks.memory_measured import Sizes, run_ours, run_peer, world_size
 
 if TYPE_CHECKING:

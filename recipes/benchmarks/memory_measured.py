@@ -9,8 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from recipes.benchmarks import processes
-from recipes.benchmarks.machine import ProcessOptions
+from recipes.benchmarks.harness import ORDINARY, run_ranks
 
 STEPS = 3
 """the third one is measured"""
@@ -55,8 +54,7 @@ def run_peer(sizes: Sizes, system: str, num_ranks: int) -> int:
 
 
 def _run(num_ranks: int, work: Any) -> list[Any]:
-    ordinary = [ProcessOptions(realtime=False)] * num_ranks
-    return [result for _, result in processes.run(num_ranks, work, num_ranks, ordinary, TIMEOUT_S)]
+    return [result for _, result in run_ranks(work, num_ranks, [ORDINARY] * num_ranks, TIMEOUT_S)]
 
 
 def _fit_ours(rank: int, num_ranks: int, *, sizes: Sizes, layout: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -13,9 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recipes.benchmarks import processes
-from recipes.benchmarks.command import LOOPBACK, Findings, describe, new_parser, run, whole
-from recipes.benchmarks.machine import ProcessOptions
+from recipes.benchmarks.harness import (
+    LOOPBACK,
+    ORDINARY,
+    Findings,
+    Summary,
+    describe,
+    new_parser,
+    run,
+    run_ranks,
+    whole,
+)
 
 READING = """\
 Four steps look for NaN and infinite gradients, the next four don't, and so on. The ratio compares neighbouring fours;
@@ -51,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> Findings:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
-    from recipes.benchmarks.result import Summary
     from recipes.paper.table import markdown
 
     rows, cases = [], []
@@ -81,8 +88,7 @@ def _ratio(fit: Sequence[Pair], clock: int) -> float:
 
 
 def _fit_on(ranks: int, options: argparse.Namespace, clip: float | None) -> list[Pair]:
-    ordinary = [ProcessOptions(realtime=False)] * ranks
-    found = processes.run(ranks, partial(_fit, clip=clip), vars(options) | {"world": ranks}, ordinary, TIMEOUT_S)
+    found = run_ranks(partial(_fit, clip=clip), vars(options) | {"world": ranks}, [ORDINARY] * ranks, TIMEOUT_S)
     turns: list[Seconds] = found[0][1]
     return list(zip(turns[::2], turns[1::2], strict=True))
 

@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.command import LOOPBACK, Findings, describe, new_parser, numeric, run, whole
+from recipes.benchmarks.harness import LOOPBACK, Findings, describe, new_parser, numeric, run, run_ranks, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.rounds import Plan
@@ -55,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _emulated(options: argparse.Namespace) -> Findings:
-    from recipes.benchmarks import processes, report
+    from recipes.benchmarks import report
     from recipes.benchmarks.case import Case, candidates
-    from recipes.benchmarks.machine import ProcessOptions
+    from recipes.benchmarks.harness import ProcessOptions
     from recipes.benchmarks.result import outcome_of
     from recipes.benchmarks.rounds import Plan, run_all
 
@@ -73,9 +73,7 @@ def _emulated(options: argparse.Namespace) -> Findings:
             for count, size in product(options.microbatches, options.message_bytes)
         )
         plan = Plan(cases, chosen, options.rounds)
-        found = processes.run(
-            ranks, run_all, plan, [ProcessOptions(not options.ordinary)] * ranks, timeout=_timeout(plan)
-        )
+        found = run_ranks(run_all, plan, [ProcessOptions(not options.ordinary)] * ranks, timeout=_timeout(plan))
         priority = found[0][0]
         outcomes += [outcome_of(case, records) for case, *records in zip(cases, *(r for _, r in found), strict=True)]
     return report.findings(outcomes, describe(LOOPBACK, priority))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, run, whole
 
 READING = """\
 A rank begins a stream before each backward, before the step's own code, and before each block. When the step's own
@@ -33,7 +33,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it once
     import torch
 
-    from recipes.benchmarks.result import Summary
+    from recipes.benchmarks.harness import Summary
 
     machine = describe(f"{options.device}, threads: {torch.get_num_threads()}")
     found = {name: Summary.of(_times(call, options)) for name, call in _cases(torch.device(options.device)).items()}

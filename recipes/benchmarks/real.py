@@ -14,11 +14,8 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, Schedule, simulate
-from recipes.benchmarks import processes
-from recipes.benchmarks.command import Findings
-from recipes.benchmarks.machine import ProcessOptions, cores
+from recipes.benchmarks.harness import Findings, ProcessOptions, Summary, cores, run_ranks
 from recipes.benchmarks.real_rank import CANDIDATES, PEER, RealCase, RealRecord, schedule_of, work
-from recipes.benchmarks.result import Summary
 from recipes.paper.figure import BLUE, GREY, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent
 
@@ -83,7 +80,7 @@ def measure(microbatches: Sequence[int], width: int, blocks: int, samples: int, 
     options = [
         ProcessOptions(realtime=False, core=core) for core in mine[:RANKS]
     ]  # gloo's thread shares the rank's core
-    found = processes.run(RANKS, work, cases, options, TIMEOUT_S)
+    found = run_ranks(work, cases, options, TIMEOUT_S)
     ranks: list[list[RealRecord]] = [records for _, records in found]
     costs, whole = _costs([records[0] for records in ranks])
     results = [

@@ -12,12 +12,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.command import LOOPBACK, Findings, describe, new_parser, numeric, run, whole
+from recipes.benchmarks.harness import LOOPBACK, Findings, describe, new_parser, numeric, run, run_ranks, whole
 from recipes.benchmarks.names import OURS
 
 if TYPE_CHECKING:
     from recipes.benchmarks.case import Candidate, Case
-    from recipes.benchmarks.machine import ProcessOptions
+    from recipes.benchmarks.harness import ProcessOptions
     from recipes.benchmarks.reduction_rank import ReductionPlan, WayTimings
 
 HEAD = ("schedule", "P", "B", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "overlapped, + ms",
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.case import Case, candidates
-    from recipes.benchmarks.machine import ProcessOptions
+    from recipes.benchmarks.harness import ProcessOptions
     from recipes.benchmarks.reduction_rank import ReductionPlan
 
     chosen = tuple(candidates(_ours(options.schedules), options.waves))
@@ -120,11 +120,10 @@ def _measure(options: argparse.Namespace) -> Findings:
 
 def _results(plan: "ReductionPlan", options: "ProcessOptions") -> "tuple[str, list[ReductionResult]]":
     """Run a plan in processes of its own. Returns the priority that they got, and the results."""
-    from recipes.benchmarks import processes
     from recipes.benchmarks.reduction_rank import run_all
 
     count, num_runs = plan.case.num_ranks * plan.num_replicas, len(plan.pairs) * (plan.num_rounds + 3) * 3
-    found = processes.run(count, run_all, plan, [options] * count, 120 + 40 * num_runs * plan.case.busy)
+    found = run_ranks(run_all, plan, [options] * count, 120 + 40 * num_runs * plan.case.busy)
     ranks = [timings for _, timings in found]
     return found[0][0], [
         result_of(plan, candidate, megabytes, timings)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.case import Case
-from recipes.benchmarks.command import Findings, new_parser, run
+from recipes.benchmarks.harness import Findings, new_parser, run
 from recipes.benchmarks.result import Outcome, Result
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent

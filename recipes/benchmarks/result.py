@@ -8,21 +8,8 @@ from typing import Any
 
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import expected
+from recipes.benchmarks.harness import Summary
 from recipes.benchmarks.rounds import Record, Records, RoundTiming
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Median, least and greatest value of a figure over the rounds."""
-
-    median: float
-    least: float
-    most: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> "Summary":
-        """Summarise one value per round."""
-        return Summary(median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from lightning_hanayo.schedule import simulate
 from recipes.benchmarks.autograd_only import AutogradRunner
 from recipes.benchmarks.bare import BareRunner
 from recipes.benchmarks.case import Candidate, Case
+from recipes.benchmarks.harness import oversleep
 from recipes.benchmarks.hop import measure_hop
-from recipes.benchmarks.machine import oversleep
 from recipes.benchmarks.ours import OurRunner
 from recipes.benchmarks.peer import TorchRunner
 from recipes.benchmarks.runner import Runner

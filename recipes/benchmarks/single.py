@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, run, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.alternating import FitComparison

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recipes.benchmarks.cluster import Cluster, Link
-from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run_on_cluster, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, numeric, run_on_cluster, whole
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of, three_d
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.benchmarks.cluster import received
-from recipes.benchmarks.machine import sleep_until
+from recipes.benchmarks.harness import sleep_until
 from recipes.benchmarks.schemes.check import check
 from recipes.benchmarks.schemes.device import Emulated
 from recipes.benchmarks.schemes.layer import shapes

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.benchmarks.cluster import Link
-from recipes.benchmarks.result import Summary
+from recipes.benchmarks.harness import Summary
 from recipes.benchmarks.schemes.log import Replay, elements_of, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of
 from recipes.benchmarks.tensor3d_rank import Case, Collective, Record, Steps, dry_run

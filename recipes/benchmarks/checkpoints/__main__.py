@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.command import LOOPBACK, Findings, describe, new_parser, numeric, run, whole
+from recipes.benchmarks.harness import (
+    LOOPBACK,
+    ORDINARY,
+    Findings,
+    describe,
+    new_parser,
+    numeric,
+    run,
+    run_ranks,
+    whole,
+)
 
 if TYPE_CHECKING:
     from recipes.benchmarks.checkpoints.figures import CaseFigures
@@ -60,18 +70,16 @@ def _again(path: Path) -> tuple[list[str], list["CaseFigures"]]:
 
 
 def _run(options: argparse.Namespace) -> tuple[list[str], list["CaseFigures"]]:
-    from recipes.benchmarks import processes
     from recipes.benchmarks.checkpoints.figures import CaseFigures
     from recipes.benchmarks.checkpoints.rank import NAMES, Plan, run_all
     from recipes.benchmarks.checkpoints.state import Sizes
-    from recipes.benchmarks.machine import ProcessOptions
 
     cases = []
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.folder) as folder:
         plan = Plan(Sizes.of_bytes(1e9 * options.gigabytes), Path(folder), options.rounds, options.products)
         limit = 120 + SECONDS_PER_GIGABYTE * options.gigabytes * options.rounds * len(NAMES)
         for count in options.ranks:
-            found = processes.run(count, run_all, plan, [ProcessOptions(realtime=False)] * count, limit)
+            found = run_ranks(run_all, plan, [ORDINARY] * count, limit)
             cases.append(CaseFigures.combined([record for _, record in found]))
     where = f"checkpoints in {options.folder or 'a temporary folder'}"
     return describe(LOOPBACK, f"width {plan.sizes.width}, {options.rounds} rounds, {where}"), cases

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from recipes.benchmarks.checkpoints.rank import Load, RankRecord, Save
-from recipes.benchmarks.result import Summary
+from recipes.benchmarks.harness import Summary
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.benchmarks.checkpoints.figures import CaseFigures, LoadFigures, SaveFigures
-from recipes.benchmarks.result import Summary
+from recipes.benchmarks.harness import Summary
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.table import markdown
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, run, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.gpu.figures import Figures

@@ -25,8 +25,8 @@ from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueu
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import LlamaStack, Sizes, build
 from recipes.benchmarks.gpu.steps import Say
+from recipes.benchmarks.harness import Summary
 from recipes.benchmarks.pairs.tables import ALONE, STEADY, WAYS, table_of
-from recipes.benchmarks.result import Summary
 from recipes.benchmarks.self_contained import SelfContainedSingleStage
 
 FEW, MANY = 2, 6

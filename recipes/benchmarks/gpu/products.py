@@ -12,7 +12,7 @@ import torch
 
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.steps import Say
-from recipes.benchmarks.result import Summary
+from recipes.benchmarks.harness import Summary
 
 BLOCKS = 0, 4, 16, 32
 ROUNDS, PRODUCTS = 7, 10

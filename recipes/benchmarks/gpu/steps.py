@@ -19,7 +19,7 @@ import torch
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.fits import COMPILED, MICROBATCHES, PLAIN, Case, SteppedFit
 from recipes.benchmarks.gpu.models import Kind, operations
-from recipes.benchmarks.result import Summary
+from recipes.benchmarks.harness import Summary
 
 WARM_UP = 3
 Say = Callable[[str], None]

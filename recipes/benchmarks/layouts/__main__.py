@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.benchmarks.cluster import Cluster, Link
-from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, run_on_cluster, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, numeric, run, run_on_cluster, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.layouts.rank import Plan, Record

@@ -11,9 +11,9 @@ from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.schedule import CostModel, simulate
 from recipes.benchmarks.case import Candidate as Named
+from recipes.benchmarks.harness import Summary
 from recipes.benchmarks.layouts.cases import INSTANT, PROBES, Contender, Model, contenders, is_megatron
 from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, SHARE_SECONDS, Plan, Record, case_of
-from recipes.benchmarks.result import Summary
 from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from recipes.benchmarks.cluster import Cluster, Link
-from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run_on_cluster, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, numeric, run_on_cluster, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.pairs.rank import Plan

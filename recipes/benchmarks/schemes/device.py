@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.tensor_parallel import product as arithmetic
-from recipes.benchmarks.machine import sleep_until
+from recipes.benchmarks.harness import sleep_until
 from recipes.benchmarks.schemes.log import Log
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, numeric, run, whole
 
 
 def test_requested_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def read(kind: Any, plain: Any) -> Any:
         known, hints = {one.name for one in fields(kind)}, get_type_hints(kind)
         return kind(**{name: read(hints[name], plain[name]) for name in known & plain.keys()})  # type: ignore[operator]
     if get_origin(kind) in (tuple, list):
-        return get_origin(kind)(read(arguments[0], one) for one in plain)  # type: ignore[misc]
+        return get_origin(kind)(read(arguments[0], one) for one in plain)
     if get_origin(kind) in (dict, Mapping):
         return {arguments[0](key): read(arguments[1], one) for key, one in plain.items()}
     if type(None) in arguments and plain is not None:

@@ -6,9 +6,7 @@ stopped     state T or t              not readable
 ended       state Z, exit status      readable
 collected   no file                   readable; exit status on Linux 6.15 and later
 
-What the ranks of a world tell each other about their processes before their monitors are linked.
-
-Lets a process end when the one that has started it ends, also if that is killed.
+It also lets a process end when the one that has started it ends, even if that is killed:
 
 parent   starts `command_ending_with_parent(...)` ............... killed
 child    asks Linux for a signal, then becomes the command ....... killed by Linux, whatever it does
@@ -79,7 +77,7 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
 
 
 def describe_end(status: int | None, *, memory_was_short: bool = False) -> str:
-    """What a process has done, to be put after its name.
+    """How a process ended, to be put after its name.
 
     Example:
         >>> describe_end(9), describe_end(3 << 8)
@@ -143,7 +141,7 @@ class Member:
 
     @classmethod
     def of_this_process(cls, rank: int, place: str, address: str, port: int) -> "Member":
-        """What other ranks need to know to reach this one."""
+        """This process, as other ranks reach it."""
         pid = os.getpid()
         return cls(rank, place, address, port, pid, started(pid), host())
 

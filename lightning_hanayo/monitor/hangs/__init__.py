@@ -1,1 +1,1 @@
-"""What ranks do in a run in which nothing moves, and who holds up whom. Standard library only."""
+"""The state of ranks in a run in which nothing moves. Standard library only."""

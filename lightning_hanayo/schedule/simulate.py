@@ -1,7 +1,4 @@
-"""Simulation: runs a schedule under a cost model and returns its timeline.
-
-Timeline: the start and end of every action on every rank, simulated or measured, with figures such as the bubble.
-"""
+"""Simulation: runs a schedule under a cost model and returns its timeline, with figures such as the bubble."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -203,7 +200,7 @@ def _idle(busy: tuple[float, ...], time: float) -> float:
 
 
 def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) -> Timeline:
-    """When each action of `schedule` runs: as soon as its rank is free and what it waits for has arrived.
+    """When each action of `schedule` runs: as soon as its rank is free and its inputs have arrived.
 
     A message takes `costs.hop` from its sender's end to its receiver's earliest start. It delays nothing else: the
     sender goes on at once, any number of messages travel at the same time, receives are posted early enough, and a hop
@@ -228,8 +225,11 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
             f"simulate: {steps} steps of {num_actions:,} actions are more than {MAX_ACTIONS:,} actions; "
             f"{max(1, MAX_ACTIONS // num_actions):,} steps would do"
         )
-    if not _can_be_encoded(schedule):
-        validate(schedule)
+    rank_of, microbatches = dict(enumerate(schedule.stage_ranks)), range(schedule.num_microbatches)
+    for rank, row in enumerate(schedule.actions):
+        for one in row:  # the evaluator's codes need a known stage, kind and micro-batch, on its stage's rank
+            if rank_of.get(one.stage) != rank or one.kind not in COMPUTE or one.microbatch not in microbatches:
+                validate(schedule)  # raises, with the reason
     costs = costs or CostModel()
     evaluator = Evaluator(schedule, costs)
     rows = evaluator.encode(schedule.actions)
@@ -252,16 +252,6 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
             spans.append(span)
             begin[span.rank] = max(begin[span.rank], span.end)
     return Timeline.of(schedule, spans, steps)
-
-
-def _can_be_encoded(schedule: Table) -> bool:
-    """Whether every action has a known stage, kind and micro-batch, and is on its stage's rank."""
-    rank_of, microbatches = dict(enumerate(schedule.stage_ranks)), range(schedule.num_microbatches)
-    return all(
-        rank_of.get(action.stage) == rank and action.kind in COMPUTE and action.microbatch in microbatches
-        for rank, row in enumerate(schedule.actions)
-        for action in row
-    )
 
 
 def _reductions_after(times: ActionTimes, schedule: Table, takes: Mapping[int, float]) -> Iterator[Span]:

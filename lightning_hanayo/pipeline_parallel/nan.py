@@ -7,10 +7,7 @@
 
 A sum is NaN or infinite if an element is. Nobody reads the numbers, and no host waits for them, until a NaN was found.
 But with `Trainer(detect_anomaly=True)` each is read at once, so that the rank that makes a NaN is the one that fails.
-
-Finds the operation that makes the first NaN while a block runs, with `Trainer(detect_anomaly=True)`.
-
-torch's own anomaly mode looks at backwards alone: a NaN that a forward makes shows in a backward on another rank.
+Then the operation that makes the first NaN in a block is found, too: torch's anomaly mode looks at backwards alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,11 +48,11 @@ class Place:
 
 @dataclass
 class MadeValues:
-    """What one rank has made since the optimizer's last step. Nothing is noted unless it `is_watched`."""
+    """Sums of the values that one rank has made since the optimizer's last step; none unless it `is_watched`."""
 
     is_watched: bool = False
     on_nan: Callable[["Place", str], object] = lambda *_: None
-    """called with the place of a NaN while anomalies are detected, and with what is known of it; it may raise"""
+    """called with the place and a description of a NaN while anomalies are detected; it may raise"""
     calls: dict[int, Any] = field(default_factory=dict)
     """by block: takes the arguments of the first call of those that are in it"""
     _places: list[Place] = field(default_factory=list)
@@ -88,7 +85,7 @@ class MadeValues:
         self._action = microbatch, pass_number, is_forward
 
     def save(self) -> tuple[int, int, bool]:
-        """What belongs to the action that runs now, while another one runs."""
+        """State of the action that runs now, to be restored after another one has run."""
         return self._action
 
     def restore(self, saved: tuple[int, int, bool]) -> None:
@@ -115,7 +112,7 @@ class MadeValues:
             self._add(Place(self._batch, microbatch, 0, "loss"), loss)
 
     def take(self) -> "NotedValues":
-        """What was noted since this was called before, at the last step of the optimizer."""
+        """All places and sums noted since the last step of the optimizer."""
         noted = NotedValues(self._places, self._sums)
         self._places, self._sums, self._batch = [], [], -1
         return noted
@@ -139,7 +136,11 @@ class MadeValues:
             self._add(Place(self._batch, microbatch, pass_number, direction, index), tensor, nan_line, only_nan)
 
     def _add(self, place: Place, tensor: Tensor, nan_line: str = "", only_nan: bool = False) -> None:
-        total = _sum(tensor.detach())
+        value = tensor.detach()
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
+        # NaN or infinite if an element is. A sum in fp16 would overflow; in bf16 it is added in fp32 anyway.
+        total = value.sum(dtype=torch.float32 if value.dtype == torch.float16 else None)
         self._places.append(place)
         self._sums.append(total.nan_to_num(nan, 0.0, 0.0) if only_nan else total)
         if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
@@ -148,7 +149,7 @@ class MadeValues:
 
 @dataclass(frozen=True)
 class NotedValues:
-    """What a rank has made for one step of the optimizer: places, and the sum of each."""
+    """A rank's values for one step of the optimizer: places, and the sum of each."""
 
     places: Sequence[Place]
     sums: Sequence[Tensor]
@@ -180,13 +181,6 @@ class BlockValues:
 
 def _stacked(sums: Sequence[Tensor]) -> Tensor:
     return torch.cat([one.float().reshape(-1) for one in sums])
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    """NaN or infinite if an element is. A sum in fp16 would overflow; in bf16 it is added in fp32 anyway."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
 
 
 def _tensors(output: object, *, with_gradient: bool) -> list[Tensor]:
@@ -224,10 +218,5 @@ class FirstNaN(TorchDispatchMode):
 
 
 def _has_nan(tree: Any) -> bool:
-    return any(bool(tensor.isnan().any()) for tensor in _floating(tree))
-
-
-def _floating(tree: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_meta:
-            yield leaf
+    floats = (one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_floating_point())
+    return any(bool(one.isnan().any()) for one in floats if not one.is_meta)

@@ -1,20 +1,18 @@
-"""Counts the bytes of this process's live tensors by what they are for, and remembers the most at one time.
+"""Counts the bytes of this process's live tensors by purpose, and the most at one time.
 
     operation returns a tensor    + bytes of its memory, as the current kind: "activations", "messages", ...
     memory is freed               - the same bytes
-    claim(tensors, kind)          what is there already, or has become something else, counts as that kind
+    claim(tensors, kind)          these tensors count as that kind from now on
 
-Memory that several tensors share counts once. What an operation needs inside itself, and what other libraries allocate,
-is not seen.
-
-Measures what each action of a batch changes in its rank's memory, and the most bytes at one time.
+Memory that several tensors share counts once. Memory that an operation needs inside itself, or that other libraries
+allocate, is not seen. Of each action of a batch the change and the peak are measured:
 
     held before the F of a stage  --->  most held during it  --->  held after it
           |<------------------ most ---------->|                        |
           |<------------------ change ---------------------------------->|
 
-What a backward makes counts as workspace until it ends: then it is a gradient, is sent on, or waits in the queue of
-weight gradients. What an operation needs inside itself isn't seen.
+Tensors that a backward makes count as workspace until it ends. Then each is a gradient, is sent on, or waits in the
+queue of weight gradients.
 """
 
 import threading
@@ -37,18 +35,10 @@ from lightning_hanayo.pipeline_parallel.message import Message
 from lightning_hanayo.schedule import Action, Kind
 
 MemoryKind = Literal[
-    "weights",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "activations",
-    "suspended",
-    "queue",
-    "messages",
-    "workspace",
+    "weights", "gradients", "optimizer", "gathered", "activations", "suspended", "queue", "messages", "workspace",
     "other",
-]
-"""What tensors are for; `MemoryReport` explains the kinds."""
+]  # fmt: skip
+"""The purposes of tensors; `MemoryReport` explains the kinds."""
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
@@ -87,7 +77,7 @@ class LiveBytes:
 
     def __init__(self, device: str = "cpu", *, resized: bool = False) -> None:
         self.kind: MemoryKind = "other"
-        """what is made from now on"""
+        """of tensors that are made from now on"""
         self._device = device
         self._resized = resized
         self._held: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
@@ -114,7 +104,7 @@ class LiveBytes:
         return MappingProxyType(self._held)
 
     def restart(self) -> Peak:
-        """Begin a new peak, and return the one before; what is live stays counted."""
+        """Begin a new peak, and return the one before; live tensors stay counted."""
         before, self.peak = self.peak, Peak(self.num_bytes, dict(self._held))
         return before
 
@@ -170,16 +160,13 @@ class LiveBytes:
             if isinstance(tensor, Tensor):
                 self._find(tensor)
         if self.num_bytes > self.peak.num_bytes and self._resized:
-            self._look_at_sizes()
+            for memory in self._memories.values():
+                storage = None if memory.reference is None else memory.reference()
+                if storage is not None:
+                    self._held[memory.kind] += storage.nbytes() - memory.num_bytes
+                    memory.num_bytes = storage.nbytes()
         if (total := self.num_bytes) > self.peak.num_bytes:
             self.peak = Peak(total, dict(self._held))
-
-    def _look_at_sizes(self) -> None:
-        for memory in self._memories.values():
-            storage = None if memory.reference is None else memory.reference()
-            if storage is not None:
-                self._held[memory.kind] += storage.nbytes() - memory.num_bytes
-                memory.num_bytes = storage.nbytes()
 
     def _find(self, tensor: Tensor) -> _Memory | None:
         """The memory of a tensor, counted from now on if it is new. None: it isn't counted."""
@@ -216,7 +203,7 @@ _NOT_MEASURED = nullcontext()
 
 
 class MemoryWatch:
-    """What the engine, and the code around it, tell of a rank's memory. This one does nothing with it."""
+    """Events of a rank's memory, from the engine and the code around it. This class ignores them."""
 
     is_measuring = False
     """whether actions are measured, and so run one at a time"""
@@ -243,24 +230,24 @@ class MemoryWatch:
         """Called when parameters have become whole for a batch."""
 
     def note_kept(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        """Called after an action with what its stage keeps for later micro-batches."""
+        """Called after an action with the tensors that its stage keeps for later micro-batches."""
 
 
 @dataclass(frozen=True)
 class ActionBytes:
-    """What one action does to the bytes that its rank holds."""
+    """The change of a rank's bytes by one action."""
 
     change: Mapping[MemoryKind, int]
     """by kind, from before it to after it"""
     most: int
-    """the most during it, beyond what was held before"""
+    """the most during it, beyond the bytes before it"""
     output: int = 0
     """of the message that it makes for another stage"""
 
 
 @dataclass(frozen=True)
 class BatchBytes:
-    """What was measured of one batch on one rank."""
+    """The measured bytes of one batch on one rank."""
 
     actions: Mapping[Action, ActionBytes]
     begin: Mapping[MemoryKind, int]
@@ -274,7 +261,7 @@ class BatchBytes:
     kept: int = 0
     """the most that stages have kept for later micro-batches"""
     step: int = 0
-    """the most during the optimizer's step, beyond what was held before it"""
+    """the most during the optimizer's step, beyond the bytes before it"""
 
 
 @dataclass(eq=False)
@@ -283,7 +270,7 @@ class MemoryTrace(MemoryWatch):
 
     is_measuring = True
     blocks: Sequence[nn.Module]
-    """of the stack: what they make in a forward are activations"""
+    """of the stack: tensors that they make in a forward are activations"""
     parameters: Sequence[nn.Parameter]
     """that this rank trains: their `.grad` are gradients"""
     is_whole: Callable[[Tensor], bool] = lambda _: False
@@ -301,10 +288,10 @@ class MemoryTrace(MemoryWatch):
     """the last one, before its optimizer step"""
     _after_batch: int = field(default=0, init=False)
     _kept: dict[int, int] = field(default_factory=dict, init=False)
-    """by stage: what it keeps for later micro-batches"""
+    """by stage: bytes that it keeps for later micro-batches"""
     _most_kept: int = field(default=0, init=False)
     _around_blocks: defaultdict[int, list[MemoryKind]] = field(default_factory=lambda: defaultdict(list), init=False)
-    """by thread: as what memory counted where a block was called"""
+    """by thread: the kind of new memory where a block was called"""
 
     def __post_init__(self) -> None:
         self._ids = {id(block) for block in self.blocks}

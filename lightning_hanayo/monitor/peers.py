@@ -103,8 +103,15 @@ class Peers:
         """Called each second: look at neighbours that have been silent, and at lost ones."""
         now = time.monotonic()
         for rank in self._overlay.neighbours:
-            if self._peers[rank].state != "ended":
-                self._look_at(rank, now)
+            peer, heard = self._peers[rank], max(self._overlay.heard(rank) or 0.0, self.started)
+            if peer.state == "ended":
+                continue
+            if rank in self._lost and now - self._lost[rank] >= self._timing.lost:
+                self._observe(rank, "ended", "ended its connections without saying why")
+            elif now - heard >= self._timing.silent:
+                self._look_into_process(rank, "silent")
+            elif peer.state != "running":
+                self._observe(rank, "running")
         for rank, peer in self._peers.items():
             if peer.state in ("silent", "stopped") and rank not in self._overlay.neighbours:
                 self._look_into_process(rank, peer.state)
@@ -142,16 +149,6 @@ class Peers:
         if state == "silent":
             self._look_into_process(rank, state)
         return True
-
-    def _look_at(self, rank: int, now: float) -> None:
-        peer, heard = self._peers[rank], max(self._overlay.heard(rank) or 0.0, self.started)
-        if rank in self._lost and now - self._lost[rank] >= self._timing.lost:
-            self._observe(rank, "ended", "ended its connections without saying why")
-        elif now - heard < self._timing.silent:
-            if peer.state != "running":
-                self._observe(rank, "running")
-        else:
-            self._look_into_process(rank, "silent")
 
     def _look_into_process(self, rank: int, otherwise: State) -> None:
         """Observe how the process is; if this can't be seen, or says nothing, it is `otherwise`."""

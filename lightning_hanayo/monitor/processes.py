@@ -73,7 +73,16 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
     """How an ended process ended, as `os.wait` gives it; None if the system doesn't say."""
     if state(pid) == "Z" and (status := _field(pid, _EXIT_STATUS)):  # its parent may collect it in between
         return int(status)
-    return None if pidfd is None else _collected_status(pidfd)
+    if pidfd is None:
+        return None
+    info = bytearray(_INFO_SIZE)  # Linux keeps the status in the pidfd when the parent has collected it
+    struct.pack_into("Q", info, 0, _EXIT_KNOWN)
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, info)
+    except (AttributeError, OSError):  # an older kernel
+        return None
+    known: int = struct.unpack_from("Q", info)[0] & _EXIT_KNOWN
+    return int(struct.unpack_from("i", info, _STATUS_OFFSET)[0]) if known else None
 
 
 def describe_end(status: int | None, *, memory_was_short: bool = False) -> str:
@@ -110,18 +119,6 @@ def _field(pid: int, number: int) -> str:
     except OSError:
         return ""
     return after_name[number - 3]
-
-
-def _collected_status(pidfd: int) -> int | None:
-    """Linux keeps the status in the pidfd when the parent has collected it."""
-    info = bytearray(_INFO_SIZE)
-    struct.pack_into("Q", info, 0, _EXIT_KNOWN)
-    try:
-        fcntl.ioctl(pidfd, _GET_INFO, info)
-    except (AttributeError, OSError):  # an older kernel
-        return None
-    known: int = struct.unpack_from("Q", info)[0] & _EXIT_KNOWN
-    return int(struct.unpack_from("i", info, _STATUS_OFFSET)[0]) if known else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 
 from torch import nn
 
@@ -250,31 +250,24 @@ def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int) -> str
     if not uncut:
         return ""
     size = sum(parameter.numel() for parameter in cut.parameters)
+    described, share, are_trained = [], sum(one.share for one in uncut), True
+    for one in uncut:
+        trained = [p.requires_grad for p in one.stack.parameters]
+        are_trained &= all(trained)
+        described.append(
+            f"{one.stack.name} ({len(one.stack)} blocks, {_count(one.num_parameters)} parameters, "
+            f"{one.share:.0%} of those in blocks{'' if any(trained) else ', frozen'})"
+        )
+    limit = ""
+    if are_trained and share * num_pipeline_ranks > 1:
+        limit = (
+            f" If each parameter costs the same computation, {num_pipeline_ranks} pipeline ranks are at most "
+            f"{1 / share:.1f} times as fast as one, since rank 0 computes all that is whole."
+        )
     return (
         f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut.name} "
-        f"({len(cut)} blocks, {_count(size)} parameters). Whole on pipeline rank 0: {', '.join(map(_described, uncut))}"
-        f".{_limit(uncut, num_pipeline_ranks)} HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
-    )
-
-
-def _described(uncut: UncutStack) -> str:
-    stack = uncut.stack
-    frozen = "" if any(p.requires_grad for p in stack.parameters) else ", frozen"
-    return (
-        f"{stack.name} ({len(stack)} blocks, {_count(uncut.num_parameters)} parameters, "
-        f"{uncut.share:.0%} of those in blocks{frozen})"
-    )
-
-
-def _limit(uncut: list[UncutStack], num_pipeline_ranks: int) -> str:
-    """How much faster the pipeline can be than one rank: rank 0 computes all that is whole."""
-    share = sum(one.share for one in uncut)
-    trained = all(p.requires_grad for p in chain.from_iterable(one.stack.parameters for one in uncut))
-    if not trained or share * num_pipeline_ranks <= 1:
-        return ""
-    return (
-        f" If each parameter costs the same computation, {num_pipeline_ranks} pipeline ranks are at most "
-        f"{1 / share:.1f} times as fast as one, since rank 0 computes all that is whole."
+        f"({len(cut)} blocks, {_count(size)} parameters). Whole on pipeline rank 0: {', '.join(described)}."
+        f"{limit} HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
     )
 
 

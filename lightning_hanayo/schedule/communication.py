@@ -20,7 +20,7 @@ A stage's reduction comes right after its last weight gradient. Each rank starts
 `reduction_order`, if it has one: a stage that is ready out of turn waits for those before it.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container
 from dataclasses import replace
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -49,8 +49,13 @@ def complete(table: Table) -> tuple[tuple[Action, ...], ...]:
             behind = place[table.partner_of.get(producer, producer)]
             cells[sender].append(((behind, 1), send))
             cells[receiver].append(((behind, 1), receive))
-    for action, behind in _reductions(table, place):
-        cells[rank_of[action.stage]].append(((behind, 2), action))
+    last, begun = last_gradients(table), [-1] * table.num_ranks
+    for stage in reduction_order(table):
+        if stage in last:
+            rank = rank_of[stage]
+            maker = table.actions[rank][last[stage]]
+            begun[rank] = max(begun[rank], place[table.partner_of.get(maker, maker)])
+            cells[rank].append(((begun[rank], 2), Action(stage, Kind.REDUCE_GRAD, None)))
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in cells)
 
 
@@ -97,19 +102,6 @@ def reduction_order(table: Table) -> tuple[int, ...]:
         return table.reduction_order
     last = last_gradients(table)
     return tuple(sorted(last, key=lambda stage: (last[stage], stage)))
-
-
-def _reductions(table: Table, place: Mapping[Action, int]) -> Iterator[tuple[Action, int]]:
-    """The reductions in one order, each with the place in the sequence behind which it is started."""
-    last, rank_of = last_gradients(table), table.stage_ranks
-    behind_pair = {first: place[second] for first, second in table.pairs}
-    begun = [-1] * table.num_ranks
-    for stage in reduction_order(table):
-        if stage in last:
-            rank = rank_of[stage]
-            maker = table.actions[rank][last[stage]]
-            begun[rank] = max(begun[rank], behind_pair.get(maker, place[maker]))
-            yield Action(stage, Kind.REDUCE_GRAD, None), begun[rank]
 
 
 AnyTable = TypeVar("AnyTable", bound=Table)

@@ -1,7 +1,7 @@
 """Simulation: runs a schedule under a cost model and returns its timeline, with figures such as the bubble."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, repeat
@@ -13,7 +13,7 @@ from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import last_gradients
 from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, is_size
 from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.search.evaluator import ActionTimes, Evaluator
+from lightning_hanayo.schedule.search.evaluator import Evaluator
 from lightning_hanayo.schedule.table import COMPUTE, Action, Kind, Table
 
 
@@ -233,10 +233,9 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
     costs = costs or CostModel()
     evaluator = Evaluator(schedule, costs)
     rows = evaluator.encode(schedule.actions)
+    lasts = last_gradients(schedule)
     reductions = {
-        stage: takes
-        for stage in last_gradients(schedule)
-        if (takes := costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)))
+        stage: takes for stage in lasts if (takes := costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)))
     }
     begin = [0.0] * schedule.num_ranks
     spans: list[Span] = []
@@ -248,19 +247,12 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
         for rank, timed in enumerate(zip(schedule.actions, times.starts, times.ends, strict=True)):
             spans.extend(map(Span, repeat(rank), *timed))
         begin = times.last
-        for span in _reductions_after(times, schedule, reductions):
-            spans.append(span)
-            begin[span.rank] = max(begin[span.rank], span.end)
+        free = [0.0] * schedule.num_ranks
+        # reductions start when they are ready, one at a time per rank
+        for ready, stage in sorted((times.ends[rank_of[stage]][lasts[stage]], stage) for stage in reductions):
+            rank = rank_of[stage]
+            start = max(ready, free[rank])
+            free[rank] = start + reductions[stage]
+            spans.append(Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank]))
+            begin[rank] = max(begin[rank], free[rank])
     return Timeline.of(schedule, spans, steps)
-
-
-def _reductions_after(times: ActionTimes, schedule: Table, takes: Mapping[int, float]) -> Iterator[Span]:
-    """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""
-    free, rank_of = [0.0] * schedule.num_ranks, schedule.stage_ranks
-    lasts = last_gradients(schedule)
-    ready = [(times.ends[rank_of[stage]][lasts[stage]], stage) for stage in takes]
-    for time, stage in sorted(ready):
-        rank = rank_of[stage]
-        start = max(time, free[rank])
-        free[rank] = start + takes[stage]
-        yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank])

@@ -210,7 +210,12 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         weights = None
         with rank_random_stream(own.context, q.device) if p > 0 else nullcontext():
             if need_weights:
-                y, weights = _attention_with_weights(q, k, v, mask, p)
+                group = q.shape[1] // k.shape[1]
+                k, v = (x.repeat_interleave(group, 1) for x in (k, v)) if group > 1 else (k, v)
+                scores = (q / math.sqrt(q.shape[-1])) @ k.mT
+                weights = (scores if mask is None else scores + mask).softmax(-1)
+                weights = dropout(weights, p) if p > 0 else weights
+                y = weights @ v
             else:
                 is_grouped = q.shape[1] != k.shape[1]
                 y = scaled_dot_product_attention(q, k, v, mask, p, is_causal, enable_gqa=is_grouped)
@@ -227,16 +232,6 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         """[batch, seq, heads * d], or sequence first, to [batch, heads, seq, d]."""
         heads: Tensor = x.unflatten(-1, (count, -1))
         return heads.permute(0, 2, 1, 3) if self.batch_first else heads.permute(1, 2, 0, 3)
-
-
-def _attention_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
-    """Returns the output [batch, heads, seq, d], and the weights [batch, heads, seq, S] after dropout."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v)) if group > 1 else (k, v)
-    scores = (q / math.sqrt(q.shape[-1])) @ k.mT
-    weights = (scores if mask is None else scores + mask).softmax(-1)
-    weights = dropout(weights, p) if p > 0 else weights
-    return weights @ v, weights
 
 
 def parallelize_attention(

@@ -249,21 +249,20 @@ class _BlockRun:
         """Why they aren't proportional to those that come in, as in `Findings`; empty if they are, or not known."""
         zero, once, twice = (self._backward(factor) for factor in (0.0, 1.0, 2.0))
         if 0 < _size(zero) < inf:
-            return "unknown" if self._is_cube or not self._dims else self._kind_of_injected(zero)
+            if self._is_cube or not self._dims:
+                return "unknown"
+            # compared with those of other samples, and of both together
+            others = self._changed(self._dims[0])
+            try:
+                other, both = self._backward(0.0, values=others), self._backward(0.0, values=self._joined(others))
+            except Exception:  # it can't run on as many samples
+                return "unknown"
+            triples = zip(zero, other, both, strict=True)
+            added = [a + b if a.shape == c.shape else torch.cat([a, b], self._dims[0]) for a, b, c in triples]
+            return "sum" if _is_near(added, both) else "mean" if _is_near(added, both, both) else "another"
         if not isfinite(_size(twice)) or _is_near(twice, once, once) or not self._dims:
             return ""
         return "clamp" if _is_near(once, self._backward(1.0, 0), self._backward(1.0, 1)) else "mix"
-
-    def _kind_of_injected(self, own: Sequence[Tensor]) -> str:
-        """The kind of loss of these gradients: compares them with those of other samples, and of both together."""
-        others = self._changed(self._dims[0])
-        try:
-            of_others, of_both = self._backward(0.0, values=others), self._backward(0.0, values=self._joined(others))
-        except Exception:  # it can't run on as many samples
-            return "unknown"
-        triples = zip(own, of_others, of_both, strict=True)
-        added = [a + b if a.shape == both.shape else torch.cat([a, b], self._dims[0]) for a, b, both in triples]
-        return "sum" if _is_near(added, of_both) else "mean" if _is_near(added, of_both, of_both) else "another"
 
     def _stays(self, whole: Sequence[Tensor], dim: int, half: int) -> bool:
         """Whether the outputs of one half stay where the other half changes, but for rounding."""

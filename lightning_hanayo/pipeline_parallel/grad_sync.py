@@ -107,7 +107,16 @@ class GradientAllReduce:
         for group, trained in self._groups[stage].items():
             needed = [parameter for parameter in trained if parameter.requires_grad]
             others = [parameter for parameter in needed if parameter not in self._sparse]
-            self._under_way += [_start_sparse(parameter, group) for parameter in needed if parameter in self._sparse]
+            ranks = tuple(dist.get_process_group_ranks(group))
+            for parameter in [parameter for parameter in needed if parameter in self._sparse]:
+                dtype, gradient = gradient_dtype(parameter), parameter.grad
+                if gradient is None:
+                    total = torch.zeros_like(parameter, dtype=dtype).to_sparse(1)
+                else:  # where the weight is used in another way, too, autograd gives all rows
+                    total = parameter.grad = gradient if gradient.is_sparse else gradient.to_sparse(1)
+                counts = parameter.new_full((1,), float(gradient is not None), dtype=dtype)
+                works = [group.allreduce([counts]), group.allreduce([total])]
+                self._under_way.append(_Bucket([parameter], [total], counts, works, ranks))
             ordered = sorted(others, key=lambda p: str(gradient_dtype(p)))
             for _, parameters in groupby(ordered, key=gradient_dtype):
                 self._under_way.append(_start(list(parameters), group, self._scatter))
@@ -155,17 +164,6 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scatter
         works.append(scatter.reduce_scatter(list(compress(sums, is_scattered))))
     works.append(group.allreduce_coalesced([counts, *together]))
     return _Bucket(parameters, sums, counts, works, tuple(dist.get_process_group_ranks(group)))
-
-
-def _start_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> _Bucket:
-    dtype, gradient = gradient_dtype(parameter), parameter.grad
-    if gradient is None:
-        total = torch.zeros_like(parameter, dtype=dtype).to_sparse(1)
-    else:  # where the weight is used in another way, too, autograd gives all rows
-        total = parameter.grad = gradient if gradient.is_sparse else gradient.to_sparse(1)
-    counts = parameter.new_full((1,), float(gradient is not None), dtype=dtype)
-    works = [group.allreduce([counts]), group.allreduce([total])]
-    return _Bucket([parameter], [total], counts, works, tuple(dist.get_process_group_ranks(group)))
 
 
 def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:

@@ -238,7 +238,16 @@ def with_children(value: Any, new: dict[Any, Any]) -> Any:
         made = [] if type(value) is list else copy(value)
         made[:] = items.values()
     else:
-        return _with_fields(value, new)
+        # `replace` runs `__post_init__`, which computes values that depend on the fields; then all fields that differ
+        # are set, for it may have changed them once more. Where a field can't be given (an `InitVar`), it is copied.
+        changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
+        try:
+            made = replace(value, **{field.name: new[field.name] for field in fields(value) if field.init})
+        except Exception:  # any error in the user's class
+            made = copy(value)
+        for name, item in changed.items():
+            object.__setattr__(made, name, item)  # the dataclass may be frozen
+        return made
     for key in new.keys() - items.keys():
         if new[key] is not vars(value)[key.name] or not hasattr(made, key.name):
             setattr(made, key.name, new[key])
@@ -344,22 +353,6 @@ def leaves(tree: Any) -> Iterator[Any]:
 def holds_arrays(tree: Any) -> bool:
     """Whether there is a tensor or an array in the containers."""
     return any(isinstance(leaf, Array) for leaf in leaves(tree))
-
-
-def _with_fields(value: Any, new: dict[str, Any]) -> Any:
-    """A dataclass's instance with other fields, or another object with other attributes.
-
-    `replace` runs `__post_init__`, which computes values that depend on the fields; then all fields that differ are
-    set, for it may have changed them once more. Where a field can't be given (an `InitVar`), the instance is copied.
-    """
-    changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
-    try:
-        made = replace(value, **{field.name: new[field.name] for field in fields(value) if field.init})
-    except Exception:  # any error in the user's class
-        made = copy(value)
-    for name, item in changed.items():
-        object.__setattr__(made, name, item)  # the dataclass may be frozen
-    return made
 
 
 def _copied(mapping: Any, values: dict[Any, Any]) -> Any:

@@ -248,8 +248,13 @@ class _Reader:
         for dim in {self.rule.batch_dim, 0}:
             if own_rows(value, dim) == self.reading.samples:
                 return Rows(dim)
-        if is_list(value):
-            return self._list(value, path) if holds_arrays(value) else self._plain_list(value, path)
+        if is_list(value) and holds_arrays(value):
+            return self._list(value, path)
+        if is_list(value):  # such as names: cut if there is an item for each sample
+            is_transposed = self.source.is_collated and all(isinstance(item, (list, tuple)) for item in value)
+            is_cut = len(value) == self.reading.samples and self.settled.get(path) != "columns" and not is_transposed
+            self.reading.meanings[path] = "samples" if is_cut else "columns"
+            return Items(self._attributes(value, path)) if is_cut else self._container(value, path)
         if children(value) is None:
             check_opaque(value, path)
         return self._container(value, path)
@@ -296,15 +301,6 @@ class _Reader:
         self.reading.as_samples |= columns.as_samples
         self.reading.doubtful |= columns.doubtful | ({path: shape_of(value)} if may_be_samples else {})
         return columns.cut
-
-    def _plain_list(self, value: Any, path: str) -> Cut:
-        """A list without tensors, such as names: cut if it has an item for each sample."""
-        is_transposed = self.source.is_collated and all(isinstance(item, (list, tuple)) for item in value)
-        if len(value) == self.reading.samples and self.settled.get(path) != "columns" and not is_transposed:
-            self.reading.meanings[path] = "samples"
-            return Items(self._attributes(value, path))
-        self.reading.meanings[path] = "columns"
-        return self._container(value, path)
 
     def _attributes(self, value: Any, path: str) -> dict[Any, Cut]:
         """How the attributes of a list are cut."""
@@ -422,21 +418,19 @@ def disagreement(
     rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
     numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
     problem = numbers if possible else "has tensors with different numbers of rows"
-    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else _whole(shapes, rule)
+    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else ""
+    if not is_sequence_first:  # the tensors whose rows differ from those of most others may be whole
+        rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
+        counts = Counter(rows.values()).most_common(2)
+        odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
+        is_even = len(counts) == 2 and counts[0][1] == counts[1][1]
+        if "" not in odd and 0 < len(odd) <= 3 and not is_even:
+            all_share = f"if all samples share {'it' if len(odd) == 1 else 'them'}"
+            advice = f"HanayoStrategy(whole={odd!r}) {all_share}, or "
     return UnsupportedError(
         f"{path} {problem}, and can't be cut into micro-batches: {', '.join(shown[:MAX_SHAPES])}{rest}. "
         f"Use {advice}{SPLIT_BATCH}."
     )
-
-
-def _whole(shapes: dict[str, tuple[int, ...]], rule: BatchRule) -> str:
-    """Advice to leave the tensors whole whose rows differ from those of most others."""
-    rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
-    counts = Counter(rows.values()).most_common(2)
-    odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
-    if "" in odd or not 0 < len(odd) <= 3 or (len(counts) == 2 and counts[0][1] == counts[1][1]):
-        return ""
-    return f"HanayoStrategy(whole={odd!r}) if all samples share {'it' if len(odd) == 1 else 'them'}, or "
 
 
 def _uncuttable(what: str, path: str) -> UnsupportedError:

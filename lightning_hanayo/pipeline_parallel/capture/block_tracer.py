@@ -156,7 +156,14 @@ class BlockTracer:
         else:
             if index == self._num_local:
                 self._carriers.begin_recording()
-            self._record(index, args, kwargs)
+            name = f"{self._name}[{index}]"
+            call = (
+                "tuple",
+                ("tuple", *(self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args))),
+                ("dict", *((("plain", "str", key), self._argument(index, arg, f"argument {key!r} of {name}"))
+                           for key, arg in kwargs.items())),
+            )  # fmt: skip
+            self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
             if index == 0:
                 self._output = self._suspend()
             output = proxies_like(self._output, self._first_number + index)
@@ -174,16 +181,6 @@ class BlockTracer:
         output, trees = suspend()
         self.delivered = self._carriers.deliver(trees, left)
         return pytree.with_ragged_dims_of(self._nested, output) if self._nested else output
-
-    def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        block = f"{self._name}[{index}]"
-        call = (
-            "tuple",
-            ("tuple", *(self._argument(index, arg, f"argument {i} of {block}") for i, arg in enumerate(args))),
-            ("dict", *((("plain", "str", name), self._argument(index, arg, f"argument {name!r} of {block}"))
-                       for name, arg in kwargs.items())),
-        )  # fmt: skip
-        self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
 
     def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
         if pytree.is_cache(value):

@@ -41,7 +41,7 @@ class HostClock(Clock):
 
 
 class DeviceEvent(Protocol):
-    """What is used of `torch.cuda.Event(enable_timing=True)`."""
+    """The used part of `torch.cuda.Event(enable_timing=True)`."""
 
     def record(self) -> object:
         """Mark the point in the current stream of the device."""

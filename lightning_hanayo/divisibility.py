@@ -28,14 +28,10 @@ class Divisibility:
 
     def holds(self, mesh: MeshSizes) -> bool:
         """Returns whether the size divides over a mesh of these sizes."""
-        return self.size % self._num_parts(mesh) == 0
+        return self.size % self.num_parts(mesh) == 0
 
-    def complaint(self, mesh: MeshSizes) -> str:
-        """Returns the text that tells the user what doesn't divide."""
-        axes = " * ".join(self.axes)
-        return f"{self.layer} has {self.size} {self.what}, which don't divide over {axes} = {self._num_parts(mesh)}"
-
-    def _num_parts(self, mesh: MeshSizes) -> int:
+    def num_parts(self, mesh: MeshSizes) -> int:
+        """Returns by how many the size must be divisible."""
         return prod(mesh["xyz".index(axis)] for axis in self.axes)
 
 
@@ -65,13 +61,17 @@ def check_divisibility(required: Sequence[Divisibility], mesh: MeshSizes) -> Non
     if not wrong:
         return
     others = f" ({len(wrong) - 1} more like this)" if len(wrong) > 1 else ""
-    fitting = sorted(meshes_that_fit(prod(mesh), required), key=lambda other: _distance(mesh, other))[:3]
+
+    def distance(other: MeshSizes) -> float:
+        """By how much the axes grow and shrink. Halving an axis counts as much as doubling it."""
+        return round(sum(abs(log(a / b)) for a, b in zip(mesh, other, strict=True)), 9)
+
+    fitting = sorted(meshes_that_fit(prod(mesh), required), key=distance)[:3]
     way_out = f"Meshes of {prod(mesh)} ranks that fit: {', '.join(map(str, fitting))}."
     if not fitting:
         way_out = f"No mesh of {prod(mesh)} ranks fits; try a cube of another size."
-    raise HanayoError(f"{wrong[0].complaint(mesh)} in the mesh (x, y, z) = {mesh}{others}. {way_out}")
-
-
-def _distance(mesh: MeshSizes, other: MeshSizes) -> float:
-    """By how much the axes grow and shrink. Halving an axis counts as much as doubling it."""
-    return round(sum(abs(log(a / b)) for a, b in zip(mesh, other, strict=True)), 9)
+    one = wrong[0]
+    doesnt = f"which don't divide over {' * '.join(one.axes)} = {one.num_parts(mesh)}"
+    raise HanayoError(
+        f"{one.layer} has {one.size} {one.what}, {doesnt} in the mesh (x, y, z) = {mesh}{others}. {way_out}"
+    )

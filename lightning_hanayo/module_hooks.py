@@ -1,6 +1,6 @@
 """Hooks that users have put on modules and parameters, which would run elsewhere or more often than they think."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
         UnsupportedError: there is one.
     """
     for name, module in modules:
-        for hook in _hooks_of(module):
+        for hook in chain.from_iterable(getattr(module, kind).values() for kind in _KINDS):
             if not _is_local(hook):
                 raise UnsupportedError(
                     f"{name} has the hook {_describe(hook)}. It runs on the rank that holds the block, so the step "
@@ -42,7 +42,8 @@ def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
         UnsupportedError: there is one.
     """
     for name, parameter in parameters.items():
-        for hook in _hooks_of_parameter(parameter):
+        kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        for hook in chain.from_iterable(hooks.values() for hooks in kinds if hooks):
             if not _is_local(hook):
                 raise UnsupportedError(
                     f"{name} has the hook {_describe(hook)}. It would run once for each micro-batch, on its gradient "
@@ -61,15 +62,6 @@ class HookCount:
     def __call__(self) -> int:
         """The number of hooks now."""
         return sum(map(len, self._dictionaries))
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    return chain.from_iterable(getattr(module, kind).values() for kind in _KINDS)
-
-
-def _hooks_of_parameter(parameter: Tensor) -> Iterator[Any]:
-    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return chain.from_iterable(hooks.values() for hooks in kinds if hooks)
 
 
 def _function(hook: Any) -> Any:

@@ -52,7 +52,7 @@ def to_bytes(value: Any) -> Tensor:
 
 
 def from_bytes(sent: Tensor) -> Any:
-    """What `to_bytes` was given, on the CPU. The bytes come from a rank of the same run."""
+    """The value that `to_bytes` was given, on the CPU. The bytes come from a rank of the same run."""
     return torch.load(io.BytesIO(sent.numpy().tobytes()), map_location="cpu", weights_only=False)
 
 

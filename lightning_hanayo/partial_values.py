@@ -1,4 +1,4 @@
-"""Tensors of which this rank holds a part, as user code sees them: they refuse what would be wrong on a part.
+"""Tensors of which this rank holds a part, as user code sees them: they refuse operations that are wrong on a part.
 
     W [8, 4] on two ranks, [4, 4] each        W.shape, W.requires_grad          allowed: (8, 4), as of the whole
                                               W.data.mul_(0.5), W.zero_()       allowed: the same on each element
@@ -9,7 +9,7 @@ A sum or a product over a part looks like one over the whole, and would be wrong
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,9 @@ _IN_PLACE = frozenset(
     ("add_", "sub_", "mul_", "div_", "clamp_", "zero_", "fill_", "copy_", "lerp_", "constant_",
      "__iadd__", "__isub__", "__imul__", "__itruediv__")
 )  # fmt: skip
-"""what computes each element alone, from numbers and from the same element of other tensors"""
+"""computations of each element alone, from numbers and from the same element of other tensors"""
 _COPIES = frozenset(("data", "grad", "detach", "clone", "cpu", "contiguous", "zeros_like", "ones_like", "full_like"))
-"""what gives each element the same, or its own value"""
+"""functions that give each element the same value, or its own"""
 
 
 _INSTEAD = (
@@ -58,14 +58,14 @@ class Part:
     name: str
     shape: tuple[int, ...]
     is_of_data_rank: bool = False
-    """whether it is the part of what the data rank's optimizer updates, and otherwise what a cube's rank holds"""
+    """whether it is the data rank's part of an optimizer's shards, and otherwise a cube rank's part"""
     of: str = field(default="", compare=False)
-    """what stands before the name if it isn't the parameter itself, such as "the optimizer's exp_avg of " """
+    """text before the name if it isn't the parameter itself, such as "the optimizer's exp_avg of " """
     way_out: str = field(default=_INSTEAD, compare=False)
 
 
-class PartialValues(Tensor):
-    """An alias of a part of `_part`. It refuses every computation but those that are the same on parts."""
+class _OfPart:
+    """The base class of both. It refuses every computation but those that are the same on parts."""
 
     _part: Part | None = None
 
@@ -73,20 +73,25 @@ class PartialValues(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run what is exact on parts.
+        """Run functions that are exact on parts.
 
         Raises:
             UnsupportedError: `func` isn't.
         """
         return compute_on_parts(func, args, kwargs or {})
 
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Say what it is; the values of a part would look like the whole's."""
-        return _description(self)
-
     def __copy__(self) -> "PartialValues":
         """A copy is a part, too."""
-        return partial_alias(self, self._part)
+        own: Any = self
+        return partial_alias(own, self._part)
+
+
+class PartialValues(_OfPart, Tensor):
+    """An alias of a part of `_part`."""
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Describe it; the values of a part would look like the whole's."""
+        return _description(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartialValues":
         """As `__copy__`."""
@@ -94,25 +99,12 @@ class PartialValues(Tensor):
         return copied
 
 
-class PartialParameter(nn.Parameter):
+class PartialParameter(_OfPart, nn.Parameter):
     """A parameter of which this rank holds a part, while user code runs: it has this class only then."""
 
-    _part: Part | None = None
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """As for `PartialValues`."""
-        return compute_on_parts(func, args, kwargs or {})
-
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """As for `PartialValues`."""
+        """Describe it; the values of a part would look like the whole's."""
         return _description(self)
-
-    def __copy__(self) -> PartialValues:
-        """As for `PartialValues`."""
-        return partial_alias(self, self._part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartialParameter":
         """A copy is a part, too, and keeps this class."""
@@ -157,7 +149,7 @@ def name_of(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[
 
 
 def of_device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
-    """What a function of `OF_DEVICE` says of a tensor whose values are, or would be, on this device."""
+    """The result of a function of `OF_DEVICE` for a tensor whose values are, or would be, on this device."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(torch.empty(0, dtype=args[0].dtype, device=device), *args[1:], **kwargs)
 
@@ -173,13 +165,13 @@ def in_place_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, if it is exact on parts; what it returns is a part as well.
+    """Run `func`, if it is exact on parts; its result is a part as well.
 
     Raises:
         UnsupportedError: it isn't exact.
     """
     name = name_of(func, args, kwargs)
-    parts = list(_parts(args, kwargs))
+    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialValues | PartialParameter)]
     if name not in METADATA and not _is_exact(name, args, kwargs):
         raise UnsupportedError(_message(name, parts[0]))
     if name == "detach_" and isinstance(args[0], PartialValues):
@@ -201,7 +193,9 @@ def _is_exact(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name not in _IN_PLACE:
         return False
     target, *operands = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    return _is_same_part(target, target) and all(_is_number(one) or _is_same_part(one, target) for one in operands)
+    # numbers are tensors without dimensions, such as a norm over all gradients, and of no parameter
+    others = [one for one in operands if type(one) is not Tensor or one.dim() > 0]
+    return all(_is_same_part(one, target) for one in (target, *others))
 
 
 def _shaped_as_whole(leaf: Any) -> Any:
@@ -211,20 +205,11 @@ def _shaped_as_whole(leaf: Any) -> Any:
     return torch.empty(leaf._part.shape, dtype=leaf.dtype, device="meta")
 
 
-def _is_number(operand: Tensor) -> bool:
-    """Whether it is a tensor without dimensions, such as a norm over all gradients, and of no parameter."""
-    return type(operand) is Tensor and operand.dim() == 0
-
-
 def _is_same_part(operand: Any, target: Any) -> bool:
     """Whether both are parts of one parameter, so that their elements belong together."""
     if not isinstance(operand, PartialValues | PartialParameter):
         return False
     return operand._part is not None and operand._part == target._part and own_shape(operand) == own_shape(target)
-
-
-def _parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialValues | PartialParameter))
 
 
 def plain_alias(part: Tensor) -> Tensor:
@@ -234,7 +219,7 @@ def plain_alias(part: Tensor) -> Tensor:
 
 
 def is_saving() -> bool:
-    """Whether `torch.save` has called this: its files are read elsewhere, unlike what copies a Trainer or a module."""
+    """Whether `torch.save` has called this: its files are read elsewhere, unlike copies of a Trainer or a module."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -243,17 +228,10 @@ def is_saving() -> bool:
     return False
 
 
-def own_shape(part: Tensor) -> tuple[int, ...]:
-    """The shape of what this rank holds."""
+def own_shape(part: Any) -> tuple[int, ...]:
+    """The shape of this rank's part."""
     with torch._C.DisableTorchFunctionSubclass():
         return tuple(part.shape)
-
-
-def _description(part: Any) -> str:
-    shape = own_shape(part)
-    if part._part is None:
-        return f"a part {shape} of a 3-D layer's weight"
-    return f"a part {shape} of {part._part.of}{part._part.name} {part._part.shape}"
 
 
 def _message(name: str, part: Any) -> str:
@@ -266,3 +244,9 @@ def _message(name: str, part: Any) -> str:
         f"{name} was called with {part._part.of}{part._part.name}, of which this rank holds a part of shape "
         f"{own_shape(part)} of the whole {part._part.shape}: the result would be wrong. {part._part.way_out}."
     )
+
+
+def _description(part: Any) -> str:
+    if part._part is None:
+        return f"a part {own_shape(part)} of a 3-D layer's weight"
+    return f"a part {own_shape(part)} of {part._part.of}{part._part.name} {part._part.shape}"

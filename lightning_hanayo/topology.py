@@ -95,7 +95,7 @@ def resolve(
     data_parallel_size: int | str = 1,
     cube: int | tuple[int, int, int] = 1,
 ) -> Topology:
-    """The topology of `world_size` ranks. A size of `"auto"` is what the others leave; if both are, `data` is 1.
+    """The topology of `world_size` ranks. A size of `"auto"` follows from the others; if both are, `data` is 1.
 
     Raises:
         HanayoError: `world_size` is above `MAX_RANKS`, or not the product of the sizes; then the message names the

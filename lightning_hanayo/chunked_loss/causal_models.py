@@ -3,7 +3,7 @@
     hidden -> lm_head -> logits -> loss_function(logits, labels)        the model's forward
               |          |         `-- takes hidden and weight from the logits, if they haven't been made
               |          `-- a tensor that makes its values when something computes with them
-              `-- what `chunk_loss` replaces, on the instance
+              `-- its forward, which `chunk_loss` replaces on the instance
 
 So `outputs.logits` is there for whoever asks for it, in the usual memory.
 """
@@ -78,7 +78,7 @@ def chunk_losses(module: nn.Module, set_attribute: Callable[[Any, str, Any], Non
 
 
 def _head_and_loss(model: nn.Module) -> tuple[Any, Any]:
-    """The head of a model of transformers, and its loss function; None for what it hasn't.
+    """The head of a model of transformers, and its loss function; None for a missing one.
 
     A wrapper may pass on both of the model inside it, and isn't such a model.
     """
@@ -105,7 +105,7 @@ def forward(head: nn.Linear, input: Tensor) -> Tensor:
 
 
 class Logits(Tensor):
-    """What a head returns: `linear(hidden, weight, bias)`, made when something computes with it."""
+    """The output of a head: `linear(hidden, weight, bias)`, made when something computes with it."""
 
     hidden: Tensor
     weight: Tensor
@@ -135,20 +135,20 @@ class Logits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer what needs no values; compute with them otherwise."""
+        """Read attributes that need no values; compute with the values otherwise."""
         name = name_of(func, args, kwargs)
         if name in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "device":
             return args[0].hidden.device
-        if name == "contiguous" and len(args) == 1 and not kwargs:  # what some models call before the loss
+        if name == "contiguous" and len(args) == 1 and not kwargs:  # some models call this before the loss
             return args[0]
         args, kwargs = tree_map(_made, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Say what it is."""
+        """Describe it."""
         return f"Logits({tuple(self.shape)}, made when they are used)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

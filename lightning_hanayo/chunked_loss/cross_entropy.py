@@ -4,7 +4,7 @@
     backward    for each chunk    logits again  ->  their gradient  ->  rows of dhidden, a term of dweight
 
 Of N tokens F.cross_entropy keeps [N, V] logits, and makes [N, V] more in fp32 on the way. Here two such tensors of one
-chunk exist at a time, and what is kept is `hidden` and N numbers, for one more product with the weight.
+chunk exist at a time, and `hidden` and N numbers are kept, for one more product with the weight.
 
 In a cube whose ranks all have the same samples (cube_outside="replicate") each of them does this for its share of the
 tokens, in forward and backward; all get all losses, and the gradients of all of `hidden`.

@@ -1,23 +1,11 @@
-"""`Monitor`: what the other parts of a rank know of all this. Tells, asks, decides, and knows who runs.
+"""`Monitor`: the public interface of a rank's monitor: broadcast, query, agree, and liveness of ranks.
 
 monitor = Monitor(rank, num_ranks, place, address)              listens
 monitor.connect(members, token)                                 all members, the same on all ranks
 monitor.on("saved", lambda sender, step: print(sender, step))   in the monitor's thread
 monitor.tell("saved", 12)                                       to all ranks
+monitor.ask("position")                                         the answers of all ranks that answer in time
 monitor.decide("who saves", rank)                               the same on all ranks
-
-A rank asks all ranks something, and gets the answers of those that answer in time.
-
-rank 2    ask "position"   --flooded-->   each rank answers in its monitor's thread
-          {0: 12, 1: 12, 2: 13}   <--     on the way by which it heard the question
-
-One answer to each question, the same on all ranks: the proposal that the arbiter gets first.
-
-rank 3    propose "failure": A   --+
-                                   +-->  rank 0, the arbiter, gets A first:  verdict A, flooded to all
-rank 5    propose "failure": B   --+
-
-If the arbiter doesn't answer within a second, the next rank that runs decides, and so on, up to `MOST_WAITS` of them.
 """
 
 import atexit
@@ -37,7 +25,7 @@ from lightning_hanayo.monitor.processes import Member
 
 Handler = Callable[[int, Json], object]
 STOOD_STILL = 2.0
-"""seconds for which this process could not run its monitor; then what it has not heard in that time means nothing"""
+"""seconds for which this process could not run its monitor; silence of others in that time means nothing"""
 GOODBYE = 0.5
 """seconds until the others have read a good-bye"""
 
@@ -58,10 +46,14 @@ class Monitor:
     def __init__(self, rank: int, num_ranks: int, place: str, address: str, timing: Timing | None = None) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._timing = timing or Timing()
-        self._listener = None if num_ranks == 1 else _listen(address)
+        self._listener: socket.socket | None = None
+        if num_ranks > 1:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._listener = socket.create_server((address, 0), family=family, backlog=128)
         port = 0 if self._listener is None else self._listener.getsockname()[1]
         self.member = Member.of_this_process(rank, place, address, port)
-        self._members: tuple[Member, ...] = (self.member,)
+        self.members: tuple[Member, ...] = (self.member,)
+        """of all ranks, in their order"""
         self._handlers: dict[str, list[Handler]] = {}
         self._num_runs = count(1)
         self._is_closed = False
@@ -76,10 +68,10 @@ class Monitor:
             members: of all ranks, in their order.
             token: a secret of these ranks, so that no stranger is taken for one of them.
         """
-        self._members = tuple(members)
+        self.members = tuple(members)
         self._overlay = Overlay(
             self.rank,
-            self._members,
+            self.members,
             token,
             self._listener,
             self._loop,
@@ -87,17 +79,12 @@ class Monitor:
             on_up=lambda rank: self._peers.on_up(rank),
             on_lost=self._on_lost,
         )
-        self._peers = Peers(self.rank, self._members, self._loop, self._overlay, self._overlay.flood, self._timing)
+        self._peers = Peers(self.rank, self.members, self._loop, self._overlay, self._overlay.flood, self._timing)
         self._questions = Questions(self.rank, lambda: self._peers.running, self._overlay)
         self._verdicts = Verdicts(self.rank, lambda: self._peers.running, self._overlay.flood, self._timing.takeover)
         if self.num_ranks > 1:
             self._loop.call(self._begin)
             self._loop.start()
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """Of all ranks, in their order."""
-        return self._members
 
     @property
     def arbiter(self) -> int:
@@ -198,7 +185,8 @@ class Monitor:
             self._loop.join(2 * GOODBYE)
         elif self._listener is not None:
             self._listener.close()
-        self._loop.close_unstarted()
+        if not self._loop.is_started:
+            self._loop.close_files()
 
     def leave_in_child(self) -> None:
         """In a forked process: close its copies of the files, so that the end of this one's links is seen."""
@@ -282,11 +270,6 @@ class Monitor:
         self._loop.end()
 
 
-def _listen(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=128)
-
-
 def _close_all() -> None:
     """At the end of the process."""
     for monitor in list(_open):
@@ -315,7 +298,10 @@ class Pending:
 
 
 class Questions:
-    """One rank's view. It belongs to the loop's thread.
+    """One rank's questions to all ranks, and its answers. It belongs to the loop's thread.
+
+        rank 2    ask "position"   --flooded-->   each rank answers in its monitor's thread
+                  {0: 12, 1: 12, 2: 13}   <--     on the way by which it heard the question
 
     Args:
         rank: this one.
@@ -387,7 +373,14 @@ class _Open:
 
 
 class Verdicts:
-    """One rank's view. It belongs to the loop's thread, but for `wait`, `get` and `closed`.
+    """One verdict on each topic, the same on all ranks: the proposal that the arbiter gets first.
+
+        rank 3    propose "failure": A   --+
+                                           +-->  rank 0, the arbiter, gets A first:  verdict A, flooded to all
+        rank 5    propose "failure": B   --+
+
+    If the arbiter doesn't answer within a second, the next rank that runs decides, and so on, up to `MOST_WAITS` of
+    them. It belongs to the loop's thread, but for `wait`, `get` and `closed`.
 
     Args:
         rank: this one.
@@ -397,11 +390,7 @@ class Verdicts:
     """
 
     def __init__(
-        self,
-        rank: int,
-        running: Callable[[], list[int]],
-        tell: Callable[[str, Any], object],
-        takeover: float,
+        self, rank: int, running: Callable[[], list[int]], tell: Callable[[str, Any], object], takeover: float
     ) -> None:
         self._rank, self._running, self._tell, self._takeover = rank, running, tell, takeover
         self._open: dict[str, _Open] = {}
@@ -438,10 +427,11 @@ class Verdicts:
         return True
 
     def decide_due(self) -> None:
-        """Decide what is this rank's turn. Called when proposals have come, and again while some are open."""
+        """Decide where it is this rank's turn. Called when proposals have come, and again while some are open."""
         now = time.monotonic()
+        turn = min(self._running().index(self._rank), MOST_WAITS)
         for topic, one in list(self._open.items()):
-            if now >= max(one.since + self._takeover * self._turn, self._not_before):
+            if now >= max(one.since + self._takeover * turn, self._not_before):
                 self._tell("verdict", {"topic": topic, "verdict": one.proposal})
 
     def wait_for_others(self) -> None:
@@ -453,8 +443,3 @@ class Verdicts:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    @property
-    def _turn(self) -> int:
-        running = self._running()
-        return min(running.index(self._rank), MOST_WAITS)

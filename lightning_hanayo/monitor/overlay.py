@@ -7,10 +7,6 @@ rank r is linked with r +- 1, 2, 4, 8 ... (modulo the number of ranks); the high
 hello        {"token": ..., "rank": 3}       the first line on each link, in both directions
 message      {"from": 3, "number": 17, "kind": "state", "content": ...}
 ping         {}                              each second on each link; nothing else while nothing happens
-
-One TCP connection between two monitors, which carries lines and never blocks.
-
-A thread that runs functions: when a file is ready, when a time has come, or when another thread wants it.
 """
 
 import errno
@@ -27,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_hanayo.monitor.processes import Member
 
@@ -36,21 +32,11 @@ LONGEST_HELLO = 512
 LONGEST_LINE = 1 << 20
 """bytes of a line between ranks"""
 MOST_WAITING = 1 << 23
-"""bytes that wait for a rank that doesn't read; then its connection is closed"""
-
-
-class Owner(Protocol):
-    """What hears from a connection."""
-
-    def on_line(self, connection: "Connection", line: bytes) -> None:
-        """Called with each line."""
-
-    def on_closed(self, connection: "Connection") -> None:
-        """Called once, when it is closed by the other side, or because of what that has sent."""
+"""limit of a peer's send buffer; above it the peer is disconnected"""
 
 
 class Connection:
-    """Belongs to the loop's thread.
+    """One TCP connection between two monitors, which carries lines and never blocks. Belongs to the loop's thread.
 
     Args:
         file: connected, or being connected.
@@ -58,7 +44,7 @@ class Connection:
         owner: gets lines.
     """
 
-    def __init__(self, file: socket.socket, loop: "Loop", owner: Owner) -> None:
+    def __init__(self, file: socket.socket, loop: "Loop", owner: "Overlay") -> None:
         self.rank: int | None = None
         """whose monitor is at the other end, once it has said so"""
         self.opened = self.heard = time.monotonic()
@@ -131,16 +117,12 @@ class Connection:
         *lines, rest = self._incoming.split(b"\n")
         self._incoming = rest
         for line in lines:
-            if self.is_open:
-                self._check(line)
+            if self.is_open and len(line) > self._longest:
+                self._fail()
+            elif self.is_open:
+                self._owner.on_line(self, bytes(line))
         if self.is_open and len(rest) > self._longest:
             self._fail()
-
-    def _check(self, line: bytearray) -> None:
-        if len(line) > self._longest:
-            self._fail()
-        else:
-            self._owner.on_line(self, bytes(line))
 
     @property
     def _longest(self) -> int:
@@ -160,7 +142,10 @@ class Timer:
 
 
 class Loop:
-    """The thread and what it waits for. All functions but `call`, `start` and `stop` are called in its thread."""
+    """A thread that runs functions: when a file is ready, when a time has come, or when another thread wants it.
+
+    All functions but `call`, `start` and `join` are called in its thread.
+    """
 
     def __init__(self) -> None:
         self.on_standstill: Callable[[float], object] = bool
@@ -179,15 +164,10 @@ class Loop:
         wake, woken = socket.socketpair()
         for end in (wake, woken):
             end.setblocking(False)
-        wake.send(b".")  # for what was wanted before
+        wake.send(b".")  # for functions that were wanted before
         self._files.register(woken, selectors.EVENT_READ, lambda _: woken.recv(4096))
         self._wake, self._woken = wake, woken
         self._thread.start()
-
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether this is called by the loop."""
-        return threading.current_thread() is self._thread
 
     def call(self, function: Callable[[], object]) -> None:
         """Let the loop call the function soon. From any thread; returns at once."""
@@ -237,13 +217,8 @@ class Loop:
 
     def join(self, seconds: float) -> None:
         """Wait so long at most until the thread has ended; not if it is the caller."""
-        if not self.is_current_thread:
+        if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
-
-    def close_unstarted(self) -> None:
-        """Close the files of a loop that never ran."""
-        if not self.is_started:
-            self.close_files()
 
     def leave_in_child(self) -> None:
         """Close all files in a forked process, which has no thread for them; its parent still waits for them."""
@@ -256,7 +231,7 @@ class Loop:
                 file.close()  # type: ignore[attr-defined]
 
     def close_files(self) -> None:
-        """Close what the loop itself has opened."""
+        """Close the loop's own files."""
         for file in (self._files, self._wake, self._woken):
             if file is not None:
                 file.close()
@@ -277,15 +252,12 @@ class Loop:
                     guarded(key.data, events)
             for _ in range(len(self._wanted)):
                 guarded(self._wanted.popleft())
-            self._run_timers(now)
+            for timer in [timer for timer in self._timers if timer.due <= now]:
+                timer.due = now + timer.seconds
+                if not timer.repeats:
+                    self.cancel(timer)
+                guarded(timer.function)
         self.close_files()
-
-    def _run_timers(self, now: float) -> None:
-        for timer in [timer for timer in self._timers if timer.due <= now]:
-            timer.due = now + timer.seconds
-            if not timer.repeats:
-                self.cancel(timer)
-            guarded(timer.function)
 
 
 def guarded(function: Callable[..., object], *arguments: Any) -> None:
@@ -297,7 +269,7 @@ def guarded(function: Callable[..., object], *arguments: Any) -> None:
 
 
 Json = Any
-"""what `json.dumps` takes and `json.loads` gives"""
+"""a value that `json.dumps` takes and `json.loads` gives"""
 HELLO_TIME = 5.0
 """seconds that a stranger has to say hello"""
 MOST_STRANGERS = 64
@@ -422,7 +394,11 @@ class Overlay:
 
     def on_line(self, connection: Connection, line: bytes) -> None:
         """Called with each line: the first is a hello; garbage ends the connection."""
-        message = _decoded(line)
+        try:
+            decoded = json.loads(line)
+        except (ValueError, RecursionError):
+            decoded = None
+        message = decoded if isinstance(decoded, dict) else {}
         if connection.rank is None:
             self._greet(connection, message)
         elif message.get("kind") == "reply":
@@ -469,18 +445,14 @@ class Overlay:
         if rank in self._gone or rank in self._links:
             return
         if rank not in self._dialled or not self._dialled[rank].is_open:
-            self._dial(rank)
+            member = self._members[rank]
+            file = socket.socket(socket.AF_INET6 if ":" in member.address else socket.AF_INET, socket.SOCK_STREAM)
+            file.setblocking(False)
+            if file.connect_ex((member.address, member.port)) in (0, errno.EINPROGRESS):
+                self._dialled[rank] = self._add_stranger(file)
+            else:
+                file.close()
         self._loop.later(AGAIN, lambda: self._connect(rank))
-
-    def _dial(self, rank: int) -> None:
-        member = self._members[rank]
-        family = socket.AF_INET6 if ":" in member.address else socket.AF_INET
-        file = socket.socket(family, socket.SOCK_STREAM)
-        file.setblocking(False)
-        if file.connect_ex((member.address, member.port)) in (0, errno.EINPROGRESS):
-            self._dialled[rank] = self._add_stranger(file)
-        else:
-            file.close()
 
     def _greet(self, connection: Connection, hello: dict[str, Json]) -> None:
         rank, token = hello.get("rank"), str(hello.get("token"))
@@ -506,15 +478,6 @@ class Overlay:
         if rank < self._rank:
             self._loop.later(AGAIN, lambda: self._connect(rank))
         self._on_lost(rank)
-
-
-def _decoded(line: bytes) -> dict[str, Json]:
-    """{} for a line that is none of ours."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def _encoded(message: dict[str, Json]) -> bytes:

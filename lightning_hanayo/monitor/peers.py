@@ -1,10 +1,10 @@
-"""What a rank knows about the processes of all ranks: whether each runs, is silent, was stopped, or has ended, and how.
+"""The states of all ranks' processes, as one rank sees them: running, silent, stopped, or ended, and how.
 
 running  --- nothing heard for 5 s --->  silent  --- state T in /proc --->  stopped
    |                                        |  something is heard: running again
    '--- it says good-bye, its process ends, or its links end ---> ended
 
-A neighbour's silence is observed over the link; how a process is, by ranks of its host. What one observes, all hear.
+A neighbour's silence is observed over the link, a process's state by ranks of its host. All ranks hear of each change.
 """
 
 import os
@@ -37,7 +37,7 @@ class Timing:
 
 @dataclass
 class Peer:
-    """What is known about one rank."""
+    """The known state of one rank."""
 
     state: State = "running"
     since: float = 0.0
@@ -53,9 +53,9 @@ class Peers:
         rank: this one.
         members: of all ranks.
         loop: runs it.
-        overlay: says what is heard of neighbours.
+        overlay: hears of neighbours.
         tell: floods a message.
-        timing: how long what takes.
+        timing: limits of silence.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Peers:
         for member in self._members:
             if member.is_beside(self._own) and (pidfd := processes.open_pidfd(member.pid)) is not None:
                 self._pidfds[member.rank] = pidfd
-                self._loop.watch(pidfd, partial(self._on_pidfd, member.rank))
+                self._loop.watch(pidfd, partial(self._process_ended, member.rank))
 
     def close(self) -> None:
         """Watch no more."""
@@ -91,7 +91,7 @@ class Peers:
         self._pidfds.clear()
 
     def of(self, rank: int) -> Peer:
-        """What is known about a rank."""
+        """The known state of a rank."""
         return self._peers[rank]
 
     @property
@@ -103,8 +103,15 @@ class Peers:
         """Called each second: look at neighbours that have been silent, and at lost ones."""
         now = time.monotonic()
         for rank in self._overlay.neighbours:
-            if self._peers[rank].state != "ended":
-                self._look_at(rank, now)
+            peer, heard = self._peers[rank], max(self._overlay.heard(rank) or 0.0, self.started)
+            if peer.state == "ended":
+                continue
+            if rank in self._lost and now - self._lost[rank] >= self._timing.lost:
+                self._observe(rank, "ended", "ended its connections without saying why")
+            elif now - heard >= self._timing.silent:
+                self._look_into_process(rank, "silent")
+            elif peer.state != "running":
+                self._observe(rank, "running")
         for rank, peer in self._peers.items():
             if peer.state in ("silent", "stopped") and rank not in self._overlay.neighbours:
                 self._look_into_process(rank, peer.state)
@@ -129,26 +136,19 @@ class Peers:
             self._look_into_process(rank, self._peers[rank].state)
 
     def on_state(self, observer: int, content: Any) -> bool:
-        """Called with what a rank has observed; return whether it is news to this one."""
+        """Called with a rank's observation; return whether it is news to this one."""
         rank, state = content["rank"], content["state"]
         peer = self._peers[rank]
         sees_it_run = rank in self._overlay.neighbours and observer != self._rank and state in ("silent", "running")
         if rank == self._rank or peer.state == "ended" or peer.state == state or sees_it_run:
             return False
-        self._set(rank, content)
+        self._peers[rank] = Peer(state, time.monotonic() - content["seconds"], content["reason"])
+        if state == "ended":
+            self._lost.pop(rank, None)
+            self._overlay.forget(rank)
         if state == "silent":
             self._look_into_process(rank, state)
         return True
-
-    def _look_at(self, rank: int, now: float) -> None:
-        peer, heard = self._peers[rank], max(self._overlay.heard(rank) or 0.0, self.started)
-        if rank in self._lost and now - self._lost[rank] >= self._timing.lost:
-            self._observe(rank, "ended", "ended its connections without saying why")
-        elif now - heard < self._timing.silent:
-            if peer.state != "running":
-                self._observe(rank, "running")
-        else:
-            self._look_into_process(rank, "silent")
 
     def _look_into_process(self, rank: int, otherwise: State) -> None:
         """Observe how the process is; if this can't be seen, or says nothing, it is `otherwise`."""
@@ -161,10 +161,7 @@ class Peers:
                 otherwise = "stopped"
         self._observe(rank, otherwise)
 
-    def _on_pidfd(self, rank: int, _: int) -> None:
-        self._process_ended(rank)
-
-    def _process_ended(self, rank: int) -> None:
+    def _process_ended(self, rank: int, _: int = 0) -> None:
         member, pidfd = self._members[rank], self._pidfds.pop(rank, None)
         status = processes.exit_status(member.pid, pidfd)
         if pidfd is not None:
@@ -184,10 +181,3 @@ class Peers:
             since = was_quiet if state in ("silent", "stopped") and was_quiet is not None else time.monotonic()
             seconds = time.monotonic() - since
             self._tell("state", {"rank": rank, "state": state, "reason": reason, "seconds": seconds})
-
-    def _set(self, rank: int, content: Any) -> None:
-        state = content["state"]
-        self._peers[rank] = Peer(state, time.monotonic() - content["seconds"], content["reason"])
-        if state == "ended":
-            self._lost.pop(rank, None)
-            self._overlay.forget(rank)

@@ -6,9 +6,7 @@ stopped     state T or t              not readable
 ended       state Z, exit status      readable
 collected   no file                   readable; exit status on Linux 6.15 and later
 
-What the ranks of a world tell each other about their processes before their monitors are linked.
-
-Lets a process end when the one that has started it ends, also if that is killed.
+It also lets a process end when the one that has started it ends, even if that is killed:
 
 parent   starts `command_ending_with_parent(...)` ............... killed
 child    asks Linux for a signal, then becomes the command ....... killed by Linux, whatever it does
@@ -75,11 +73,20 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
     """How an ended process ended, as `os.wait` gives it; None if the system doesn't say."""
     if state(pid) == "Z" and (status := _field(pid, _EXIT_STATUS)):  # its parent may collect it in between
         return int(status)
-    return None if pidfd is None else _collected_status(pidfd)
+    if pidfd is None:
+        return None
+    info = bytearray(_INFO_SIZE)  # Linux keeps the status in the pidfd when the parent has collected it
+    struct.pack_into("Q", info, 0, _EXIT_KNOWN)
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, info)
+    except (AttributeError, OSError):  # an older kernel
+        return None
+    known: int = struct.unpack_from("Q", info)[0] & _EXIT_KNOWN
+    return int(struct.unpack_from("i", info, _STATUS_OFFSET)[0]) if known else None
 
 
 def describe_end(status: int | None, *, memory_was_short: bool = False) -> str:
-    """What a process has done, to be put after its name.
+    """How a process ended, to be put after its name.
 
     Example:
         >>> describe_end(9), describe_end(3 << 8)
@@ -114,18 +121,6 @@ def _field(pid: int, number: int) -> str:
     return after_name[number - 3]
 
 
-def _collected_status(pidfd: int) -> int | None:
-    """Linux keeps the status in the pidfd when the parent has collected it."""
-    info = bytearray(_INFO_SIZE)
-    struct.pack_into("Q", info, 0, _EXIT_KNOWN)
-    try:
-        fcntl.ioctl(pidfd, _GET_INFO, info)
-    except (AttributeError, OSError):  # an older kernel
-        return None
-    known: int = struct.unpack_from("Q", info)[0] & _EXIT_KNOWN
-    return int(struct.unpack_from("i", info, _STATUS_OFFSET)[0]) if known else None
-
-
 @dataclass(frozen=True)
 class Member:
     """The process of one rank."""
@@ -143,7 +138,7 @@ class Member:
 
     @classmethod
     def of_this_process(cls, rank: int, place: str, address: str, port: int) -> "Member":
-        """What other ranks need to know to reach this one."""
+        """This process, as other ranks reach it."""
         pid = os.getpid()
         return cls(rank, place, address, port, pid, started(pid), host())
 

@@ -1,4 +1,4 @@
-"""States what each thread of this process waits for; reports of hangs read the statements from another thread.
+"""States the wait of each thread of this process; reports of hangs read the statements from another thread.
 
     with Waiting("the sum of gradients", ranks):     written where the wait begins
         work.wait()

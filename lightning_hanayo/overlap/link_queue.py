@@ -91,7 +91,7 @@ class Ticket:
 
 
 class Recording:
-    """What one action does, as it runs: when it computes, and which collectives it starts and waits for."""
+    """Records one action as it runs: when it computes, and which collectives it starts and waits for."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[float, Ticket | None, int | None, bool]] = []
@@ -122,7 +122,7 @@ class Recording:
         self._add(None, None)
 
     def segments(self) -> tuple[Segment, ...]:
-        """What was recorded. Call it when its collectives have ended."""
+        """The action's segments. Call it when its collectives have ended."""
         return tuple(
             Segment(compute, None if ticket is None else ticket.seconds, wait, is_shared)
             for compute, ticket, wait, is_shared in self._parts
@@ -158,7 +158,7 @@ class LinkQueue:
         """started, but not yet carried: their turn hasn't come"""
         self._under_way: list[Ticket] = []
         self._awaited: dict[int, Ticket] = {}
-        """by slot: what an action waits for"""
+        """by slot: the collective that an action waits for"""
         self._ended: set[int] = set()
         """the actions of the pair that have ended"""
 
@@ -237,7 +237,7 @@ class LinkQueue:
         self._check_progress()
 
     def _check_progress(self) -> None:
-        """Check that what is held can still be carried: an action goes on that may start what comes before it.
+        """Check that held collectives can still be carried: an action goes on that may start those before them.
 
         Raises:
             HanayoError: each action has ended, or waits for a collective that is held.
@@ -274,14 +274,14 @@ class LinkQueue:
     def _carry(self) -> None:
         while (ticket := self._carried.get()) is not None:
             ticket.carry()
-            del ticket  # frees what it has received
+            del ticket  # frees the tensors that it has received
 
 
 class DeviceLink(LinkQueue):
     """For collectives that a device queues itself (NCCL): they start at once, in the order in which they are called.
 
     Hosts don't wait for them, so both actions put their work into one stream: each time an action would wait for a
-    collective, the other one goes on, and only what comes behind in the stream waits for it.
+    collective, the other one goes on, and only later work in the stream waits for it.
     """
 
     keeps_plans = False

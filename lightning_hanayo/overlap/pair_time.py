@@ -1,4 +1,4 @@
-"""The time that two actions of a rank take if they run at once: one device computes, one link carries collectives.
+"""Timing of two actions of a rank that run at once: one device computes, one link carries collectives.
 
     F    gather |compute| wait ...  |compute|        where one action has to wait, the device goes to the other one;
     B           | wait  |compute    |  wait |compute the link carries one collective at a time
@@ -60,12 +60,12 @@ class PairRun:
     prefer: int | None = None
     """the action that gets the device where both could use it; None: the one that has waited longer"""
     link_end: float = 0.0
-    """seconds until the link has carried everything: what nothing waits for, such as sums of weights' gradients, may
-    still be under way when both actions have ended"""
+    """seconds until the link has carried everything: collectives that nothing waits for, such as sums of weights'
+    gradients, may still be under way when both actions have ended"""
 
     @property
     def seconds(self) -> float:
-        """Until both have ended and the link is free: what comes next begins with collectives, which queue up."""
+        """Until both have ended and the link is free: the next action begins with collectives, which queue up."""
         return max(*self.ends, self.link_end)
 
     @property
@@ -93,7 +93,7 @@ def run_pair(first: Segments, second: Segments, order: Order | None = None, pref
 
 def run_by_turns(first: Segments, second: Segments) -> PairRun:
     """Two actions at once whose collectives start as the program says, on every rank alike: the device changes hands
-    wherever an action waits, even if it needn't. It is idle until what its action waits for has been carried."""
+    wherever an action waits, even if it needn't. It is idle until the awaited collective has been carried."""
     actions, places, awaited = (first, second), [0, 0], [0.0, 0.0]
     carried: list[tuple[int, int]] = []
     ends: tuple[list[float], list[float]] = ([], [])
@@ -125,34 +125,29 @@ def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun
 
     The same arguments always give the same order.
     """
-    choices = product((None, 0, 1), repeat=2)
-    best = min((_run_as_they_come(first, second, *one) for one in choices), key=lambda run: run._length)
+    runs = []
+    for prefer, link_prefer in product((None, 0, 1), repeat=2):
+        # The link carries the collective that started first; of several that wait, one of the action `link_prefer`.
+        # This order counts as a plan, which may hold up a collective that another one could overtake.
+        order = _Run([first, second], None, prefer, link_prefer).run_pair().order
+        runs.append(run_pair(first, second, order, prefer))
+    best = min(runs, key=lambda run: run._length)
     least = bound(first, second)
     random, current = Random(0), best
     for done in range(tries if len(best.order) > 1 else 0):
         if best.seconds <= least * ENOUGH:
             break
-        order = list(current.order)
+        changed = list(current.order)
         for _ in range(random.choice((0, 1, 1, 1, 2))):
-            place = random.randrange(len(order))
-            moved = order.pop(place)
-            order.insert(max(0, min(len(order), place + random.choice(_SHIFTS))), moved)
-        prefer = random.choice((None, 0, 1, current.prefer, current.prefer))
-        run = run_pair(first, second, order, prefer)
+            place = random.randrange(len(changed))
+            moved = changed.pop(place)
+            changed.insert(max(0, min(len(changed), place + random.choice(_SHIFTS))), moved)
+        run = run_pair(first, second, changed, random.choice((None, 0, 1, current.prefer, current.prefer)))
         worse = run.seconds - current.seconds
         if worse <= 0 or random.random() < exp(-worse / (_WARM * least * (1 - done / tries))):
             current = run
             best = min(best, current, key=lambda run: run._length)
     return best
-
-
-def _run_as_they_come(first: Segments, second: Segments, prefer: int | None, link_prefer: int | None) -> PairRun:
-    """The link carries the collective that started first; of several that wait, one of the action `link_prefer`.
-
-    The result is that of this order as a plan, which may hold up a collective that another one could overtake.
-    """
-    run = _Run([first, second], None, prefer, link_prefer).run_pair()
-    return run_pair(first, second, run.order, prefer)
 
 
 def bound(*actions: Segments) -> float:
@@ -192,7 +187,10 @@ class _Run:
         ends = [inf for _ in self._actions]
         left = set(range(len(self._actions)))
         while left:
-            number = self._next(left)
+            number, prefer = min(left, key=self._ready.__getitem__), self._prefer
+            soonest = max(self._device, self._ready[number])
+            if prefer is not None and prefer in left and self._ready[prefer] <= soonest:
+                number = prefer
             if self._ready[number] == inf:
                 if not self._waiting:
                     return [inf for _ in ends]
@@ -212,14 +210,6 @@ class _Run:
         end, other = self.run()
         return PairRun((end, other), tuple(self.carried), self._prefer, self._link)
 
-    def _next(self, left: set[int]) -> int:
-        """The action that gets the device next."""
-        first = min(left, key=self._ready.__getitem__)
-        prefer = self._prefer
-        if prefer is not None and prefer in left and self._ready[prefer] <= max(self._device, self._ready[first]):
-            return prefer
-        return first
-
     def _go_on(self, number: int) -> float | None:
         """Let an action use the device until it has to wait. Returns when it has ended, if it has."""
         now = max(self._device, self._ready[number])
@@ -238,17 +228,14 @@ class _Run:
                     self._places[number] = place + 1
                     self._device = now
                     return None
-            if self._gives_way(number, now) and place + 1 < len(segments):
+            prefer = self._prefer  # it gets the device if it could use it now
+            gives_way = prefer is not None and not self._is_done[prefer] and self._ready[prefer] <= now
+            if gives_way and prefer != number and place + 1 < len(segments):
                 self._ready[number] = self._device = now
                 self._places[number] = place + 1
                 return None
         self._device = now
         return now
-
-    def _gives_way(self, number: int, now: float) -> bool:
-        """Whether the action that is preferred could use the device now."""
-        prefer = self._prefer
-        return prefer is not None and prefer != number and not self._is_done[prefer] and self._ready[prefer] <= now
 
     def _start(self, number: int, now: float, takes: float) -> None:
         self._started[number].append((now, takes))
@@ -263,7 +250,7 @@ class _Run:
             self._carry(action, collective)
 
     def _carry_until(self, now: float) -> None:
-        """Without an order: carry what the link has begun by now."""
+        """Without an order: carry all collectives that the link has begun by now."""
         while self._waiting and self._link <= now:
             self._carry_next()
 

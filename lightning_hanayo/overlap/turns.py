@@ -20,7 +20,7 @@ class ActionState(Protocol):
     """State of the process that belongs to the action that has the device."""
 
     def save(self) -> Any:
-        """Called when the action gives the device away. Returns what `restore` needs."""
+        """Called when the action gives the device away. Returns the state for `restore`."""
 
     def restore(self, saved: Any) -> None:
         """Called when it has the device again."""
@@ -42,7 +42,7 @@ class DeviceTurns:
         self.number = 0
         """of the pair that runs; between two pairs a number of its own"""
         self.states: Sequence[ActionState] = ()
-        """what is saved and restored whenever the device changes hands"""
+        """saved and restored whenever the device changes hands"""
         self.on_failure: Callable[[], None] = lambda: None
         """called when an action has failed, so that nothing that it has begun holds up the other one"""
         self._by_turns = True
@@ -67,7 +67,7 @@ class DeviceTurns:
         prefer: int | None = None,
         are_twins: bool = False,
     ) -> tuple[T, T]:
-        """Run both actions, `second` in a thread of its own, and return what they return.
+        """Run both actions, `second` in a thread of its own, and return both results.
 
         Args:
             first: the action 0.
@@ -78,7 +78,7 @@ class DeviceTurns:
             are_twins: whether both do the same to the same stage.
 
         Raises:
-            BaseException: what an action has raised; the other one is unwound.
+            BaseException: of an action; the other one is unwound.
         """
         self._partner = self._partner or _Partner()
         self._by_turns, self._prefer, self._failed = by_turns, prefer, False
@@ -124,7 +124,7 @@ class DeviceTurns:
             self._hand_over(block, stands_in_line=False)
 
     def wait_for_other(self, is_there: Callable[[], bool]) -> None:
-        """In a pair: let the other action have the device until `is_there()` through what it does, or it has ended."""
+        """In a pair: let the other action have the device until it has made `is_there()` true, or has ended."""
         other = 1 - self.slot
 
         def goes_on() -> bool:
@@ -206,7 +206,7 @@ class _Partner(threading.Thread):
             task, done = one
             task()
             done.set()
-            del task, one  # frees what the action has used
+            del task, one  # frees the action's tensors
 
     def close(self, timeout: float) -> None:
         self._tasks.put(None)

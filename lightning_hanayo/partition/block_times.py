@@ -83,7 +83,7 @@ def _time_run(
 
 @contextmanager
 def _moved(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Have the parameters and buffers of these modules on `device`; afterwards they are what they were before."""
+    """Have the parameters and buffers of these modules on `device`; afterwards where they were before."""
     own = (one for part in modules for one in (*part._parameters.values(), *part._buffers.values()))
     before = {one: one.data for one in own if one is not None and one.device != device}
     for tensor, data in before.items():

@@ -19,7 +19,7 @@ _EVEN = 0.1
 
 @dataclass(frozen=True)
 class Load:
-    """What is to be shared evenly, in any unit.
+    """A load that is to be shared evenly, in any unit.
 
     Args:
         blocks: of each block.
@@ -61,7 +61,10 @@ def cut(loads: Sequence[Load], stage_ranks: Sequence[int], *, outside_stage: int
         for giver in range(num_stages):
             for taker in range(num_stages):
                 while borders[giver + 1] - borders[giver] > 1 and giver != taker:
-                    moved = _moved(borders, giver, taker)
+                    # one stage has a block less and another one more: those in between hand one on
+                    low, high = min(giver, taker), max(giver, taker)
+                    step = -1 if giver < taker else 1
+                    moved = [border + step * (low < i <= high) for i, border in enumerate(borders)]
                     if (key := rule.key(moved)) >= best:
                         break
                     borders, best, improves = moved, key, True
@@ -76,13 +79,6 @@ def stage_shares(load: Load, stages: Sequence[range], outside_stage: int) -> tup
     if not total or all(abs(length * len(stages) / total - 1) < _EVEN for length in lengths):
         return None
     return tuple(length / total for length in lengths)
-
-
-def _moved(borders: list[int], giver: int, taker: int) -> list[int]:
-    """The borders when one stage has a block less and another one more: those in between hand one on."""
-    low, high = min(giver, taker) + 1, max(giver, taker) + 1
-    step = -1 if giver < taker else 1
-    return [*borders[:low], *(border + step for border in borders[low:high]), *borders[high:]]
 
 
 class _Rule:

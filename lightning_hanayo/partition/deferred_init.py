@@ -1,6 +1,6 @@
 """Computes the initial values of a model that was built on the meta device, one module at a time.
 
-model            embedding   block 0 . . block 7   head     on meta; then each rank changes it to what it holds
+model            embedding   block 0 . . block 7   head     on meta; then each rank changes it to its own part
 meta copy        embedding   block 0 . . block 7   head     as it was built, all on meta ...
 initial_values               block 0.up                     ... but the module whose values are computed
 
@@ -9,8 +9,6 @@ to the LightningModule; then from Hugging Face's `_init_weights`, called for the
 that loops over a whole model, such as GPT-2's smaller values for residual projections, runs unchanged: on meta it has
 no effect and needs no memory. The random generator is seeded for each module, from the seed and the module's name, so
 that values don't depend on the layout.
-
-Copies a model's modules with all tensors on the meta device, so that a few tensors at a time can get real memory.
 """
 
 import inspect
@@ -58,7 +56,14 @@ class DeferredInit:
         self._seed = seed
         self._modules = dict(model.named_modules())
         for name, module in self._modules.items():
-            _check_attributes(name, module)
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    kind = type(module).__name__
+                    raise UnsupportedError(
+                        f"{f'{name}.{key}'.removeprefix('.')} of a {kind} was built on the meta device, but is neither "
+                        f"a parameter nor a buffer: nothing can give it values. Build the {kind} inside `with "
+                        f"torch.device('cpu')`."
+                    )
         self._copy = MetaCopy(model)
 
     def deferred_modules(self, modules: Iterable[nn.Module]) -> list[DeferredModule]:
@@ -78,7 +83,12 @@ class DeferredInit:
         Raises:
             UnsupportedError: nothing gives the module values, or its constructor gave it values that would be lost.
         """
-        blanks = {tensor: _blank(self._copy.get(tensor)) for tensor in module.tensors}
+        blanks: dict[Tensor, Tensor] = {}
+        for tensor in module.tensors:
+            known = self._copy.get(tensor)
+            data = torch.empty_like(known, device="cpu")
+            has_nan = data.is_floating_point() or data.is_complex()  # so that unset values can be found
+            blanks[tensor] = like(known, data.fill_(torch.nan) if has_nan else data.zero_())
         before = {tensor: blank._version for tensor, blank in blanks.items()}
         with self._copy.replaced(blanks), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed_of(self._seed, module.name))
@@ -136,22 +146,6 @@ class DeferredInit:
             )
 
 
-def _check_attributes(name: str, module: nn.Module) -> None:
-    for key, value in vars(module).items():
-        if isinstance(value, Tensor) and value.is_meta:
-            raise UnsupportedError(
-                f"{f'{name}.{key}'.removeprefix('.')} of a {type(module).__name__} was built on the meta device, but "
-                f"is neither a parameter nor a buffer: nothing can give it values. Build the {type(module).__name__} "
-                f"inside `with torch.device('cpu')`."
-            )
-
-
-def _blank(tensor: Tensor) -> Tensor:
-    """A CPU tensor for values to be written to: NaN where they are floating-point, so that unset ones can be found."""
-    data = torch.empty_like(tensor, device="cpu")
-    return like(tensor, data.fill_(torch.nan) if data.is_floating_point() or data.is_complex() else data.zero_())
-
-
 def _accepts(method: Any, *arguments: object) -> bool:
     """Whether it is a method that can be called with these arguments."""
     if not inspect.ismethod(method):
@@ -179,7 +173,7 @@ def _call_first(name: str, caller: str, methods: Iterable[Any], *arguments: obje
 
 
 class MetaCopy:
-    """A copy of a model as it is now; later changes to the model don't affect it.
+    """A copy of a model as it is now, on the meta device, so that a few tensors at a time can get real memory.
 
     Tensors of the model are the keys: of each, the copy has a meta tensor in the same modules, shared in the same way.
     """
@@ -195,8 +189,17 @@ class MetaCopy:
         for name, module in originals.items():
             children = {key: None if child is None else copies[child] for key, child in module._modules.items()}
             vars(copies[module])["_modules"] = children
-            self._copy_tensors(name, module)
-        self._set({tensor: _without_values(tensor) for tensor in self._slots})
+            for attribute in ("_parameters", "_buffers"):
+                tensors = vars(copies[module])[attribute] = dict(vars(module)[attribute])
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        self._names.setdefault(tensor, f"{name}.{key}")
+                        self.num_writes.setdefault(tensor, version_of(tensor))
+                        self._slots.setdefault(tensor, []).append((tensors, key))
+        for tensor in self._slots:
+            made = like(tensor, on_meta(tensor))
+            vars(made).update(attributes_on_meta(tensor))
+            self._set({tensor: made})
 
     def name(self, tensor: Tensor) -> str:
         """The tensor's qualified name; if modules share it, the first one."""
@@ -221,25 +224,10 @@ class MetaCopy:
         finally:
             self._set(saved)
 
-    def _copy_tensors(self, name: str, module: nn.Module) -> None:
-        for attribute in ("_parameters", "_buffers"):
-            tensors = vars(self.modules[name])[attribute] = dict(vars(module)[attribute])
-            for key, tensor in tensors.items():
-                if tensor is not None:
-                    self._names.setdefault(tensor, f"{name}.{key}")
-                    self.num_writes.setdefault(tensor, version_of(tensor))
-                    self._slots.setdefault(tensor, []).append((tensors, key))
-
     def _set(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for tensor, replacement in replacements.items():
             for tensors, key in self._slots[tensor]:
                 tensors[key] = replacement
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    made = like(tensor, on_meta(tensor))
-    vars(made).update(attributes_on_meta(tensor))
-    return made
 
 
 def like(tensor: Tensor, data: Tensor) -> Tensor:

@@ -5,34 +5,11 @@
     "step"       the ranks of pipeline       placeholders, and parts of the blocks; parameters outside the stack
                  rank 0                      are whole while a batch runs
     "hook"       all ranks                   placeholders, and all parts
-    "alone"      as the step                 as in a hook, but what is done to a placeholder is done nowhere
+    "alone"      as the step                 as in a hook, but changes of a placeholder happen nowhere
 
-Between runs `after_run` guards what is guarded in hooks.
-Guarded parameters take a class that checks what is done with them, and get their own class back afterwards: optimizers
-and 3-D layers find plain parameters, and nothing costs time but entering and leaving.
-
-Parameters of other pipeline ranks, as user code sees them: what is computed from one has no values here.
-
-                                            on the owner          here
-    for p in self.parameters():
-        p.data.div_(p.norm())               done                  nothing: the result belongs to the owner's p
-    total = sum(p.norm() for p in ...)      only its own known    a `MissingValues`
-    float(total), own.mul_(total)           refused here, by the name of the parameter and its rank
-
-So a loop that runs on all ranks is exact where each parameter depends on itself and on numbers alone: each owner does
-its own part, with real values only. Everything else needs a value that isn't here, and is an error.
-
-Random numbers are drawn here as on the owner, so that all ranks continue alike. A tensor that was filled with them has
-values here, too, until the next one is filled: `nn.init.trunc_normal_` looks at what it has drawn.
-
-Parameters of which this rank holds a part or nothing, after a run: sizes can be read, any other use is an error.
-
-    a run has ended           model.state_dict(), model(x), p.norm()     refused, by the parameter's name
-                              p.shape, p.numel(), p.requires_grad        as of the whole parameter
-    the next run begins       `release` gives the parameters their own class back
-
-A copy of such a parameter is one as well, also a pickled one: a Trainer may be copied with its module. Not so a file
-that `torch.save` writes: it would hold parts, and is refused.
+Guarded parameters take a class that checks every use, and get their own class back afterwards: optimizers and 3-D
+layers find plain parameters, and nothing costs time but entering and leaving. Between runs `guard` guards the same
+parameters as in hooks: sizes can be read, any other use is an error, until `release` gives the next run plain ones.
 """
 
 import inspect
@@ -41,30 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_hanayo import partial_values
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import (
-    FULL_PARAMETER,
-    METADATA,
-    OF_DEVICE,
-    Part,
-    PartialParameter,
-    PartialValues,
-    compute_on_parts,
-    in_place_target,
-    is_saving,
-    name_of,
-    of_device,
-    own_shape,
-    plain_alias,
-)
-from lightning_hanayo.partition.ownership import Placeholder
+from lightning_hanayo.partition.ownership import Placeholder, restore
 from lightning_hanayo.seeds import default_generator
 
 Scope = Literal["off", "step", "hook", "alone"]
@@ -127,8 +90,8 @@ class ParameterGuard:
                 missing.append(_Guarded(parameter, Placeholder, self._placeholder_class))
             elif parameter in shapes or parameter in guarded_in_steps:
                 shape = shapes.get(parameter, tuple(parameter.shape))
-                vars(parameter)["_part"] = Part(name, shape)
-                parts.append(_Guarded(parameter, type(parameter), PartialParameter))
+                vars(parameter)["_part"] = partial_values.Part(name, shape)
+                parts.append(_Guarded(parameter, type(parameter), partial_values.PartialParameter))
         self._own = [parameter for parameter in parameters.values() if not isinstance(parameter, Placeholder)]
         in_hooks = [*missing, *(part for part in parts if part.parameter in shapes)]
         in_steps = [*missing, *(part for part in parts if part.parameter in guarded_in_steps)]
@@ -146,7 +109,7 @@ class ParameterGuard:
 
     @contextmanager
     def during(self, scope: Scope, hook_name: str = "") -> Iterator[None]:
-        """Guard what `scope` says; afterwards as before."""
+        """Guard the parameters of `scope`; afterwards as before."""
         before = self.scope, self.hook_name
         self._enter(scope, hook_name)
         try:
@@ -186,7 +149,7 @@ class ParameterGuard:
             yield
 
     def in_this_scope(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """The function, which runs with what is guarded now: user code that is called back when the guard is off."""
+        """The function, which runs with the same guards as now: user code that is called back when the guard is off."""
         scope, hook_name = self.scope, self.hook_name
 
         def run() -> Any:
@@ -271,23 +234,12 @@ class Owner:
     rank: int
     device: torch.device
     way_out: str = (
-        f"Call {FULL_PARAMETER} in on_train_batch_start, on all ranks, and use what it returns, also in "
+        f"Call {partial_values.FULL_PARAMETER} in on_train_batch_start, on all ranks, and use what it returns, also in "
         f"training_step: its gradient reaches the parameter. For weight decay there is the optimizer's weight_decay; "
         f"for norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm"
     )
     drawn: Drawn = field(default_factory=Drawn, compare=False)
     """the same of all owners of a run"""
-
-
-class UserCode(Protocol):
-    """What a placeholder asks about the user code that reads it."""
-
-    @property
-    def runs_on_all_ranks(self) -> bool:
-        """Whether the parameter's owner runs the same code, and does what is left out here."""
-
-    def has_gradients(self) -> bool:
-        """Whether parameters that require a gradient have one now, on their owners."""
 
 
 class MissingValues(Tensor):
@@ -317,9 +269,22 @@ class MissingValues(Tensor):
 
 
 class GuardedPlaceholder(Placeholder):
-    """A placeholder while user code runs: it has this class only then. `user_code` is set by a subclass."""
+    """A placeholder while user code runs: it has this class only then. `user_code` is set by a subclass.
 
-    user_code: UserCode
+                                                on the owner          here
+        for p in self.parameters():
+            p.data.div_(p.norm())               done                  nothing: the result belongs to the owner's p
+        total = sum(p.norm() for p in ...)      only its own known    a `MissingValues`
+        float(total), own.mul_(total)           refused here, by the name of the parameter and its rank
+
+    So a loop that runs on all ranks is exact where each parameter depends on itself and on numbers alone: each owner
+    does its own part, with real values only. Everything else needs a value that isn't here, and is an error.
+
+    Random numbers are drawn here as on the owner, so that all ranks continue alike. A tensor that was filled with them
+    has values here, too, until the next one is filled: `nn.init.trunc_normal_` looks at its random numbers.
+    """
+
+    user_code: ParameterGuard
     _owner: Owner
 
     @classmethod
@@ -331,8 +296,8 @@ class GuardedPlaceholder(Placeholder):
         Raises:
             UnsupportedError: `func` needs the values, or the owner doesn't run this code.
         """
-        name, kwargs = name_of(func, args, kwargs), kwargs or {}
-        if (name not in METADATA or name == "requires_grad_") and not cls.user_code.runs_on_all_ranks:
+        name, kwargs = partial_values.name_of(func, args, kwargs), kwargs or {}
+        if (name not in partial_values.METADATA or name == "requires_grad_") and not cls.user_code.runs_on_all_ranks:
             refuse(name, next(_owners(args, kwargs)), alone=True)
         if name == "grad":
             placeholder = args[0]
@@ -362,7 +327,7 @@ class GuardedPlaceholder(Placeholder):
         Raises:
             UnsupportedError: `torch.save` is writing a file.
         """
-        if is_saving():
+        if partial_values.is_saving():
             refuse("torch.save", self._owner)
         with torch._C.DisableTorchFunctionSubclass():
             return Placeholder.__reduce_ex__(self, protocol)
@@ -377,23 +342,30 @@ def without_values(tensor: Tensor, owner: Owner) -> MissingValues:
 
 
 def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` returns on the owner, without values here; an operation in place changes nothing here.
+    """The owner's result of `func`, without values here; an operation in place changes nothing here.
 
     Raises:
         UnsupportedError: `func` needs values, or writes into a tensor that has values here.
     """
-    name, owner = name_of(func, args, kwargs), next(_owners(args, kwargs))
-    if name in OF_DEVICE and (name != "is_meta" or _is_asked_by_init()):  # all other code may know it by `is_meta`
-        return of_device(func, args, kwargs, owner.device)  # what is made there goes with the owner's values
-    if name in METADATA or name == "set requires_grad":
+    name, owner = partial_values.name_of(func, args, kwargs), next(_owners(args, kwargs))
+    # torch.nn.init, which calls this two frames up, leaves out meta tensors; all other code may know it by `is_meta`
+    is_init = name == "is_meta" and sys._getframe(2).f_globals.get("__name__") == nn.init.__name__
+    if name in partial_values.OF_DEVICE and (name != "is_meta" or is_init):
+        return partial_values.of_device(
+            func, args, kwargs, owner.device
+        )  # a tensor that is made there goes with the owner's values
+    if name in partial_values.METADATA or name == "set requires_grad":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    target, drawn = in_place_target(name, args, kwargs), owner.drawn
+    target, drawn = partial_values.in_place_target(name, args, kwargs), owner.drawn
     if name.startswith("set "):
         drawn.target = None
         return None
     if name.startswith("_foreach_") and len(args[0]) > 1:
-        return _for_each(func, args, kwargs)
+        # each element alone, as some of them have values here
+        rows = [[[arg[i]] if isinstance(arg, list | tuple) else arg for arg in args] for i in range(len(args[0]))]
+        results = [func(*row, **kwargs) for row in rows]
+        return None if func.__name__.endswith("_") else tuple(result for row in results for result in row)
     if drawn.target is not None and any(leaf is drawn.target for leaf in tree_leaves((args, kwargs))):
         filled, numbers = drawn.target, drawn.numbers
         args, kwargs = tree_map(lambda leaf: numbers if leaf is filled else leaf, (args, kwargs))
@@ -422,11 +394,6 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_asked_by_init() -> bool:
-    """Whether torch.nn.init has called a placeholder's `__torch_function__`: it leaves out meta tensors."""
-    return sys._getframe(3).f_globals.get("__name__") == nn.init.__name__
-
-
 def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: Any) -> Any:
     def to_meta(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
@@ -446,7 +413,10 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
             on_meta = tree_map(to_meta, (args, kwargs))
             return func(*on_meta[0], **on_meta[1])
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        has_part = any(isinstance(leaf, PartialParameter | PartialValues) for leaf in tree_leaves((args, kwargs)))
+        has_part = any(
+            isinstance(leaf, partial_values.PartialParameter | partial_values.PartialValues)
+            for leaf in tree_leaves((args, kwargs))
+        )
         if not isinstance(error, NotImplementedError) and "meta" not in str(error) and not has_part:
             raise  # the user's mistake, such as shapes that don't fit
         refuse(name, owner, error)
@@ -465,7 +435,7 @@ def _draw(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: 
     def run(number: float) -> dict[int, Tensor]:
         given = dict.fromkeys(missing, number)
         if target is not None and missing[id(target)].is_floating_point():
-            given[id(target)] = nan  # what is left of it shows that the function doesn't fill the target
+            given[id(target)] = nan  # a remaining one shows that the function doesn't fill the target
         real = {key: torch.full_like(one, given[key], device=owner.device) for key, one in missing.items()}
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             with_numbers = tree_map(lambda leaf: real.get(id(leaf), _without_class(leaf)), (args, kwargs))
@@ -486,14 +456,6 @@ def _draw(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: 
         if not all(torch.equal(one.get_state(), state) for one, state in zip(generators, after, strict=True)):
             refuse(name, owner)
         drawn.compared.add(func)
-
-
-def _for_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of lists on each element alone, as some of them have values here."""
-    count = len(args[0])
-    rows = [[[arg[i]] if isinstance(arg, list | tuple) else arg for arg in args] for i in range(count)]
-    results = [func(*row, **kwargs) for row in rows]
-    return None if func.__name__.endswith("_") else tuple(result for row in results for result in row)
 
 
 def _without_class(leaf: Any) -> Any:
@@ -518,7 +480,8 @@ def refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bo
         way_out = (
             f"It is code of {type(module).__name__}, reached by a call of a module inside a block, or of another "
             f"method than forward. Only a call of the block itself runs on its rank: call the block, and do the rest "
-            f"in its forward. Code that computes with parameters alone (a penalty) can use {FULL_PARAMETER}"
+            f"in its forward. Code that computes with parameters alone (a penalty) can use "
+            f"{partial_values.FULL_PARAMETER}"
         )
     raise UnsupportedError(
         f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). {way_out}."
@@ -544,47 +507,52 @@ WAY_OUT = (
 )
 
 
-class PlaceholderAfterRun(GuardedPlaceholder):
-    """A placeholder between two runs."""
+class _AfterRun:
+    """Between two runs only attributes that need no values can be read.
+
+    A copy is such a parameter as well, also a pickled one: a Trainer may be copied with its module. Not so a file that
+    `torch.save` writes: it would hold parts, and is refused.
+    """
+
+    _compute: Callable[..., Any]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Read what needs no values.
+        """Read attributes that need no values.
 
         Raises:
-            UnsupportedError: `func` does.
+            UnsupportedError: `func` needs values.
         """
-        if (name := name_of(func, args, kwargs)) not in METADATA:
+        if (name := partial_values.name_of(func, args, kwargs)) not in partial_values.METADATA:
             raise UnsupportedError(_message(name, args, kwargs))
-        return compute_without_values(func, args, kwargs or {})
+        return cls._compute(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as it is."""
-        return _pickled(self)
+        own: Any = self
+        if partial_values.is_saving():
+            raise UnsupportedError(_message("torch.save", (own,), None))
+        return restore, (type(own), partial_values.plain_alias(own), own.requires_grad, vars(own))
 
 
-class PartAfterRun(PartialParameter):
+class PlaceholderAfterRun(_AfterRun, GuardedPlaceholder):
+    """A placeholder between two runs."""
+
+    _compute = staticmethod(compute_without_values)
+
+
+class PartAfterRun(_AfterRun, partial_values.PartialParameter):
     """A parameter of which this rank holds a part, between two runs."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """As for `PlaceholderAfterRun`."""
-        if (name := name_of(func, args, kwargs)) not in METADATA:
-            raise UnsupportedError(_message(name, args, kwargs))
-        return compute_on_parts(func, args, kwargs or {})
+    _compute = staticmethod(partial_values.compute_on_parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartAfterRun":
         """A copy is a part, too."""
-        memo[id(self)] = copied = _restore(type(self), plain_alias(self).clone(), self.requires_grad, vars(self))
-        return copied  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as it is."""
-        return _pickled(self)
+        data = partial_values.plain_alias(self).clone()
+        memo[id(self)] = copied = restore(type(self), data, self.requires_grad, vars(self))
+        return copied
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -596,7 +564,7 @@ def guard(parameters: Iterable[nn.Parameter]) -> None:
 
 def release(module: nn.Module) -> list[nn.Parameter]:
     """Give the module's parameters, or a copy's, their own classes back; return those that were guarded."""
-    guarded: list[nn.Parameter] = [p for p in module.parameters() if isinstance(p, PlaceholderAfterRun | PartAfterRun)]
+    guarded: list[nn.Parameter] = [p for p in module.parameters() if isinstance(p, _AfterRun)]
     for parameter in guarded:
         parameter.__class__ = vars(parameter).pop("_own_class")
     return guarded
@@ -612,24 +580,13 @@ def released(module: nn.Module) -> Iterator[None]:
         guard(guarded)
 
 
-def _pickled(parameter: Any) -> Any:
-    if is_saving():
-        raise UnsupportedError(_message("torch.save", (parameter,), None))
-    return _restore, (type(parameter), plain_alias(parameter), parameter.requires_grad, vars(parameter))
-
-
-def _restore(kind: type[nn.Parameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Any:
-    parameter = kind(data, requires_grad)
-    vars(parameter).update(attributes)
-    return parameter
-
-
 def _message(name: str, args: Any, kwargs: Any) -> str:
     leaves = tree_leaves((args, kwargs))
-    parameter = next(leaf for leaf in leaves if isinstance(leaf, PlaceholderAfterRun | PartAfterRun))
+    parameter: Any = next(leaf for leaf in leaves if isinstance(leaf, _AfterRun))
     if isinstance(parameter, PlaceholderAfterRun):
         where = f"{parameter._owner.name} is on pipeline rank {parameter._owner.rank}"
     else:
         part: Any = parameter._part
-        where = f"{part.name}: this rank holds a part of shape {own_shape(parameter)} of the whole {part.shape}"
+        own = partial_values.own_shape(parameter)
+        where = f"{part.name}: this rank holds a part of shape {own} of the whole {part.shape}"
     return f"{where}, and the run has ended ({name}). {WAY_OUT}"

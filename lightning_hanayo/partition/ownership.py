@@ -7,7 +7,7 @@ rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .      
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class Ownership:
         return next(stage for stage, blocks in enumerate(self.stages) if block in blocks)
 
     def rank_by_name(self, model: nn.Module) -> dict[str, int]:
-        """The pipeline rank that owns each entry of `model.state_dict()`, and what hooks have left out of it."""
+        """The pipeline rank that owns each entry of `model.state_dict()`, also of those that hooks have left out."""
         rank_of_block = {i: self.stage_ranks[stage] for stage, blocks in enumerate(self.stages) for i in blocks}
         rank_by_prefix = {f"{name}.": rank_of_block[i] for i, name in enumerate(self.stack.block_names)}
         parameters, buffers = (dict(of(remove_duplicate=False)) for of in (model.named_parameters, model.named_buffers))
@@ -144,13 +144,17 @@ class Placeholder(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Make pickle and deepcopy return a Placeholder, not a plain Parameter."""
-        return _restore, (self.data, self.requires_grad, vars(self))
+        return restore, (Placeholder, self.data, self.requires_grad, vars(self))
 
 
-def _restore(data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Placeholder:
-    placeholder = Placeholder(data, requires_grad)
-    vars(placeholder).update(attributes)
-    return placeholder
+AnyParameter = TypeVar("AnyParameter", bound=nn.Parameter)
+
+
+def restore(kind: type[AnyParameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> AnyParameter:
+    """A parameter of this class, with these attributes. Pickle finds it by name."""
+    parameter = kind(data, requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
 
 
 def state_of_own_tensors(model: nn.Module) -> Mapping[str, Any]:
@@ -170,7 +174,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def attributes_on_meta(parameter: Tensor) -> dict[str, Any]:
-    """What is set on a parameter, without the memory of tensors, such as the values of an 8-bit weight."""
+    """The attributes of a parameter, without the memory of tensors, such as the values of an 8-bit weight."""
     return {name: on_meta(one) if isinstance(one, Tensor) else one for name, one in vars(parameter).items()}
 
 
@@ -181,7 +185,7 @@ def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers
     optimizers, parameter groups and state dicts keep the indices and names that they have in a single process.
     """
     placeholders = {
-        parameter: _restore(on_meta(parameter), parameter.requires_grad, attributes_on_meta(parameter))
+        parameter: restore(Placeholder, on_meta(parameter), parameter.requires_grad, attributes_on_meta(parameter))
         for parameter in model.parameters()
         if parameter not in keep and not isinstance(parameter, Placeholder)
     }
@@ -192,7 +196,7 @@ def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers
 
 
 def exchange(tensor: Tensor, other: Tensor) -> None:
-    """Let each be what the other was: class, values, attributes. So a parameter is replaced wherever code keeps it.
+    """Exchange class, values and attributes of both. So a parameter is replaced wherever code keeps it.
 
     torch.utils.swap_tensors refuses tensors with weak references, which recurrent layers have to their weights.
     """

@@ -3,15 +3,11 @@
 layers = ModuleList(block, block, ...)                  "layers"
 layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
 net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
-
-Says which stacks of a model a pipeline leaves whole, as the encoder of T5, and what each of them costs.
-
-encoder.block   whole on pipeline rank 0       decoder.block   cut into stages
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 
 from torch import nn
 
@@ -72,7 +68,24 @@ def find_stack(model: nn.Module, name: str | None = None) -> Stack:
         HanayoError: there is none, or the named module is no list of blocks.
         UnsupportedError: the stack contains one module twice, or lists, which no code calls.
     """
-    stack = _named_stack(model, name) if name is not None else _largest_stack(model)
+    lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
+    found = [*_outermost_stacks(model, ""), *_rows(model)]
+    if name is not None and name in lists:
+        stack = _whole(lists[name], name)
+    elif name is not None:
+        named = [stack for stack in found if stack.name == name]
+        if not named:
+            hint = nearest(name, {*lists, *(stack.name for stack in found)})
+            raise HanayoError(f"blocks={name!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
+        stack = named[0]
+    elif found:
+        stack = max(found, key=_size)
+    else:
+        raise HanayoError(
+            f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
+            f"one class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers'). "
+            f"If they are a list of lists, such as [attention, feed-forward], make a module with a forward of each."
+        )
     _check(stack)
     return stack
 
@@ -89,16 +102,6 @@ def find_stack_if_any(model: nn.Module, name: str | None = None) -> Stack:
         if name is not None:
             raise
         return Stack("", (), ())
-
-
-def other_stacks(model: nn.Module, stack: Stack) -> list[Stack]:
-    """The stacks that could be cut too: they have no module in common with `stack`, or with a larger one of them."""
-    seen, found = _modules(stack), []
-    for other in sorted([*_outermost_stacks(model, ""), *_rows(model)], key=_size, reverse=True):
-        if seen.isdisjoint(_modules(other)):
-            seen |= _modules(other)
-            found.append(other)
-    return found
 
 
 def original(module: nn.Module) -> nn.Module:
@@ -127,29 +130,6 @@ def num_parameters_outside(model: nn.Module, stack: Stack, *, computing: bool = 
         if any(parameter.dim() > 1 for parameter in others):
             inside |= tables - others
     return sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
-
-
-def _named_stack(model: nn.Module, name: str) -> Stack:
-    lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
-    if name in lists:
-        return _whole(lists[name], name)
-    found = [*_outermost_stacks(model, ""), *_rows(model)]
-    for stack in found:
-        if stack.name == name:
-            return stack
-    hint = nearest(name, {*lists, *(stack.name for stack in found)})
-    raise HanayoError(f"blocks={name!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
-
-
-def _largest_stack(model: nn.Module) -> Stack:
-    candidates = [*_outermost_stacks(model, ""), *_rows(model)]
-    if not candidates:
-        raise HanayoError(
-            f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers'). "
-            f"If they are a list of lists, such as [attention, feed-forward], make a module with a forward of each."
-        )
-    return max(candidates, key=_size)
 
 
 def _modules(stack: Stack) -> set[nn.Module]:
@@ -245,7 +225,11 @@ class UncutStack:
 
 def uncut_stacks(model: nn.Module, cut: Stack) -> list[UncutStack]:
     """The stacks that stay whole where `cut` is made into stages, the largest first; small ones are left out."""
-    others = other_stacks(model, cut)
+    seen, others = _modules(cut), []
+    for other in sorted([*_outermost_stacks(model, ""), *_rows(model)], key=_size, reverse=True):
+        if seen.isdisjoint(_modules(other)):  # they have no module in common with `cut`, or with a larger one
+            seen |= _modules(other)
+            others.append(other)
     inside = {parameter for stack in (cut, *others) for parameter in stack.parameters}
     total = sum(parameter.numel() for parameter in inside)
     sizes = [sum(parameter.numel() for parameter in stack.parameters - cut.parameters) for stack in others]
@@ -254,7 +238,7 @@ def uncut_stacks(model: nn.Module, cut: Stack) -> list[UncutStack]:
 
 
 def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int) -> str:
-    """What to say of the stacks that stay whole, and what the user can do; empty if there is none.
+    """A message about the stacks that stay whole, with the way out; empty if there is none.
 
     Example:
         T5Model has 2 stacks of blocks, of which one is cut: decoder.block (6 blocks, 25.2 M parameters). Whole on
@@ -266,31 +250,24 @@ def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int) -> str
     if not uncut:
         return ""
     size = sum(parameter.numel() for parameter in cut.parameters)
+    described, share, are_trained = [], sum(one.share for one in uncut), True
+    for one in uncut:
+        trained = [p.requires_grad for p in one.stack.parameters]
+        are_trained &= all(trained)
+        described.append(
+            f"{one.stack.name} ({len(one.stack)} blocks, {_count(one.num_parameters)} parameters, "
+            f"{one.share:.0%} of those in blocks{'' if any(trained) else ', frozen'})"
+        )
+    limit = ""
+    if are_trained and share * num_pipeline_ranks > 1:
+        limit = (
+            f" If each parameter costs the same computation, {num_pipeline_ranks} pipeline ranks are at most "
+            f"{1 / share:.1f} times as fast as one, since rank 0 computes all that is whole."
+        )
     return (
         f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut.name} "
-        f"({len(cut)} blocks, {_count(size)} parameters). Whole on pipeline rank 0: {', '.join(map(_described, uncut))}"
-        f".{_limit(uncut, num_pipeline_ranks)} HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
-    )
-
-
-def _described(uncut: UncutStack) -> str:
-    stack = uncut.stack
-    frozen = "" if any(p.requires_grad for p in stack.parameters) else ", frozen"
-    return (
-        f"{stack.name} ({len(stack)} blocks, {_count(uncut.num_parameters)} parameters, "
-        f"{uncut.share:.0%} of those in blocks{frozen})"
-    )
-
-
-def _limit(uncut: list[UncutStack], num_pipeline_ranks: int) -> str:
-    """How much faster the pipeline can be than one rank: rank 0 computes all that is whole."""
-    share = sum(one.share for one in uncut)
-    trained = all(p.requires_grad for p in chain.from_iterable(one.stack.parameters for one in uncut))
-    if not trained or share * num_pipeline_ranks <= 1:
-        return ""
-    return (
-        f" If each parameter costs the same computation, {num_pipeline_ranks} pipeline ranks are at most "
-        f"{1 / share:.1f} times as fast as one, since rank 0 computes all that is whole."
+        f"({len(cut)} blocks, {_count(size)} parameters). Whole on pipeline rank 0: {', '.join(described)}."
+        f"{limit} HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
     )
 
 

@@ -1,4 +1,4 @@
-"""The batch: what the engine, the stages and the user's step need to know about the batch that is running."""
+"""The batch that is running, for the engine, the stages and the user's step."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from lightning_hanayo.errors import PeerFailed
 
 StepFunction = Callable[[int], Any]
-"""Runs the user's step on the micro-batch of that index, and returns what it returns."""
+"""Runs the user's step on the micro-batch of that index, and returns its result."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Batch:
             the code after the stack.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
         loss_weights: each micro-batch's weight in the gradient; only the rank with the loss reads them.
-        loss_scale: what the weighted losses are multiplied by as well, on their device, so that small gradients in fp16
+        loss_scale: a further factor of the weighted losses, on their device, so that small gradients in fp16
             don't vanish; None: nothing.
         num_microbatches: how many there are, for errors.
         num_samples: how many samples each has for this rank's user code; empty where that isn't known.
         pass_number: which pass through the stack of the micro-batches' steps runs now.
         has_loss: whether backwards begin with the loss; not those of earlier passes of the same step.
-        results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
+        results: filled by the last stage: the step's result for each micro-batch, or its loss (self-contained).
     """
 
     signature: int = 0

@@ -1,13 +1,13 @@
 """Proves by numbers, in the first training batch, that micro-batches add up to the batch that they were cut from.
 
-One block of each kind runs again on what micro-batch 0 gave it:
+One block of each kind runs again on the arguments that micro-batch 0 gave it:
 
     the samples of one half change    the other half's outputs stay    or there is a warning
     no gradient comes in              none goes out                    or it injects that of an auxiliary loss
     twice the gradient comes in       twice as much goes out           or halves must add up
 
-An injected gradient is the same whatever a micro-batch weighs. The one of twice as many samples tells of what loss it
-is: of a mean, if it is as large: then gradients are averaged over micro-batches, at the end of a batch. Of a sum, if it
+An injected gradient is the same whatever a micro-batch weighs. The one of twice as many samples tells which loss it is
+of: of a mean, if it is as large: then gradients are averaged over micro-batches, at the end of a batch. Of a sum, if it
 is twice as large: that is right as it is. The step's other code can't run on other samples; there it is an error. And
 hooks on tensors are called with twice as many samples.
 """
@@ -35,7 +35,7 @@ from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generat
 from lightning_hanayo.pipeline_parallel.stages import find_loss
 
 Findings = dict[str, list[str]]
-"""What a rank has found: which blocks have "dependent" samples, or inject the gradient of a "mean", a "sum", "another"
+"""A rank's findings: which blocks have "dependent" samples, or inject the gradient of a "mean", a "sum", "another"
 loss or an "unknown" one, or change gradients in other ways, each sample's ("clamp") or all together ("mix")."""
 Hook = Callable[[Tensor], Any]
 _INJECTS = "adds a gradient of its own, such as that of an auxiliary loss, which would count once for each micro-batch"
@@ -63,7 +63,7 @@ class FirstBatch:
     """gathers the findings of all ranks of the world"""
     warns: bool = True
     late_weight: float = field(default=1.0, init=False)
-    """what the sum of gradients is to be multiplied by, and losses no more"""
+    """factor for the sum of gradients, in place of one for losses"""
     averages: bool = field(default=False, init=False)
     """whether that is a mean over micro-batches, too"""
     _samples: int = field(default=0, init=False)
@@ -71,7 +71,7 @@ class FirstBatch:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """To be open while micro-batch 0 runs forward: keeps what blocks are called with, and sees hooks on tensors."""
+        """To be open while micro-batch 0 runs forward: keeps the arguments of blocks, and sees hooks on tensors."""
         first: dict[Any, int] = {}
         for index, block in self.blocks.items():
             parts = tuple((name, type(part)) for name, part in block.named_modules())
@@ -164,7 +164,7 @@ class FirstBatch:
     def _check_function(self, made: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Any:
         """Called by autograd after the backward of a function in the step: runs it again, on zeros."""
         node: Any = torch._C._current_autograd_node()
-        kept = tuple(None if one is None else one.clone() for one in made)  # it may return what it changes in place
+        kept = tuple(None if one is None else one.clone() for one in made)  # it may change its results in place
         try:
             own = node.apply(*[None if one is None else torch.zeros_like(one) for one in gradients])
             size = _size([one for one in tree_leaves(own) if isinstance(one, Tensor)])
@@ -207,7 +207,7 @@ class FirstBatch:
 
 
 class _BlockRun:
-    """Runs a block again on what it was called with, each time with the same random numbers."""
+    """Runs a block again on its arguments, each time with the same random numbers."""
 
     def __init__(self, block: nn.Module, call: Any, samples: int, device: torch.device, *, is_cube: bool) -> None:
         values, self._spec = tree_flatten(call)
@@ -229,42 +229,40 @@ class _BlockRun:
         if any(isinstance(part, _BatchNorm) and part.training for part in self._block.modules()):
             return False
         given = self._values
-        self._values = [8 * one if i in self._streams else one for i, one in enumerate(given)]
+        self._values = [
+            8 * one if i in self._streams else one for i, one in enumerate(given)
+        ]  # a new model's are small
         try:
-            return self._is_dependent()  # of numbers that are larger than a new model's
+            with torch.no_grad():
+                whole = self._run(self._values)
+                if not _is_near(whole, self._run(self._values)):
+                    return False  # it isn't the same each time: a cache among its arguments grows
+                for dim in self._dims:
+                    stays = [self._stays(whole, dim, half) for half in (0, 1)]  # both: the ranks of a cube communicate
+                    if all(stays):
+                        return False
+            return bool(self._dims)
         finally:
             self._values = given
-
-    def _is_dependent(self) -> bool:
-        with torch.no_grad():
-            whole = self._run(self._values)
-            if not _is_near(whole, self._run(self._values)):
-                return False  # it isn't the same each time: a cache among its arguments grows
-            for dim in self._dims:
-                stays = [self._stays(whole, dim, half) for half in (0, 1)]  # both: the ranks of a cube communicate
-                if all(stays):
-                    return False
-        return bool(self._dims)
 
     def kind_of_gradients(self) -> str:
         """Why they aren't proportional to those that come in, as in `Findings`; empty if they are, or not known."""
         zero, once, twice = (self._backward(factor) for factor in (0.0, 1.0, 2.0))
         if 0 < _size(zero) < inf:
-            return "unknown" if self._is_cube or not self._dims else self._kind_of_injected(zero)
+            if self._is_cube or not self._dims:
+                return "unknown"
+            # compared with those of other samples, and of both together
+            others = self._changed(self._dims[0])
+            try:
+                other, both = self._backward(0.0, values=others), self._backward(0.0, values=self._joined(others))
+            except Exception:  # it can't run on as many samples
+                return "unknown"
+            triples = zip(zero, other, both, strict=True)
+            added = [a + b if a.shape == c.shape else torch.cat([a, b], self._dims[0]) for a, b, c in triples]
+            return "sum" if _is_near(added, both) else "mean" if _is_near(added, both, both) else "another"
         if not isfinite(_size(twice)) or _is_near(twice, once, once) or not self._dims:
             return ""
         return "clamp" if _is_near(once, self._backward(1.0, 0), self._backward(1.0, 1)) else "mix"
-
-    def _kind_of_injected(self, own: Sequence[Tensor]) -> str:
-        """Of what loss these gradients are: compares them with those of other samples, and of both together."""
-        others = self._changed(self._dims[0])
-        try:
-            of_others, of_both = self._backward(0.0, values=others), self._backward(0.0, values=self._joined(others))
-        except Exception:  # it can't run on as many samples
-            return "unknown"
-        triples = zip(own, of_others, of_both, strict=True)
-        added = [a + b if a.shape == both.shape else torch.cat([a, b], self._dims[0]) for a, b, both in triples]
-        return "sum" if _is_near(added, of_both) else "mean" if _is_near(added, of_both, of_both) else "another"
 
     def _stays(self, whole: Sequence[Tensor], dim: int, half: int) -> bool:
         """Whether the outputs of one half stay where the other half changes, but for rounding."""
@@ -297,7 +295,7 @@ class _BlockRun:
         return [output for output in made if output.ndim > 1] or made[:1], leaves
 
     def _run(self, values: Sequence[Any]) -> list[Tensor]:
-        """The tensors of numbers in what the block returns."""
+        """The floating-point tensors in the block's output."""
         set_generators(self._states, self._device)
         if self._is_cube and (randomness := forward_patch.randomness_of(self._block)) is not None:
             randomness.streams.begin_block(randomness.index)  # the ranks draw alike
@@ -306,7 +304,7 @@ class _BlockRun:
         return [one for one in made if isinstance(one, Tensor) and one.is_floating_point()]
 
     def _changed(self, dim: int, half: int | None = None) -> list[Any]:
-        """What it is called with, with other samples in one half, or in both."""
+        """The block's arguments with other samples in one half, or in both."""
         changed = list(self._values)
         for i in [i for i in self._streams if self._has_rows(changed[i], dim)]:
             changed[i] = changed[i].clone()
@@ -315,7 +313,7 @@ class _BlockRun:
         return changed
 
     def _joined(self, others: Sequence[Any]) -> list[Any]:
-        """What it is called with, for its samples and the others."""
+        """The block's arguments for its samples and the others."""
         dim, pairs = self._dims[0], zip(self._values, others, strict=True)
         return [torch.cat(pair, dim) if self._has_rows(pair[0], dim) else pair[0] for pair in pairs]
 

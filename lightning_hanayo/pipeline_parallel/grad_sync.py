@@ -8,26 +8,7 @@
 The all-reduces overlap with the computation, and nothing is waited for before the step's end. A parameter that one data
 rank used and another did not gets the sum on both. A parameter that no rank used gets no gradient.
 
-Adds the gradients of tied parameters, which the code before the stack and the loss both use, in autograd's order.
-
-    one process    grad += (head's + embedding's)         for micro-batch 0, then 1, then 2, ...
-    a pipeline     head's of 0, head's of 1, embedding's of 0, ...     so the head's part waits for the embedding's
-
-In any other order the sum would differ in its last bits. A part, as large as the parameter, is kept from the loss's
-backward until the backward of the first stage. Where that is too much memory, parts are added at once, in a
-pipeline's order.
-
-Keeps the gradients that the training step has made, until Lightning runs backward.
-
-    Lightning    training_step -> zero_grad -> backward -> clip -> step
-    pipeline      F F B B ...                  set .grad
-
-Lightning zeroes gradients after the training step. So the step stashes the gradients it has made, and puts back those
-it found.
-
-While batches accumulate, new gradients are added to the old ones as they are made. If Lightning's backward then sends
-an unexpected factor, it is too late to multiply only the new ones. So where the user's code may send one, the new
-gradients are kept separate, and added to the old ones when the factor is known.
+Also in this file: gradients of tied parameters, and gradients between the training step and Lightning's backward.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,16 +24,10 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.monitor.waiting import Waiting
+from lightning_hanayo.pipeline_parallel.transport import Work
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
-
-
-class Transfer(Protocol):
-    """Sums under way."""
-
-    def wait(self) -> object:
-        """Block until they are in the gradients."""
 
 
 class Scatter(Protocol):
@@ -61,13 +36,13 @@ class Scatter(Protocol):
     def sums(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
         """Whether it sums the gradient of this parameter over this group."""
 
-    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Transfer:
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Work:
         """Start to sum gradients, in place. Called by all data ranks."""
 
 
 LARGE = 2**18
-"""bytes from which a gradient gets its own all-reduce: gloo copies what is reduced together into one buffer and back,
-which takes about as long for a quarter of a megabyte as starting another all-reduce"""
+"""bytes from which a gradient gets its own all-reduce: gloo copies others into one buffer and back, which takes about
+as long for a quarter of a megabyte as starting another all-reduce"""
 
 
 def sparse_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -86,7 +61,7 @@ class _Bucket:
     parameters: Sequence[nn.Parameter]
     sums: Sequence[Tensor]
     counts: Tensor
-    works: Sequence[Transfer]
+    works: Sequence[Work]
     ranks: Sequence[int]
 
 
@@ -132,7 +107,16 @@ class GradientAllReduce:
         for group, trained in self._groups[stage].items():
             needed = [parameter for parameter in trained if parameter.requires_grad]
             others = [parameter for parameter in needed if parameter not in self._sparse]
-            self._under_way += [_start_sparse(parameter, group) for parameter in needed if parameter in self._sparse]
+            ranks = tuple(dist.get_process_group_ranks(group))
+            for parameter in [parameter for parameter in needed if parameter in self._sparse]:
+                dtype, gradient = gradient_dtype(parameter), parameter.grad
+                if gradient is None:
+                    total = torch.zeros_like(parameter, dtype=dtype).to_sparse(1)
+                else:  # where the weight is used in another way, too, autograd gives all rows
+                    total = parameter.grad = gradient if gradient.is_sparse else gradient.to_sparse(1)
+                counts = parameter.new_full((1,), float(gradient is not None), dtype=dtype)
+                works = [group.allreduce([counts]), group.allreduce([total])]
+                self._under_way.append(_Bucket([parameter], [total], counts, works, ranks))
             ordered = sorted(others, key=lambda p: str(gradient_dtype(p)))
             for _, parameters in groupby(ordered, key=gradient_dtype):
                 self._under_way.append(_start(list(parameters), group, self._scatter))
@@ -151,7 +135,7 @@ class GradientAllReduce:
         self._under_way.clear()
 
     def forget(self) -> None:
-        """After a failure: drop the groups. What is under way stays until they are left.
+        """After a failure: drop the groups. Transfers under way stay until they are left.
 
         gloo sends messages of several operations through one connection. If a buffer went while its message arrives, an
         all-reduce behind it would never end, and with it the process group.
@@ -159,7 +143,7 @@ class GradientAllReduce:
         self._groups.clear()
 
     def drop_transfers(self) -> None:
-        """After a failure, when the groups have been left: free what was under way."""
+        """After a failure, when the groups have been left: free the transfers."""
         self._under_way.clear()
 
 
@@ -175,22 +159,11 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scatter
     is_scattered = [scatter is not None and scatter.sums(parameter, group) for parameter in parameters]
     alike = [total for total, scattered in zip(sums, is_scattered, strict=True) if not scattered]
     together = [total for total in alike if total.nbytes < large]
-    works: list[Transfer] = [group.allreduce([total]) for total in alike if total.nbytes >= large]
+    works: list[Work] = [group.allreduce([total]) for total in alike if total.nbytes >= large]
     if scatter is not None and any(is_scattered):
         works.append(scatter.reduce_scatter(list(compress(sums, is_scattered))))
     works.append(group.allreduce_coalesced([counts, *together]))
     return _Bucket(parameters, sums, counts, works, tuple(dist.get_process_group_ranks(group)))
-
-
-def _start_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> _Bucket:
-    dtype, gradient = gradient_dtype(parameter), parameter.grad
-    if gradient is None:
-        total = torch.zeros_like(parameter, dtype=dtype).to_sparse(1)
-    else:  # where the weight is used in another way, too, autograd gives all rows
-        total = parameter.grad = gradient if gradient.is_sparse else gradient.to_sparse(1)
-    counts = parameter.new_full((1,), float(gradient is not None), dtype=dtype)
-    works = [group.allreduce([counts]), group.allreduce([total])]
-    return _Bucket([parameter], [total], counts, works, tuple(dist.get_process_group_ranks(group)))
 
 
 def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
@@ -214,7 +187,15 @@ def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
 
 
 class TiedGradients:
-    """The loss's parts of the gradients, until the first stage's parts are made; none unless `in_order`."""
+    """Adds the gradients of tied parameters, which code before the stack and the loss both use, in autograd's order.
+
+        one process    grad += (head's + embedding's)         for micro-batch 0, then 1, then 2, ...
+        a pipeline     head's of 0, head's of 1, embedding's of 0, ...     so the head's part waits for the embedding's
+
+    In any other order the sum would differ in its last bits. A part, as large as the parameter, is kept from the loss's
+    backward until the backward of the first stage. Where that is too much memory, it isn't `in_order`: parts are added
+    at once, in a pipeline's order.
+    """
 
     def __init__(self, *, in_order: bool = True) -> None:
         self._in_order = in_order
@@ -225,7 +206,7 @@ class TiedGradients:
         self._parts.clear()
 
     def loss_backward(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
-        """Run the loss's `backward`, and set aside what it adds to `parameters`, if an order is kept."""
+        """Run the loss's `backward`, and set aside its gradients of `parameters`, if an order is kept."""
         if not self._in_order:
             backward()
             return
@@ -259,6 +240,15 @@ def _separately(parameters: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
 
 class DeferredGradients:
     """The gradients of one batch, between `training_step` and `backward`.
+
+        Lightning    training_step -> zero_grad -> backward -> clip -> step
+        pipeline      F F B B ...                  set .grad
+
+    Lightning zeroes gradients after the training step. So the step stashes its gradients, and puts back the old ones.
+
+    While batches accumulate, new gradients are added to the old ones as they are made. If Lightning's backward then
+    sends an unexpected factor, it is too late to multiply only the new ones. So where the user's code may send one, the
+    new gradients are kept separate, and added to the old ones when the factor is known.
 
     Args:
         parameters: all parameters that this rank trains.
@@ -302,7 +292,7 @@ class DeferredGradients:
             self.end_step()
 
     def end_step(self) -> None:
-        """Put aside what Lightning zeroes after the step: old gradients, and what a backward in the step has added."""
+        """Put aside the gradients that Lightning zeroes after the step: old ones, and those made in the step."""
         self._old = [parameter.grad if self._keeps_old else None for parameter in self._parameters]
         if not self._continues or self._separate:
             self._set([None] * len(self._parameters))
@@ -340,15 +330,13 @@ class DeferredGradients:
             if new and (self._scales if factor.device.type != "cpu" else factor != 1.0):
                 torch._foreach_mul_(new, factor)
         with self._unguarded():
-            self._set(self._sums() if self._separate else self._new)
+            if self._separate:
+                pairs = zip(self._old, self._new, strict=True)
+                self._new = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
+            self._set(self._new)
             self._new = self._old = []
             if self._finish is not None:
                 self._finish()
-
-    def _sums(self) -> list[Tensor | None]:
-        """The old gradients plus the new ones."""
-        pairs = list(zip(self._old, self._new, strict=True))
-        return [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
 
     def _set(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):

@@ -1,6 +1,6 @@
-"""The message: what one stage sends to the next or the previous one, as a structure and a list of tensors; its key.
+"""The message from one stage to the next or the previous one, a structure and a list of tensors, and its codec.
 
-The codec: packs a message into one flat buffer of bytes, and describes in a spec how to read it.
+A message is packed into one flat buffer of bytes; a spec describes how to read it.
 
 buffer   | tensor 0 | tensor 1 | ...   (256 B aligned) | 64 B header: 0, or the bytes of a new spec that follows
 spec     (skeleton, ((dtype, shape, requires_grad), ...))          sent only if it differs from the agreed one
@@ -116,10 +116,11 @@ class Spec:
     @cached_property
     def view_args(self) -> tuple[tuple[torch.dtype, torch.Size, bool, tuple[int, ...], int], ...]:
         """For each tensor: dtype, shape, requires_grad, strides, and its start in the buffer, in elements."""
-        return tuple(
-            (_DTYPES[name], torch.Size(shape), needs, _strides(shape), start // _DTYPES[name].itemsize)
-            for (name, shape, needs), (start, _) in zip(self.tensors, self.extents, strict=True)
-        )
+        found = []
+        for (name, shape, needs), (start, _) in zip(self.tensors, self.extents, strict=True):
+            dtype, strides = _DTYPES[name], tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            found.append((dtype, torch.Size(shape), needs, strides, start // dtype.itemsize))
+        return tuple(found)
 
     def matches(self, message: Message) -> bool:
         """Whether this is the spec of `message`."""
@@ -157,11 +158,6 @@ class Spec:
     def from_bytes(data: bytes) -> "Spec":
         """The spec that `to_bytes` wrote."""
         return Spec.of(*_tuples(json.loads(data)))
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _tuples(node: Any) -> Any:

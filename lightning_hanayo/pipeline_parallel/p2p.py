@@ -6,12 +6,9 @@
 Each message on its way holds a buffer, which is free when its sender has waited for it. A rank posts its receives where
 the messages are sent (`schedule/communication.py`), so this takes no time unless a rank is late.
 
-Headers: how a receiver learns whether a message has the spec that both ranks have agreed on, and a new spec.
-
 Both sides keep, for every message of a batch with a given signature (shapes and kind of step), the spec it had last
-time, so that the receiver can post a buffer of that size early. A header says whether the spec has changed.
-
-Buffers on the CPU hold their header. A changed message is one of the expected size, and the new one behind it:
+time, so that the receiver can post a buffer of that size early. A header says whether the spec has changed. Buffers on
+the CPU hold their header. A changed message is one of the expected size, and the new one behind it:
 
     agreed     | tensors |header 0|
     changed    | unused  |header n|   then   | spec, n bytes |   then   | tensors |header|
@@ -73,7 +70,7 @@ class Sending:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What both ranks know about the messages of batches of one signature."""
+    """Both ranks' knowledge of the messages of batches of one signature."""
 
     specs: dict[MessageKey, Spec] = field(default_factory=dict)
     """those that they had last time"""
@@ -96,12 +93,10 @@ class Headers(ABC):
     def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
         """Start to receive the message of `key`; return a function that waits for it and returns it."""
 
-    @abstractmethod
-    def recycle(self, buffer: SendBuffer) -> None:
+    def recycle(self, buffer: SendBuffer) -> None:  # noqa: B027
         """Take a buffer that has been sent."""
 
-    @abstractmethod
-    def drop_buffers(self) -> None:
+    def drop_buffers(self) -> None:  # noqa: B027
         """Drop unused buffers: their specs won't come again."""
 
     def _post(self, peer: int, tag: int, buffer: SendBuffer | Tensor) -> PendingSend:
@@ -225,14 +220,6 @@ class HeadersAhead(Headers):
         spec = self._receive_spec(key, peer, head) if header(head) else self.agreement.specs[key]
         return self._post_buffer(key, peer, spec)
 
-    @override
-    def recycle(self, buffer: SendBuffer) -> None:
-        """Let the buffer go."""
-
-    @override
-    def drop_buffers(self) -> None:
-        """There is none."""
-
     def _expected(self, key: MessageKey) -> Spec | None:
         """The spec of the buffer that the receiver posts before it has read the header; None: it posts none."""
         return None if key in self.agreement.varying else self.agreement.specs.get(key)
@@ -281,7 +268,7 @@ class PointToPointChannel:
         """Start a batch. All ranks give the same `signature`, so they also drop the same old ones.
 
         Messages of the batch before may still be under way: a rank receives them when it reaches that point of its
-        program, and nothing waits for that at the end of a batch. What is received late is waited for a batch later.
+        program, and nothing waits for that at the end of a batch. Late sends are waited for a batch later.
         """
         self._wait(self._late_before)
         self._late_before, self._late = self._late, []

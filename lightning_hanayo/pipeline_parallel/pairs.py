@@ -1,6 +1,6 @@
 """Pairs: two actions of a rank that run at once, so that the collectives of one hide behind the compute of the other.
 
-    batches 1 and 2 of their shapes   by turns; what each action does, and how long it takes, is recorded in the second
+    batches 1 and 2 of their shapes   by turns; each action's collectives and times are recorded in the second
     before batch 3                    one rank of each cube plans in which order collectives go on the wire
     from then on                      each action goes on as soon as it can; the link keeps to the plan
 
@@ -37,7 +37,7 @@ _Pair = tuple[Action, Action]
 
 
 class PairedKind(NamedTuple):
-    """What an action of a pair does: all of a kind start the same collectives."""
+    """The kind of an action in a pair: all of a kind start the same collectives."""
 
     stage: int
     kind: Kind
@@ -57,8 +57,8 @@ class Pairs:
 
     Args:
         queue: through which all collectives of the actions go.
-        states: what belongs to the action that has the device.
-        share: returns what the first rank of the cube gives it, on all of its ranks, which call it together.
+        states: of the action that has the device.
+        share: returns the plans of the first rank of the cube on all of its ranks, which call it together.
         trained: a number that tells which parameters are trained: actions start no collectives for others.
         is_first: whether this is that rank.
         is_planned: whether collectives may go in a planned order; else actions always take turns.
@@ -85,7 +85,7 @@ class Pairs:
         self.plans: dict[int, Plans] = {}
         """by signature: how the pairs of such batches are expected to run"""
         self.segments: dict[PairedKind, Segments] = {}
-        """what actions of each kind do, as the first rank has recorded it"""
+        """of each kind of action, as the first rank has recorded them"""
         self._signature = 0
         self._edges: Collection[Action] = frozenset()
         self._recorded: dict[int, dict[PairedKind, Segments]] = {}
@@ -98,7 +98,7 @@ class Pairs:
         self._queue.close()
 
     def abandon(self) -> None:
-        """After a failure: let nothing wait for what is under way."""
+        """After a failure: let nothing wait for collectives under way."""
         self._share = None  # it holds a process group, which other ranks wait to see closed
         self._queue.cancel()
         self._queue.close(timeout=0)
@@ -133,13 +133,16 @@ class Pairs:
     def run(
         self, first: Action, run_first: Callable[[], T], second: Action, run_second: Callable[[], T]
     ) -> tuple[T, T]:
-        """Run both actions, and return what they return."""
+        """Run both actions, and return their results."""
         kinds = kinds_of(first, second, self._edges)
         plan = self.plans.get(self._signature, {}).get(kinds)
         queue, state = self._queue, ThreadState.current()
 
         def act(slot: int, run: Callable[[], T]) -> T:
-            recording = self._begin(kinds[slot])
+            recording = None
+            if self._active is not None:
+                recording = queue.record(slot)
+                self._active.append((kinds[slot], recording))
             with torch.autograd.set_multithreading_enabled(False):  # a device's thread would run one of both at a time
                 result = run()
             if recording is not None:
@@ -163,23 +166,27 @@ class Pairs:
         finally:
             queue.end_pair()
 
-    def _begin(self, kind: PairedKind) -> Recording | None:
-        if self._active is None:
-            return None
-        made = self._queue.record(kind.slot)
-        self._active.append((kind, made))
-        return made
-
 
 def typical_segments(recorded: Collection[tuple[PairedKind, Recording]]) -> dict[PairedKind, Segments]:
-    """What each kind of action does: each part takes the median of its times over micro-batches.
+    """The segments of each kind of action: each takes the median of its times over micro-batches.
 
     Kinds of which not all micro-batches do the same are left out.
     """
     alike: defaultdict[PairedKind, list[Segments]] = defaultdict(list)
     for kind, recording in recorded:
         alike[kind].append(recording.segments())
-    return {kind: _median(several) for kind, several in alike.items() if len(set(map(_shape, several))) == 1}
+    typical: dict[PairedKind, Segments] = {}
+    for kind, several in alike.items():
+        shapes = {tuple((one.start is None, one.wait, one.is_shared) for one in segments) for segments in several}
+        if len(shapes) == 1:
+            typical[kind] = [
+                same[0]._replace(
+                    compute=median(one.compute for one in same),
+                    start=None if same[0].start is None else median(one.start or 0.0 for one in same),
+                )
+                for same in zip(*several, strict=True)
+            ]
+    return typical
 
 
 def make_plans(
@@ -188,7 +195,7 @@ def make_plans(
     edges: Collection[Action] = frozenset(),
     simulated: int = SIMULATED,
 ) -> Plans:
-    """The order of the collectives of each kind of pair; none where it isn't known what its actions do.
+    """The order of the collectives of each kind of pair; none where its actions aren't recorded.
 
     `simulated`: how many collectives are simulated at most, but for the least number of orders.
     """
@@ -211,17 +218,3 @@ def kinds_of(first: Action, second: Action, edges: Collection[Action] = frozense
         for slot, action in enumerate((first, second))
     )
     return one, other
-
-
-def _shape(segments: Segments) -> tuple[tuple[bool, int | None, bool], ...]:
-    return tuple((one.start is None, one.wait, one.is_shared) for one in segments)
-
-
-def _median(several: Sequence[Segments]) -> Segments:
-    return [
-        same[0]._replace(
-            compute=median(one.compute for one in same),
-            start=None if same[0].start is None else median(one.start or 0.0 for one in same),
-        )
-        for same in zip(*several, strict=True)
-    ]

@@ -7,7 +7,7 @@ gets is sent once.
     (h, {"mask": m, "causal": True}, m)  ->  skeleton ("tuple", T0, ("dict", ("mask", T1), ("causal", True)), T1)
                                              tensors  [h, m]
 
-What blocks get as arguments besides tensors and containers, as trees that can be sent.
+Objects that blocks get as arguments become trees, too:
 
     BlockMask               its tensors, and its function           masks of FlexAttention
     function                where its code is, its closure, and     a mask_mod, a score_mod
@@ -66,7 +66,13 @@ class Flattener:
         """
         kind = type(tree)
         if isinstance(tree, Tensor):
-            return ("tensor", self._index(tree)) if _is_strided(tree) else self._object(tree, what)
+            is_wrapper = type(tree) is not Tensor and is_traceable_wrapper_subclass(tree)
+            if is_wrapper or tree.layout is not torch.strided or tree.is_nested:  # its values aren't one array
+                return self._object(tree, what)
+            if id(tree) not in self._indices:
+                self._indices[id(tree)] = len(self.tensors)
+                self.tensors.append(tree)
+            return ("tensor", self._indices[id(tree)])
         if kind in _PLAIN:
             sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
             return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
@@ -97,7 +103,7 @@ class Flattener:
         """The skeleton of an object, which is made once: all blocks may get the same mask."""
         if id(value) not in self._objects:
             self._objects[id(value)] = value, None  # until its parts are known, which may refer to it
-            kind = kind_of(value)
+            kind = next((kind for kind in KINDS.values() if kind.matches(value)), None)
             tree = None if kind is None else kind.to_tree(value)
             if kind is not None and tree is not None:
                 parts = self.flatten(tree, what, is_argument=True)
@@ -106,18 +112,6 @@ class Flattener:
         if skeleton is None:
             raise _unsendable(value, what)
         return skeleton
-
-    def _index(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._indices:
-            self._indices[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
-        return self._indices[id(tensor)]
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    """Whether its values are one array."""
-    is_plain = type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor)
-    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _unsendable(value: Any, what: str) -> UnsupportedError:
@@ -256,6 +250,7 @@ def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, 
 
 
 _NUMBERS = (bool, int, float)
+_FLEX = "torch.nn.attention.flex_attention"
 
 
 @dataclass(frozen=True)
@@ -267,11 +262,6 @@ class ObjectKind:
     to_tree: Callable[[Any], Any]
     """None, if the object can't be sent"""
     from_tree: Callable[[Any], Any]
-
-
-def kind_of(value: Any) -> ObjectKind | None:
-    """The kind of `value`; None if there is none for it."""
-    return next((kind for kind in KINDS.values() if kind.matches(value)), None)
 
 
 def is_cache(value: Any) -> bool:
@@ -290,13 +280,10 @@ def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
     values, *sizes, ragged_dim = _nested_parts(tree)
     for one in known:
         _, *own, _ = _nested_parts(one)
-        if all(map(_is_equal, own, sizes)):
+        pairs = zip(own, sizes, strict=True)
+        if all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs):
             return _nested_of((values, *own, ragged_dim))
     return tree
-
-
-def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _nested_parts(nested: Any) -> Any:
@@ -308,10 +295,6 @@ def _nested_parts(nested: Any) -> Any:
 def _nested_of(parts: Any) -> Tensor:
     values, offsets, lengths, ragged_dim = parts
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
-
-
-def _is_block_mask(value: Any) -> bool:
-    return type(value).__name__ == "BlockMask" and type(value).__module__ == "torch.nn.attention.flex_attention"
 
 
 def _block_mask_of(attributes: Any) -> Any:
@@ -348,8 +331,10 @@ def _function_at(place: tuple[Any, ...]) -> FunctionType:
     known = vars(sys.modules[module])
     if numbers:
         known = known | numbers
-        for called in functions:
-            known[called] = _with_globals(known[called], known)
+        for own in functions:  # those that it calls see the same numbers
+            called = known[own]
+            known[own] = FunctionType(called.__code__, known, called.__name__, called.__defaults__, called.__closure__)
+            known[own].__kwdefaults__ = called.__kwdefaults__
     function = FunctionType(code, known, code.co_name, defaults, cells)
     function.__kwdefaults__ = keyword_defaults
     function.__qualname__ = code.co_qualname
@@ -375,14 +360,8 @@ def _global_values(function: FunctionType) -> tuple[dict[str, Any], tuple[str, .
     return numbers, tuple(functions)
 
 
-def _with_globals(function: FunctionType, known: dict[str, Any]) -> FunctionType:
-    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
 def values_of(function: FunctionType) -> list[Any]:
-    """What it refers to by its closure and by global names, and may have changed."""
+    """The values in its closure and of its global names, which it may have changed."""
     numbers, _ = _global_values(function)
     return [*(cell.cell_contents for cell in function.__closure__ or ()), *numbers.values()]
 
@@ -397,10 +376,6 @@ def _codes(module: str, name: str) -> Iterator[CodeType]:
         code = waiting.pop()
         yield code
         waiting.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
-
-
-def _instance_parts(instance: Any) -> tuple[Any, ...]:
-    return type(instance), vars(instance)
 
 
 def _instance_of(parts: tuple[Any, ...]) -> Any:
@@ -419,11 +394,6 @@ def _class_place(kind: type) -> tuple[str, str] | None:
     return place if _named(sys.modules.get(kind.__module__), kind.__qualname__) is kind else None
 
 
-def _class_at(place: tuple[str, str]) -> Any:
-    module, name = place
-    return _named(import_module(module), name)
-
-
 def _named(module: Any, name: str) -> Any:
     for part in name.split("."):
         module = getattr(module, part, None)
@@ -434,12 +404,14 @@ KINDS = {
     kind.name: kind
     for kind in (
         ObjectKind("nested", lambda value: isinstance(value, Tensor) and value.is_nested, _nested_parts, _nested_of),
-        ObjectKind("BlockMask", _is_block_mask, vars, _block_mask_of),
+        ObjectKind("BlockMask", lambda value: type(value).__name__ == "BlockMask" and type(value).__module__ == _FLEX,
+                   vars, _block_mask_of),
         ObjectKind("function", lambda value: isinstance(value, FunctionType), _function_place, _function_at),
         ObjectKind("partial", lambda value: type(value) is partial, lambda p: (p.func, p.args, p.keywords),
                    lambda parts: partial(parts[0], *parts[1], **parts[2])),
-        ObjectKind("cache", _is_of_cache, _instance_parts, _instance_of),
-        ObjectKind("class", lambda value: isinstance(value, type), _class_place, _class_at),
+        ObjectKind("cache", _is_of_cache, lambda value: (type(value), vars(value)), _instance_of),
+        ObjectKind("class", lambda value: isinstance(value, type), _class_place,
+                   lambda place: _named(import_module(place[0]), place[1])),
         ObjectKind("device", lambda value: isinstance(value, torch.device), lambda d: d.type, torch.device),
     )
 }  # fmt: skip

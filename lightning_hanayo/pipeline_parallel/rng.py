@@ -8,15 +8,8 @@ block i of the stack   key: seed, data rank, step, micro-batch, i, and after the
 
 So dropout masks are the same for any number of pipeline ranks and waves, under every schedule, with recomputation and
 after a resume. The keys cover torch's default generators on the CPU and on the rank's device, but not Python's and
-NumPy's generators. After a batch torch's generators have the state that they had before it.
-
-The states of the random generators of a process, as tensors: torch's, Python's and NumPy's.
-
-Inside a batch torch's generators follow these streams. The states count for all
-else: the order of samples, what data sets and hooks draw, and the steps of a model that isn't cut.
-
-rank that reads data    reads a batch: draws    --states-->    a hook: draws 0.3
-other ranks                                                    a hook: draws 0.3
+NumPy's generators. After a batch torch's generators have the state that they had before it. Outside of batches all
+generators count: for the order of samples, numbers in data sets and hooks, and the steps of a model that isn't cut.
 """
 
 import base64
@@ -93,7 +86,7 @@ class RandomStreams:
         self._start(own)
 
     def save(self) -> tuple[Any, ...]:
-        """What belongs to the action that runs now, while another one runs."""
+        """State of the action that runs now, to be restored after another one has run."""
         return self._microbatch, self._in_forward, self._seed, self._states()
 
     def restore(self, saved: tuple[Any, ...]) -> None:
@@ -203,7 +196,12 @@ _PYTHON_VERSION = 3
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
     """The states now, by generator: bytes of torch's, numbers of the others', [625 + 2] and [624 + 3]."""
-    states = {"torch": default_generator(_CPU).get_state(), "python": _python_state(), "numpy": _numpy_state()}
+    _, words, gauss = random.getstate()
+    python = torch.frombuffer(array("d", [*words, gauss is not None, gauss or 0.0]), dtype=torch.float64)
+    of_numpy: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, cached = of_numpy
+    numbers = torch.from_numpy(numpy.append(keys.astype(numpy.float64), (position, has_gauss, cached)))
+    states = {"torch": default_generator(_CPU).get_state(), "python": python, "numpy": numbers}
     if device.type != "cpu":
         states[device.type] = default_generator(device).get_state()
     return states
@@ -225,13 +223,17 @@ def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
         *words, has_gauss, gauss = states["python"].tolist()
         random.setstate((_PYTHON_VERSION, tuple(map(int, words)), gauss if has_gauss else None))
     if "numpy" in states:
-        _set_numpy(states["numpy"])
+        *words, position, has_gauss, gauss = states["numpy"].tolist()
+        numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), int(position), int(has_gauss), gauss))
 
 
 class SharedGenerators:
     """Gives all ranks that train one copy of the model the generators of the rank that reads its data.
 
-    So hooks that run on all of them draw the same numbers, which are those of one process.
+    So hooks that run on all of them draw the same numbers, which are those of one process:
+
+        rank that reads data    reads a batch: draws    --states-->    a hook: draws 0.3
+        other ranks                                                    a hook: draws 0.3
 
     Args:
         relay: over these ranks, of which the first reads the data.
@@ -263,19 +265,3 @@ class SharedGenerators:
             generator.set_state(torch.from_numpy(state))
         random.setstate(python)
         numpy.random.set_state(of_numpy)
-
-
-def _python_state() -> Tensor:
-    _, words, gauss = random.getstate()
-    return torch.frombuffer(array("d", [*words, gauss is not None, gauss or 0.0]), dtype=torch.float64)
-
-
-def _numpy_state() -> Tensor:
-    state: Any = numpy.random.get_state()
-    _, words, position, has_gauss, gauss = state
-    return torch.from_numpy(numpy.append(words.astype(numpy.float64), (position, has_gauss, gauss)))
-
-
-def _set_numpy(state: Tensor) -> None:
-    *words, position, has_gauss, gauss = state.tolist()
-    numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), int(position), int(has_gauss), gauss))

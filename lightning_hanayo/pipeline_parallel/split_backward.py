@@ -1,9 +1,4 @@
-"""The weight-gradient queue: keeps what a stage's `I` actions leave for its `W` actions, for each micro-batch.
-
-I0   put(weight, compute, dy, x)      micro-batch 0:  weight -> [compute(dy, x)]  bias -> [compute(dy)]
-W0   drain(0)                         weight.grad += dy^T x; dy and x are freed
-
-A linear layer with a split backward: its weight gradient can wait in the stage's queue.
+"""Linear layers with a split backward, whose weight gradients can wait in the stage's queue.
 
 forward             y  = x W^T + b
 input gradient      dx = dy W                    in I, and in B
@@ -11,10 +6,8 @@ weight gradient     dW = dy^T x,  db = sum dy    in W if the queue is open; othe
 
 x: (..., in), y: (..., out), W: (out, in). Compiled code finds a layer by its number, which it gets as a tensor.
 
-Replaces the `forward` of a stage's linear layers, so that a backward can leave their weight gradients to the queue.
-
-The replacement is an attribute of the instance. Names, parameters, class and repr of a layer stay as they are, and its
-copies and pickles are ordinary layers.
+The layers' `forward` is replaced by an attribute of the instance. Names, parameters, class and repr of a layer stay as
+they are, and its copies and pickles are ordinary layers.
 """
 
 from __future__ import annotations
@@ -38,7 +31,11 @@ _Gradients = list[Tensor | PendingGradient]
 
 
 class WeightGradientQueue:
-    """Open while one micro-batch's input gradients are computed. Otherwise layers make weight gradients at once."""
+    """Open while one micro-batch's input gradients are computed. Otherwise layers make weight gradients at once.
+
+    I0   put(weight, compute, dy, x)      micro-batch 0:  weight -> [compute(dy, x)]  bias -> [compute(dy)]
+    W0   drain(0)                         weight.grad += dy^T x; dy and x are freed
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[Tensor, _Computations]] = {}
@@ -52,7 +49,7 @@ class WeightGradientQueue:
         return self._open is not None
 
     def save(self) -> dict[Tensor, _Computations] | None:
-        """What belongs to the action that runs now, while another one runs."""
+        """State of the action that runs now, to be restored after another one has run."""
         return self._open
 
     def restore(self, saved: dict[Tensor, _Computations] | None) -> None:
@@ -294,8 +291,14 @@ def _run_input_gradient(
     dy = gradient.reshape(-1, gradient.shape[-1])
     layer = _layers[int(handle.detach())]
     layer.check(weight)
-    if torch.autograd._is_checkpoint_valid():
-        _add_gradients(layer, dy, x)
+    for parameter, operand in zip(layer.parameters, (x, None), strict=True):
+        if parameter is None or not parameter.requires_grad or not torch.autograd._is_checkpoint_valid():
+            continue
+        if _queue_is_open(layer.queue) and not has_gradient_hooks(parameter):
+            layer.leave(parameter, dy, operand)
+        else:  # autograd accumulates the gradient, which calls the hooks
+            own = bias_gradient(dy) if operand is None else layer.product(dy, operand)
+            torch.autograd.backward([parameter], [own.to(parameter.dtype)])
     matrix = weight.to(dy.dtype)
     return dy.mm(matrix.t() if transposed else matrix).view(x.shape), torch.zeros_like(handle)
 
@@ -305,18 +308,6 @@ def _fake_input_gradient(
     gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(handle)
-
-
-def _add_gradients(layer: SplitLinear, dy: Tensor, x: Tensor) -> None:
-    """Leave both gradients to the queue, or let autograd accumulate them, which calls the hooks."""
-    for parameter, operand in zip(layer.parameters, (x, None), strict=True):
-        if parameter is None or not parameter.requires_grad:
-            continue
-        if _queue_is_open(layer.queue) and not has_gradient_hooks(parameter):
-            layer.leave(parameter, dy, operand)
-            continue
-        gradient = bias_gradient(dy) if operand is None else layer.product(dy, operand)
-        torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])
 
 
 _LAYER = "_split_linear"

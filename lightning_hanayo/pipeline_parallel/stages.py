@@ -1,20 +1,13 @@
-"""Protocols of tensor parallelism: what the stages need from the code that shards the blocks over several ranks.
-
-outside the stack    each rank has its own samples, with all features       user code, losses, logs
-inside               shards; the ranks that share samples work together     blocks
-
-`tensor_parallel` implements both protocols. Stages on one rank each use `NoHooks`, and no `BoundaryReshard`.
-
-The stage: one piece of the stack on one pipeline rank, and what forward and backward of a micro-batch mean there.
+"""The stage: one piece of the stack on one pipeline rank, with its forward and backward of a micro-batch.
 
 FirstStage    user code up to the stack, and the first blocks        runs in the step's thread, which it suspends
 MiddleStage   blocks
 LastStage     blocks (none, if the schedule has a loss stage), and user code after the stack, up to the loss
+SingleStage   the whole step, on one pipeline rank
 
-The stages with user code: the first and the last one, and a single one that is both.
-
-P > 1     rank 0   0F0 0F1 .... 3F0 3B0 ...      0F: the step, up to the stack    3F: the rest, up to the loss
-P = 1     rank 0   0F0 0B0 0F1 0B1 ...           0F: the whole step               0B: the loss's backward
+With tensor parallelism several ranks run a stage together. Outside the stack each has its own samples, with all
+features; inside it has shards. `tensor_parallel` implements both protocols; other stages use `NoHooks`, and no
+`BoundaryReshard`.
 """
 
 from abc import ABC, abstractmethod
@@ -79,11 +72,11 @@ class StageHooks(Protocol):
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether layers gather their weights once a batch, so that its first and last actions do what others don't."""
+        """Whether layers gather their weights once a batch, so that its first and last actions differ from others."""
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        """What layers keep for later micro-batches of the batch."""
+        """Weights that layers keep for later micro-batches of the batch."""
 
     def expect_last_gradients(self) -> None:
         """Called before the stage's action that makes its last weight gradients."""
@@ -134,9 +127,9 @@ class Stage(ABC):
     hooks: StageHooks = field(default_factory=NoHooks)
     """called before each forward and backward of the blocks"""
     carriers: Carriers = NO_CARRIERS
-    """carry what the step and the blocks store for each other"""
+    """carry values that the step and the blocks store for each other"""
     _under_way: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list), init=False)
-    """by micro-batch: what its backward needs of its forward; of several passes, the backward of the last is first"""
+    """by micro-batch: the forward's state for its backward; of several passes, the backward of the last is first"""
 
     def actions(self) -> dict[Kind, RunAction]:
         """The method that runs each kind of action."""
@@ -228,7 +221,8 @@ class FirstStage(Stage):
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
         outputs: list[GradientEdge] = self._under_way[microbatch].pop()
-        gradients, keeps = unpack_gradients(received), self._has_earlier_pass(microbatch)
+        # parts of the graph that an earlier pass uses too stay in memory until its backward
+        gradients, keeps = unpack_gradients(received), self.has_backward(microbatch)
         self.tied.first_stage_backward(
             microbatch, lambda: graph_boundary.run_backward(outputs, gradients, retain_graph=keeps)
         )
@@ -238,11 +232,7 @@ class FirstStage(Stage):
         return graph_boundary.reachable(self._under_way[microbatch][-1])[1]
 
     def has_backward(self, microbatch: int) -> bool:
-        """Whether a backward of this stage is to come."""
-        return bool(self._under_way[microbatch])
-
-    def _has_earlier_pass(self, microbatch: int) -> bool:
-        """Whether the backward of an earlier pass comes later: what both use stays in memory until then."""
+        """Whether a backward of this stage is to come: in a backward, that of an earlier pass."""
         return bool(self._under_way[microbatch])
 
 
@@ -255,6 +245,7 @@ class LastStage(Stage):
     first: FirstStage
     """is on the same rank, and starts the user's step"""
     _known_tied: dict[frozenset[Tensor], frozenset[Tensor]] = field(default_factory=dict, init=False)
+    """of the loss's parameters those that the first stage uses, too"""
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
@@ -275,12 +266,12 @@ class LastStage(Stage):
         return gradient_message(inputs.gradients)
 
     def _resume(self, batch: Batch, microbatch: int, cut: GraphCut, made: Message) -> int:
-        """Resume the step with what the stack has made, cut off its graph; return autograd's sequence number there."""
+        """Resume the step with the stack's output, cut off its graph; return autograd's sequence number there."""
         after = StageInput.from_message(Message(made.skeleton, tuple(map(cut.cut, made.tensors))))
         return self.first.user.resume(batch, microbatch, after.output, after.trees)
 
     def _begin_backward(self, batch: Batch, microbatch: int) -> Any:
-        """Run the loss's backward, unless that of a later pass has; return what its forward has left.
+        """Run the loss's backward, unless that of a later pass has; return the state that its forward has left.
 
         None where no pass of the step has gradients.
         """
@@ -304,24 +295,17 @@ class LastStage(Stage):
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
             weighted = batch.weighted(microbatch, loss)
-            tied = self._tied_parameters(leaves, microbatch)
+            tied: frozenset[Tensor] = frozenset()
+            if self.first.has_backward(microbatch):  # not where no pass of the step has gradients
+                parameters = frozenset(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
+                if parameters not in self._known_tied:  # the first stage's graph is large
+                    self._known_tied[parameters] = parameters & self.first.used_parameters(microbatch)
+                tied = self._known_tied[parameters]
             with graph_boundary.without_autocast():
                 self.first.tied.loss_backward(
                     microbatch, tied, lambda: weighted.backward(retain_graph=uses_early_nodes)
                 )
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
-
-    def _tied_parameters(self, leaves: set[Tensor], microbatch: int) -> frozenset[Tensor]:
-        """Those of the loss's parameters that the first stage uses too. Cached: its graph is large.
-
-        None where the first stage has no backward to come, since no pass of the step has gradients.
-        """
-        if not self.first.has_backward(microbatch):
-            return frozenset()
-        parameters = frozenset(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
-        if parameters not in self._known_tied:
-            self._known_tied[parameters] = parameters & self.first.used_parameters(microbatch)
-        return self._known_tied[parameters]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -345,13 +329,13 @@ class SingleStage(Stage):
 
 
 def find_loss(result: Any) -> Tensor | None:
-    """The loss in what a training_step returned, if there is one."""
+    """The loss in a training_step's result, if there is one."""
     loss = result.get("loss") if isinstance(result, Mapping) else result
     return loss if isinstance(loss, Tensor) else None
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss in what a training_step returned.
+    """The loss in a training_step's result.
 
     Raises:
         UnsupportedError: there is none, or it depends on parameters of other pipeline ranks.

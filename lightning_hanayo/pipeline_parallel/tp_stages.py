@@ -1,13 +1,11 @@
-"""Converts the calls of one micro-batch's blocks to the layout inside the stack, with tensor parallelism.
-
-The first and the last stage with tensor parallelism, where the ranks of a cube run each stage together.
+"""The first and the last stage with tensor parallelism, where the ranks of a cube run each stage together.
 
     user code  |  graph cut  |  reshard  |  blocks  ...  blocks  |  reshard  |  graph cut  |  user code
     a thread                      the main thread                                             the thread again
 
-All collectives run in the main thread, in the same order on all ranks. So the step is suspended at its first block too.
-A graph cut divides autograd's graph in two. So inside, all ranks run the same backward, even a rank whose own samples
-do not count in the loss.
+All collectives run in the main thread, in the same order on all ranks. So the step is suspended at its first block too,
+whose calls are converted to the layout inside the stack. A graph cut divides autograd's graph in two. So inside, all
+ranks run the same backward, even a rank whose own samples do not count in the loss.
 """
 
 import inspect
@@ -80,7 +78,7 @@ class ShardedCalls:
         return self._from_dry_run(_with_carried(made, calls))
 
     def _start_dry_run(self, calls: Message) -> Message:
-        """Run the code before the stack on all samples; what is carried stays that of the real `calls`.
+        """Run the code before the stack on all samples, with the carried values of the real `calls`.
 
         Raises:
             UnsupportedError: the steps of the cube's ranks set attributes that blocks read to different values.
@@ -123,7 +121,7 @@ class ShardedCalls:
 
 
 def _with_carried(calls: Message, real: Message) -> Message:
-    """The `calls` of a dry run with what the real step leaves, which has no tensors in a cube."""
+    """The `calls` of a dry run with the real step's carried values, which have no tensors in a cube."""
     return Message((*calls.skeleton[:-1], carried_of(real)), calls.tensors)
 
 
@@ -160,13 +158,12 @@ class TensorParallelFirstStage(FirstStage):
         cut, outputs, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
-        keeps = self._has_earlier_pass(microbatch)
+        keeps = self.has_backward(microbatch)  # of an earlier pass
         self.tied.first_stage_backward(microbatch, lambda: cut.backward(retain_graph=keeps))
 
     @override
     def used_parameters(self, microbatch: int) -> set[Tensor]:
-        passes = self._under_way[microbatch]
-        return graph_boundary.reachable(passes[-1][0].tensors)[1] if passes else set()
+        return graph_boundary.reachable(self._under_way[microbatch][-1][0].tensors)[1]
 
     def _streams_of(self, first_call: Message) -> list[int]:
         """The indices of the residual streams in the first block's call, found by the names of its arguments."""

@@ -1,10 +1,8 @@
-"""The transport: the abstract interface that moves flat buffers from one pipeline rank to another.
+"""The transport: moves flat buffers from one pipeline rank to another. Also the relay, over a transport.
 
 `ProcessGroupTransport` uses gloo and NCCL. In tests all ranks may be threads of one process, without a network.
 
-The process-group transport: sends buffers with `torch.distributed`, over its channels or over gloo.
-
-The relay: sends a plain value from pipeline rank 0 to rank 1, from there to rank 2, and so on. No rank waits back.
+The relay sends a plain value from pipeline rank 0 to rank 1, from there to rank 2, and so on. No rank waits back.
 
 rank 0 --value--> rank 1 --value--> rank 2 --value--> ...      frame | length, 8 B | JSON, up to 1,016 B |  (+ the rest)
 
@@ -56,7 +54,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        """Start to fill `buffer` with what pipeline rank `peer` sends."""
+        """Start to fill `buffer` from pipeline rank `peer`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -157,32 +155,26 @@ class ProcessGroupTransport(Transport):
 
     @override
     def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        try:
-            transfer = self._count(peer, tag, sends=True)
-            group, group_rank = self._group(peer, (self.rank, peer))
-            return ReportingWork(group.send([buffer], group_rank, tag), self._on_failure, transfer)
-        except RuntimeError as error:
-            self._on_failure(error)
+        return self._post(peer, tag, buffer, sends=True)
 
     @override
     def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        return self._post(peer, tag, buffer, sends=False)
+
+    def _post(self, peer: int, tag: int, buffer: Tensor, *, sends: bool) -> Work:
         try:
-            transfer = self._count(peer, tag, sends=False)
-            group, group_rank = self._group(peer, (peer, self.rank))
-            return ReportingWork(group.recv([buffer], group_rank, tag), self._on_failure, transfer)
+            earlier = self._latest.get((peer, tag, sends))
+            number = 1 if earlier is None else earlier.number + 1
+            transfer = self._latest[peer, tag, sends] = Transfer(self.ranks[peer], tag, sends, self.num_ranks, number)
+            assert self._control is not None, "the transport is closed"
+            group, group_rank = self._control, peer
+            if self._channels:  # each ordered pair of ranks has one
+                group = self._channels[(self.rank, peer) if sends else (peer, self.rank)]
+                group_rank = int(peer > self.rank)
+            work = (group.send if sends else group.recv)([buffer], group_rank, tag)
+            return ReportingWork(work, self._on_failure, transfer)
         except RuntimeError as error:
             self._on_failure(error)
-
-    def _count(self, peer: int, tag: int, *, sends: bool) -> Transfer:
-        earlier = self._latest.get((peer, tag, sends))
-        number = 1 if earlier is None else earlier.number + 1
-        transfer = self._latest[peer, tag, sends] = Transfer(self.ranks[peer], tag, sends, self.num_ranks, number)
-        return transfer
-
-    def _group(self, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
-        """The group for a transfer from `pair[0]` to `pair[1]`, and the peer's rank in it."""
-        assert self._control is not None, "the transport is closed"
-        return (self._channels[pair], int(peer > self.rank)) if self._channels else (self._control, peer)
 
 
 MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass", "random", "parameters"]
@@ -243,7 +235,9 @@ class Relay:
             self._send(json.dumps((kind, value)).encode())
             return value
         with Waiting(MEANINGS[kind], None):
-            data = self._receive()
+            frame = self._receive_bytes(_FRAME)
+            length = int.from_bytes(frame[:8], "little")
+            data = frame[8 : 8 + length] + (self._receive_bytes(length - _ROOM) if length > _ROOM else b"")
         if self.transport.rank < self.transport.num_ranks - 1:
             self._send(data)
         got, value = json.loads(data)
@@ -257,7 +251,7 @@ class Relay:
             self._finish_first()
 
     def forget(self) -> None:
-        """Drop what is under way, after a failure."""
+        """Drop messages under way, after a failure."""
         self._sent.clear()
 
     def _finish_first(self) -> None:
@@ -272,11 +266,6 @@ class Relay:
             self._finish_first()
         works = [self.transport.send(self.transport.rank + 1, _TAG, buffer) for buffer in buffers]
         self._sent.append(list(zip(buffers, works, strict=True)))
-
-    def _receive(self) -> bytes:
-        frame = self._receive_bytes(_FRAME)
-        length = int.from_bytes(frame[:8], "little")
-        return frame[8 : 8 + length] + (self._receive_bytes(length - _ROOM) if length > _ROOM else b"")
 
     def _receive_bytes(self, num_bytes: int) -> bytes:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)

@@ -20,27 +20,7 @@ from lightning_hanayo.schedule.table import Action, Kind
 from lightning_hanayo.schedule.text.timeline_text import schedule_text, timeline_text
 
 __all__ = [
-    "Action",
-    "CostModel",
-    "Kind",
-    "MemoryModel",
-    "RankMemory",
-    "Request",
-    "Schedule",
-    "Span",
-    "Timeline",
-    "build",
-    "complete",
-    "forward_only",
-    "last_backward_only",
-    "reduction_order",
-    "register_schedule",
-    "schedule_names",
-    "schedule_text",
-    "simulate",
-    "timeline_text",
-    "validate",
-    "waits_for",
-    "with_loss_stage",
-    "without_forwards",
-]
+    "Action", "CostModel", "Kind", "MemoryModel", "RankMemory", "Request", "Schedule", "Span", "Timeline", "build",
+    "complete", "forward_only", "last_backward_only", "reduction_order", "register_schedule", "schedule_names",
+    "schedule_text", "simulate", "timeline_text", "validate", "waits_for", "with_loss_stage", "without_forwards",
+]  # fmt: skip

@@ -1,7 +1,7 @@
 """The communication pass: adds sends, receives and gradient reductions to a compute-only table.
 
 A send comes right after the action that makes its message. Its receive is posted at the same moment of a run with
-T_F = 1, T_B = 2: before what the other rank computes at that moment, so that the transfer overlaps with it.
+T_F = 1, T_B = 2: before the other rank's computation of that moment, so that the transfer overlaps with it.
 
     rank 0   0F0 0SEND_F0           0F1 0SEND_F1                              0RECV_B0  0B0 ...
     rank 1            1RECV_F0               1RECV_F1  1F0  1B0 1SEND_B0                1F1 ...
@@ -18,16 +18,9 @@ receives of both are before them, their sends and reductions behind them.
 
 A stage's reduction comes right after its last weight gradient. Each rank starts them in the table's own
 `reduction_order`, if it has one: a stage that is ready out of turn waits for those before it.
-
-The loss-stage pass: adds a stage with head and loss on rank 0 to a schedule that ends on another rank.
-
-1f1b, P = 2     rank 0   0F0 0F1     2F0 2B0   .   0B0 ...      2 = head and loss, which `training_step` computes
-                rank 1       1F0     1F1     1B0 ...
-
-Passes that keep a part of a table: some forwards only, all but some forwards, the first micro-batches only.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container
 from dataclasses import replace
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -50,12 +43,19 @@ def complete(table: Table) -> tuple[tuple[Action, ...], ...]:
     for consumer, producer in producers(table).items():
         sender, receiver = rank_of[producer.stage], rank_of[consumer.stage]
         if sender != receiver:
-            send, receive = _send_and_receive(producer, consumer)
+            kinds = (Kind.SEND_F, Kind.RECV_F) if consumer.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+            send = Action(producer.stage, kinds[0], producer.microbatch)
+            receive = Action(consumer.stage, kinds[1], consumer.microbatch)
             behind = place[table.partner_of.get(producer, producer)]
             cells[sender].append(((behind, 1), send))
             cells[receiver].append(((behind, 1), receive))
-    for action, behind in _reductions(table, place):
-        cells[rank_of[action.stage]].append(((behind, 2), action))
+    last, begun = last_gradients(table), [-1] * table.num_ranks
+    for stage in reduction_order(table):
+        if stage in last:
+            rank = rank_of[stage]
+            maker = table.actions[rank][last[stage]]
+            begun[rank] = max(begun[rank], place[table.partner_of.get(maker, maker)])
+            cells[rank].append(((begun[rank], 2), Action(stage, Kind.REDUCE_GRAD, None)))
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in cells)
 
 
@@ -70,12 +70,6 @@ def message_pairs(table: Table) -> set[tuple[int, int]]:
     """The (sender, receiver) of all messages that a batch of any size can have in the table's layout."""
     hops = pairwise(table.stage_ranks)
     return {pair for one, other in hops if one != other for pair in ((one, other), (other, one))}
-
-
-def _send_and_receive(producer: Action, consumer: Action) -> tuple[Action, Action]:
-    forward = consumer.kind is Kind.F
-    send = Action(producer.stage, Kind.SEND_F if forward else Kind.SEND_B, producer.microbatch)
-    return send, Action(consumer.stage, Kind.RECV_F if forward else Kind.RECV_B, consumer.microbatch)
 
 
 def _places(table: Table) -> dict[Action, int]:
@@ -108,19 +102,6 @@ def reduction_order(table: Table) -> tuple[int, ...]:
         return table.reduction_order
     last = last_gradients(table)
     return tuple(sorted(last, key=lambda stage: (last[stage], stage)))
-
-
-def _reductions(table: Table, place: Mapping[Action, int]) -> Iterator[tuple[Action, int]]:
-    """The reductions in one order, each with the place in the sequence behind which it is started."""
-    last, rank_of = last_gradients(table), table.stage_ranks
-    behind_pair = {first: place[second] for first, second in table.pairs}
-    begun = [-1] * table.num_ranks
-    for stage in reduction_order(table):
-        if stage in last:
-            rank = rank_of[stage]
-            maker = table.actions[rank][last[stage]]
-            begun[rank] = max(begun[rank], behind_pair.get(maker, place[maker]))
-            yield Action(stage, Kind.REDUCE_GRAD, None), begun[rank]
 
 
 AnyTable = TypeVar("AnyTable", bound=Table)
@@ -172,8 +153,11 @@ def _with_whole_pairs(schedule: AnyTable) -> AnyTable:
 def with_loss_stage(schedule: AnyTable) -> AnyTable:
     """The schedule with one more stage on rank 0 that holds head and loss, unless it begins and ends there already.
 
+        1f1b, P = 2     rank 0   0F0 0F1     2F0 2B0   .   0B0 ...      2 = head and loss, in `training_step`
+                        rank 1       1F0     1F1     1B0 ...
+
     The loss's `F` and `B` (which take no time, and which others wait for) are placed where they become ready while the
-    schedule runs with T_F = 1, T_B = 2, before what rank 0 would start next. That is the order of a possible run, so it
+    schedule runs with T_F = 1, T_B = 2, before the next action of rank 0. That is the order of a possible run, so it
     can't deadlock.
     """
     if schedule.stage_ranks[0] == schedule.stage_ranks[-1] == 0 and schedule.num_stages > 1:
@@ -187,6 +171,6 @@ def with_loss_stage(schedule: AnyTable) -> AnyTable:
     times = evaluator.run(evaluator.encode(rows), [0.0] * len(rows))
     assert times is not None, "a valid schedule can't deadlock"
     start = dict(zip(chain(*rows), chain(*times.starts), strict=True))
-    # In a tie the loss goes first (it is first in the list, the sort is stable): what waits for it can't start earlier
+    # In a tie the loss goes first (it is first in the list, the sort is stable): others wait for it
     first = sorted([*chain(*losses), *schedule.actions[0]], key=start.__getitem__)
     return replace(extended, actions=(tuple(first), *schedule.actions[1:]))

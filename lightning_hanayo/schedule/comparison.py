@@ -56,7 +56,7 @@ def compare(
 
     Args:
         num_ranks, num_microbatches, num_waves: P, B and W.
-        costs: what all are simulated with, and those that choose their order optimize for. Per-stage costs are those of
+        costs: for the simulation of all, and for those that choose their order by costs. Per-stage costs are those of
             the schedule with the most stages; a schedule with larger stages gets the sum of several of them.
         activation_budget: in M_a; schedules that can keep to it do, the others are marked.
         steps: the number of steps simulated in a row, without a barrier.

@@ -4,8 +4,7 @@
     rank 1   1RECV_F0 1F0 1B0 1SEND_B0              received by its consumer's rank before the consumer
 
 Two ranks match their messages by order alone (NCCL), so a rank must receive from another in the order of its sends.
-
-Rejects a table with an error that draws the table as text and marks the wrong action.
+The error draws the table as text and marks the wrong action.
 """
 
 from collections import defaultdict
@@ -14,7 +13,7 @@ from typing import NoReturn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.communication import complete
-from lightning_hanayo.schedule.dependency import Dependencies, executable_order, table_waits, target_stage
+from lightning_hanayo.schedule.dependency import executable_order, table_waits, target_stage
 from lightning_hanayo.schedule.table import Action, Kind, Rows, Table
 
 Positions = dict[Action, tuple[int, int]]
@@ -26,7 +25,12 @@ def check_communication(table: Table, rows: Rows) -> None:
 
     Raises `HanayoError` if a message is missing, superfluous or misplaced; it draws the table and marks the action.
     """
-    found = _positions(table, rows)
+    found: Positions = {}
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action in found and not action.kind.is_compute:
+                reject(table, (rank, position), f"{action} appears twice, first on rank {found[action][0]}", rows)
+            found[action] = (rank, position)
     if not any(action.kind.is_message for action in found):
         return
     expected = {a: rank for rank, row in enumerate(complete(table)) for a in row if a.kind.is_message}
@@ -37,39 +41,21 @@ def check_communication(table: Table, rows: Rows) -> None:
     waits = table_waits(table, rows)
     for action, rank in expected.items():
         if action not in found:
-            here = next(found[other] for other in waits if _computes_for(other, action))
+            # next to the action that computes the message, or works on it
+            kinds = (Kind.F,) if action.kind.is_forward else (Kind.B, Kind.I)
+            wanted = [Action(action.stage, kind, action.microbatch) for kind in kinds]
+            here = next(found[other] for other in waits if other in wanted)
             reject(table, here, f"{action} is missing on rank {rank}", rows)
-    _check_positions(table, rows, found, waits)
-    _check_pairs(table, rows, found)
-    done = set(executable_order(rows, waits))
-    for action, cell in found.items():
-        if action not in done:
-            reject(table, cell, f"{action} waits for something that waits for it", rows)
-
-
-def _positions(table: Table, rows: Rows) -> Positions:
-    found: Positions = {}
-    for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            if action in found and not action.kind.is_compute:
-                reject(table, (rank, position), f"{action} appears twice, first on rank {found[action][0]}", rows)
-            found[action] = (rank, position)
-    return found
-
-
-def _computes_for(action: Action, message: Action) -> bool:
-    """Whether `action` computes what `message` sends, or works on what it receives."""
-    kinds = (Kind.F,) if message.kind.is_forward else (Kind.B, Kind.I)
-    return (action.stage, action.microbatch) == (message.stage, message.microbatch) and action.kind in kinds
-
-
-def _check_positions(table: Table, rows: Rows, found: Positions, waits: Dependencies) -> None:
-    """On one rank, an action must come after what it waits for."""
     for action, others in waits.items():
         rank, position = found[action]
         for other in others:
             if found[other][0] == rank and found[other][1] > position:
                 reject(table, (rank, position), f"{action} comes before {other}, which it needs", rows)
+    _check_pairs(table, rows, found)
+    done = set(executable_order(rows, waits))
+    for action, cell in found.items():
+        if action not in done:
+            reject(table, cell, f"{action} waits for something that waits for it", rows)
 
 
 def _check_pairs(table: Table, rows: Rows, found: Positions) -> None:

@@ -22,7 +22,7 @@ _TRIES = 200
 
 
 def gather_compute_scatter(link: float = 1.0) -> tuple[tuple[str, Segments], ...]:
-    """Segments of actions that gather, compute, and scatter what they have computed: `CostModel.segments`.
+    """Segments of actions that gather, compute, and scatter their results: `CostModel.segments`.
 
     Args:
         link: how long both collectives together take the link, in the time of the compute.
@@ -59,8 +59,8 @@ class CostModel:
     message_between_nodes: float | None = None
     """one hop between ranks of different nodes; `message`, a number then, is the hop within a node"""
     per_action: float = 0.0
-    """what each forward, input gradient, weight gradient and whole backward of a stage takes besides, however little
-    the stage holds: the host's time. More waves have more actions, so with it fewer of them may be faster"""
+    """the host's time for each forward, input gradient, weight gradient and whole backward of a stage, however little
+    the stage holds. More waves have more actions, so with it fewer of them may be faster"""
     ranks_per_node: int | None = None
     """pipeline ranks 0 to ranks_per_node - 1 are the first node, and so on"""
     segments: tuple[tuple[str, Segments], ...] = ()
@@ -115,8 +115,12 @@ class CostModel:
             >>> CostModel(forward=0.02, backward_input=(0.1, 0.2), message=0.001).scaled(1e3).backward_input
             (100.0, 200.0)
         """
-        times = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_TIMES}
-        return replace(self, **{name: _scaled(factor, time) for name, time in times.items()})
+        scaled: dict[str, Any] = {
+            name: tuple(factor * one for one in time) if isinstance(time, tuple) else factor * time
+            for name, time in self._times.items()
+            if time is not None
+        }
+        return replace(self, **scaled)
 
     def merged(self, num_stages: int) -> "CostModel":
         """Per-stage costs for fewer, larger stages, each of which holds an equal number of the smaller ones in a row.
@@ -127,15 +131,16 @@ class CostModel:
         Raises:
             HanayoError: the given number of values can't be divided so.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_TIMES}
-        return replace(self, **{name: _merged(name, value, num_stages) for name, value in values.items()})
+        return replace(self, **{name: _merged(name, value, num_stages) for name, value in self._times.items()})
 
     @property
     def is_per_stage(self) -> bool:
         """Whether any cost is a tuple of per-stage values."""
-        return any(
-            isinstance(getattr(self, field.name), tuple) for field in fields(self) if field.name not in _NO_TIMES
-        )
+        return any(isinstance(time, tuple) for time in self._times.values())
+
+    @property
+    def _times(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_TIMES}
 
     def of(self, table: Table, action: Action) -> float:
         """How long `action` takes in `table`."""
@@ -177,12 +182,6 @@ class CostModel:
 def _ends(first: tuple[Segment, ...], second: tuple[Segment, ...]) -> tuple[float, float]:
     """When two actions end that begin at once; many stages are alike."""
     return best_order(first, second, _TRIES).ends
-
-
-def _scaled(factor: float, time: Any) -> Any:
-    if time is None:
-        return None
-    return tuple(factor * one for one in time) if isinstance(time, tuple) else factor * time
 
 
 def _merged(name: str, value: Any, num_stages: int) -> Any:

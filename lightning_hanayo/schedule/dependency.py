@@ -18,7 +18,7 @@ Dependencies = Mapping[Action, tuple[Action, ...]]
 
 
 def waits_for(action: Action, num_stages: int, num_microbatches: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """What must be done before `action`: of each inner tuple, the first action that the table holds.
+    """The actions that `action` waits for: of each inner tuple, the first one that the table holds.
 
     So a stage's input has arrived with its receive if the table has one, else with the previous stage's forward.
     `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage.
@@ -42,7 +42,7 @@ def waits_for(action: Action, num_stages: int, num_microbatches: int = 1) -> tup
 
 
 def source_stage(action: Action, num_stages: int) -> int | None:
-    """The stage that makes what `action` computes on or receives. None: no other stage does.
+    """The stage that makes the input of `action`, or the message that it receives. None: no other stage does.
 
     Example:
         >>> [source_stage(Action.parse(cell), 4) for cell in ("1F0", "1B0", "1RECV_B0", "1SEND_F0", "0F0")]
@@ -56,7 +56,7 @@ def source_stage(action: Action, num_stages: int) -> int | None:
 
 
 def target_stage(action: Action, num_stages: int) -> int | None:
-    """The stage that works on what `action` makes or sends. None: no other stage does."""
+    """The stage that works on the output of `action`, or the message that it sends. None: no other stage does."""
     if action.kind in (Kind.F, Kind.SEND_F):
         return action.stage + 1 if action.stage + 1 < num_stages else None
     if action.kind in (Kind.B, Kind.I, Kind.SEND_B):
@@ -65,7 +65,7 @@ def target_stage(action: Action, num_stages: int) -> int | None:
 
 
 def _inputs(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
-    """What brings another stage's output: the receive, if the table holds one, else what computes it."""
+    """The actions that bring another stage's output: the receive, if the table holds one, else its computation."""
     stage, microbatch, source = action.stage, action.microbatch, source_stage(action, num_stages)
     if source is None:
         return ()
@@ -130,9 +130,9 @@ def last_gradients(table: Table) -> dict[int, int]:
 def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:
     """The actions in an order in which they can run, each rank in its row's order. It ends early where all ranks wait.
 
-    A compute action holds up its rank until what it waits for is done. Communication doesn't: it is posted when its
-    rank reaches it, and is done once what it waits for is. Linear in the number of actions: a rank that waits is woken
-    by the action it waits for.
+    A compute action holds up its rank until all that it waits for is done. Communication doesn't: it is posted when its
+    rank reaches it, and is done once all that it waits for is. Linear in the number of actions: a rank that waits is
+    woken by the action it waits for.
     """
     done: set[Action] = set()
     waiting: dict[Action, list[tuple[Sequence[Action], int]]] = defaultdict(list)

@@ -71,9 +71,6 @@ def check_numbers(model: Any, meaning: str, but: Collection[str] = ()) -> None:
         if isinstance(value, list):
             object.__setattr__(model, field.name, value := tuple(value))
         values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(map(_is_moderate, values)):
+        is_moderate = all(is_number(one) and (one == 0 or 1 / LARGEST <= one <= LARGEST) for one in values)
+        if not values or not is_moderate:
             raise HanayoError(f"{type(model).__name__}: {field.name}={repr_of(value)}; {meaning}")
-
-
-def _is_moderate(value: Any) -> bool:
-    return is_number(value) and (value == 0 or 1 / LARGEST <= value <= LARGEST)

@@ -172,11 +172,11 @@ def build(
         num_microbatches: B, micro-batches per step; any number of at least 1.
         num_waves: W, for schedules in waves; a rank then holds 2W stages. `"auto"`: the best of 1, 2, 4 and 8.
         num_stages_per_rank: V, for `interleaved` and `interleaved-zb` (default 2).
-        costs: what a schedule that chooses its order optimizes for, and what `"auto"` simulates with; default T_F = 1,
+        costs: for a schedule that chooses its order by costs, and for the simulations of `"auto"`; default T_F = 1,
             T_B = 2, messages free.
         activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's
             whole share); default P for schedules that choose their order and for `"auto"`, no limit for the others.
-        steady: what "best" means where an order or a schedule is chosen. True: the least time that each step adds if
+        steady: the meaning of "best" where an order or schedule is chosen. True: the least time that each step adds if
             steps follow each other without a barrier (without norm clipping, say). False: the least time of one step.
         pairs: whether a rank may run two actions at once, of different micro-batches, where `costs` with `segments` say
             that the step gets shorter by that. A rank then holds one micro-batch more, unless there is a budget.
@@ -255,15 +255,10 @@ def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:
         return min(found, key=lambda one: one[:2])[2]
     in_waves = [error for name, error in refused.items() if registered(name).depth == "waves"]
     if lengths and not in_waves:  # schedules in waves can have any number of stages, so only the length is wrong
-        raise _wrong_lengths(lengths)
+        wrong = next(one for stages in lengths.values() for one in stages.values())
+        fitting = "; ".join(f"W = {waves}: {' or '.join(map(str, sorted(own)))}" for waves, own in lengths.items())
+        raise HanayoError(
+            f"CostModel: {wrong.field} has {wrong.given} values, but no schedule here has that many stages; give one "
+            f"per stage ({fitting}), or one number for a rank's whole share"
+        )
     raise in_waves[-1] if in_waves else next(iter(refused.values()))  # the last one, hanayo-zb, needs the least budget
-
-
-def _wrong_lengths(lengths: dict[int, dict[int, WrongLength]]) -> HanayoError:
-    """The error that lists which numbers of values fit, by number of waves."""
-    error = next(one for stages in lengths.values() for one in stages.values())
-    fitting = "; ".join(f"W = {waves}: {' or '.join(map(str, sorted(stages)))}" for waves, stages in lengths.items())
-    return HanayoError(
-        f"CostModel: {error.field} has {error.given} values, but no schedule here has that many stages; give one per "
-        f"stage ({fitting}), or one number for a rank's whole share"
-    )

@@ -1,6 +1,5 @@
-"""Schedule: what `build` returns and the runtime runs. A table that can be read from and written to CSV files."""
+"""Schedule: the result of `build`, which the runtime runs. A table that can be read from and written to CSV files."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.communication import complete
 from lightning_hanayo.schedule.completeness import check_communication
 from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.table import Action, Table
+from lightning_hanayo.schedule.table import Table
 from lightning_hanayo.schedule.text.csv_table import locate_error, read_pairs, read_rows, write_rows
 
 
@@ -51,9 +50,13 @@ class Schedule(Table):
         found = [(action, rank) for rank, row in enumerate(rows) for action in row]
         if not found:
             raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")
+        ranks = {action.stage: rank for action, rank in reversed(found)}  # the first; validation rejects a second
+        missing = next((stage for stage, held in enumerate(sorted(ranks)) if stage != held), None)
+        if missing is not None:
+            raise HanayoError(f"{path} has stages up to {max(ranks)} but no action of stage {missing}")
         schedule = cls(
             name=path.stem,
-            stage_ranks=_stage_ranks(path, found),
+            stage_ranks=tuple(ranks[stage] for stage in range(len(ranks))),
             actions=tuple(rows),
             num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
             pairs=read_pairs(path),
@@ -76,16 +79,3 @@ def check_csv(path: str | Path) -> Schedule:
     except HanayoError as error:
         raise locate_error(Path(path), error, compute_only=False) from None
     return schedule
-
-
-Found = Sequence[tuple[Action, int]]
-"""Compute actions, each with the rank in whose row it is."""
-
-
-def _stage_ranks(path: Path, found: Found) -> tuple[int, ...]:
-    """The rank of each stage: the first that has an action of it (validation rejects a second)."""
-    ranks = {action.stage: rank for action, rank in reversed(found)}
-    missing = next((stage for stage, held in enumerate(sorted(ranks)) if stage != held), None)
-    if missing is not None:
-        raise HanayoError(f"{path} has stages up to {max(ranks)} but no action of stage {missing}")
-    return tuple(ranks[stage] for stage in range(len(ranks)))

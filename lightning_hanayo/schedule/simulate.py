@@ -1,10 +1,7 @@
-"""Simulation: runs a schedule under a cost model and returns its timeline.
-
-Timeline: the start and end of every action on every rank, simulated or measured, with figures such as the bubble.
-"""
+"""Simulation: runs a schedule under a cost model and returns its timeline, with figures such as the bubble."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, repeat
@@ -16,7 +13,7 @@ from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import last_gradients
 from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, is_size
 from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.search.evaluator import ActionTimes, Evaluator
+from lightning_hanayo.schedule.search.evaluator import Evaluator
 from lightning_hanayo.schedule.table import COMPUTE, Action, Kind, Table
 
 
@@ -203,7 +200,7 @@ def _idle(busy: tuple[float, ...], time: float) -> float:
 
 
 def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) -> Timeline:
-    """When each action of `schedule` runs: as soon as its rank is free and what it waits for has arrived.
+    """When each action of `schedule` runs: as soon as its rank is free and its inputs have arrived.
 
     A message takes `costs.hop` from its sender's end to its receiver's earliest start. It delays nothing else: the
     sender goes on at once, any number of messages travel at the same time, receives are posted early enough, and a hop
@@ -228,15 +225,17 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
             f"simulate: {steps} steps of {num_actions:,} actions are more than {MAX_ACTIONS:,} actions; "
             f"{max(1, MAX_ACTIONS // num_actions):,} steps would do"
         )
-    if not _can_be_encoded(schedule):
-        validate(schedule)
+    rank_of, microbatches = dict(enumerate(schedule.stage_ranks)), range(schedule.num_microbatches)
+    for rank, row in enumerate(schedule.actions):
+        for one in row:  # the evaluator's codes need a known stage, kind and micro-batch, on its stage's rank
+            if rank_of.get(one.stage) != rank or one.kind not in COMPUTE or one.microbatch not in microbatches:
+                validate(schedule)  # raises, with the reason
     costs = costs or CostModel()
     evaluator = Evaluator(schedule, costs)
     rows = evaluator.encode(schedule.actions)
+    lasts = last_gradients(schedule)
     reductions = {
-        stage: takes
-        for stage in last_gradients(schedule)
-        if (takes := costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)))
+        stage: takes for stage in lasts if (takes := costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)))
     }
     begin = [0.0] * schedule.num_ranks
     spans: list[Span] = []
@@ -248,29 +247,12 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
         for rank, timed in enumerate(zip(schedule.actions, times.starts, times.ends, strict=True)):
             spans.extend(map(Span, repeat(rank), *timed))
         begin = times.last
-        for span in _reductions_after(times, schedule, reductions):
-            spans.append(span)
-            begin[span.rank] = max(begin[span.rank], span.end)
+        free = [0.0] * schedule.num_ranks
+        # reductions start when they are ready, one at a time per rank
+        for ready, stage in sorted((times.ends[rank_of[stage]][lasts[stage]], stage) for stage in reductions):
+            rank = rank_of[stage]
+            start = max(ready, free[rank])
+            free[rank] = start + reductions[stage]
+            spans.append(Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank]))
+            begin[rank] = max(begin[rank], free[rank])
     return Timeline.of(schedule, spans, steps)
-
-
-def _can_be_encoded(schedule: Table) -> bool:
-    """Whether every action has a known stage, kind and micro-batch, and is on its stage's rank."""
-    rank_of, microbatches = dict(enumerate(schedule.stage_ranks)), range(schedule.num_microbatches)
-    return all(
-        rank_of.get(action.stage) == rank and action.kind in COMPUTE and action.microbatch in microbatches
-        for rank, row in enumerate(schedule.actions)
-        for action in row
-    )
-
-
-def _reductions_after(times: ActionTimes, schedule: Table, takes: Mapping[int, float]) -> Iterator[Span]:
-    """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""
-    free, rank_of = [0.0] * schedule.num_ranks, schedule.stage_ranks
-    lasts = last_gradients(schedule)
-    ready = [(times.ends[rank_of[stage]][lasts[stage]], stage) for stage in takes]
-    for time, stage in sorted(ready):
-        rank = rank_of[stage]
-        start = max(time, free[rank])
-        free[rank] = start + takes[stage]
-        yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank])

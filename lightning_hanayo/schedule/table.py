@@ -1,8 +1,4 @@
-"""Action: one thing that a pipeline rank does (stage, kind, micro-batch), and its text form such as "3I2".
-
-Table: which compute actions each pipeline rank runs, in which order. The data of a schedule.
-
-Placement: which pipeline rank holds each stage.
+"""The data of a schedule: actions such as "3I2" (stage, kind, micro-batch), the table, and the placement of stages.
 
     zigzag, P = 4, W = 1                     loop, P = 4, 2 stages per rank
 
@@ -24,7 +20,7 @@ from lightning_hanayo.errors import HanayoError
 
 
 class Kind(StrEnum):
-    """What an action does. The values are the middle part of a cell in torch's CSV tables."""
+    """The kinds of actions. The values are the middle part of a cell in torch's CSV tables."""
 
     F = "F"  # forward of one stage
     B = "B"  # full backward: input and weight gradient in one piece

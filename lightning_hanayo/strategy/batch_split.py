@@ -356,7 +356,7 @@ def _shared_check(batch: Any, plan: BatchPlan, num_microbatches: int) -> Callabl
         for tensor, version in versions:
             if version_of(tensor) != version:
                 named = named_arrays(batch, BatchRule(), "batch")
-                name = next((path for path, array in named if array is tensor), "a tensor in the batch")
+                name = next((path for path, array, _ in named if array is tensor), "a tensor in the batch")
                 raise UnsupportedError(
                     f"the step changes {name} {tuple(tensor.shape)} in place, which has no dimension of the samples: "
                     f"each of the {num_microbatches} micro-batches would change it once more. Change a copy of it "

@@ -1,7 +1,7 @@
 """3-D tensor parallelism (arXiv 2105.14450): layers whose weights and activations are sharded over a mesh of ranks.
 
-`HanayoStrategy(cube=...)` converts a model's blocks by itself. What is exported here is for registering blocks of your
-own, and for building models of 3-D layers directly. All of it is imported on first use, so registering a block doesn't
+`HanayoStrategy(cube=...)` converts a model's blocks by itself. These names are for registering blocks of your own,
+and for building models of 3-D layers directly. They are imported on first use, so registering a block doesn't
 import the layers.
 """
 

@@ -1,19 +1,10 @@
-"""Reshards the micro-batches of a batch: implements the runtime's `BoundaryReshard` for the ranks of a cube.
-
-Reshards tensors at the ends of the stack, between the layout of the user's code and the 3-D layout of the blocks.
+"""Reshards tensors at the ends of the stack, between the layout of the user's code and the 3-D layout of the blocks.
 
 outside      [own samples, seq, h]            each rank has its share of the micro-batch, with all features
 in blocks    [samples of x, seq/y, h/z]       the residual stream; masks and tables are [samples of x, ...]
 
 One all-to-all over the (y, z) plane each way. Shares of different sizes are padded to the largest before it.
-
-Which samples of a micro-batch each rank of a cube works on outside the stack.
-
-11 samples, mesh (2, 2, 2):     x = 0: 6 = 2 + 2 + 1 + 1        x = 1: 5 = 2 + 1 + 1 + 1
- 2 samples                      x = 0: 1 = 1 + 0 + 0 + 0        x = 1: 1 = 1 + 0 + 0 + 0
-
-A rank without a sample gets the micro-batch's first one as a padding sample: it runs the same code, but its results
-don't count.
+`MicrobatchReshard` implements the runtime's `BoundaryReshard`.
 """
 
 from abc import ABC, abstractmethod
@@ -29,14 +20,7 @@ from typing_extensions import override
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor_parallel.collectives import (
-    all_gather,
-    all_gather_replicated,
-    all_to_all,
-    local_shard,
-    padded,
-    split_dim,
-)
+from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
 
 
@@ -55,7 +39,14 @@ class Share:
 
 
 def sample_shares(num_samples: int, sizes: MeshSizes) -> tuple[Share, ...]:
-    """Returns the share of every rank of the cube, in rank order."""
+    """Returns the samples of a micro-batch that each rank of the cube works on outside the stack, in rank order.
+
+        11 samples, mesh (2, 2, 2):     x = 0: 6 = 2 + 2 + 1 + 1        x = 1: 5 = 2 + 1 + 1 + 1
+         2 samples                      x = 0: 1 = 1 + 0 + 0 + 0        x = 1: 1 = 1 + 0 + 0 + 0
+
+    A rank without a sample gets the micro-batch's first one as a padding sample: it runs the same code, but its results
+    don't count.
+    """
     per_x = sizes[1] * sizes[2]
     return tuple(
         Share(start, stop) if stop > start else Share(0, 1, is_padding=True)
@@ -123,10 +114,10 @@ class SharedReshard(Reshard):
             return x
         batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
         sizes = self._sizes(shares)
-        parts = padded(x, batch, max(sizes)).unsqueeze(0)
+        parts = collectives.padded(x, batch, max(sizes)).unsqueeze(0)
         for axis, dim in (("z", -1), ("y", sequence + 1)):  # [1, ..] to [y z, .., seq/y, .., h/z]
-            parts = split_dim(parts, self.mesh.size(axis), dim).flatten(0, 1)
-        return _join_valid(all_to_all(parts, self._plane), batch, sizes)
+            parts = collectives.split_dim(parts, self.mesh.size(axis), dim).flatten(0, 1)
+        return _join_valid(collectives.all_to_all(parts, self._plane), batch, sizes)
 
     @override
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
@@ -134,8 +125,8 @@ class SharedReshard(Reshard):
             return x
         batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
         sizes = self._sizes(shares)
-        parts = torch.stack([padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
-        received = all_to_all(parts, self._plane).unflatten(0, (self.mesh.size("y"), self.mesh.size("z")))
+        parts = torch.stack([collectives.padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
+        received = collectives.all_to_all(parts, self._plane).unflatten(0, (self.mesh.size("y"), self.mesh.size("z")))
         whole = received.movedim(0, sequence + 1).flatten(sequence + 1, sequence + 2)  # [z, .., seq, .., h/z]
         whole = whole.movedim(0, -2).flatten(-2)
         own: Tensor = whole.narrow(sequence, 0, sequence_length).narrow(batch, 0, sizes[self._plane.rank])
@@ -146,7 +137,11 @@ class SharedReshard(Reshard):
         if self.stream_dims is None or not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
-        return _join_valid(all_gather(padded(x, 0, max(sizes)).unsqueeze(0), self._plane_of_arguments, 0), 0, sizes)
+        return _join_valid(
+            collectives.all_gather(collectives.padded(x, 0, max(sizes)).unsqueeze(0), self._plane_of_arguments, 0),
+            0,
+            sizes,
+        )
 
     def _sizes(self, shares: Sequence[Share]) -> list[int]:
         """How many samples each rank of the plane has."""
@@ -161,15 +156,15 @@ class ReplicatedReshard(Reshard):
         if self.stream_dims is None:
             return self._samples_in(x, shares, self.sample_dim(x, shares) or 0)
         x = self._samples_in(x, shares, self.stream_dims.batch_dim)
-        x = local_shard(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
-        return local_shard(x, self.mesh.axis("z"), -1)
+        x = collectives.local_shard(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
+        return collectives.local_shard(x, self.mesh.axis("z"), -1)
 
     @override
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         if self.stream_dims is None:
             return self._samples_out(x, shares, self.batch_dim if self.batch_dim < x.dim() else 0)
-        x = all_gather_replicated(x, self.mesh.axis("z"), -1)
-        x = all_gather_replicated(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
+        x = collectives.all_gather_replicated(x, self.mesh.axis("z"), -1)
+        x = collectives.all_gather_replicated(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
         return self._samples_out(x, shares, self.stream_dims.batch_dim)
 
     @override
@@ -187,7 +182,7 @@ class ReplicatedReshard(Reshard):
         axis, samples = self._samples(shares)
         largest = max(map(len, samples))
         order = [i for own in samples for i in (*own, *own[:1] * (largest - len(own)))]
-        parts = local_shard(_rows(x, dim, order), axis, dim)
+        parts = collectives.local_shard(_rows(x, dim, order), axis, dim)
         return parts.narrow(dim, 0, len(samples[axis.rank]))
 
     def _samples_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
@@ -205,7 +200,7 @@ class ReplicatedReshard(Reshard):
         for rank, own in enumerate(samples):
             for i, sample in enumerate(own):
                 position.setdefault(sample, rank * largest + i)  # the first one isn't a padding sample
-        together = all_gather_replicated(padded(x, dim, largest), axis, dim)
+        together = collectives.all_gather_replicated(collectives.padded(x, dim, largest), axis, dim)
         return _rows(together, dim, [position[i] for i in sorted(position)])
 
     def _samples(self, shares: Sequence[Share]) -> tuple[MeshAxis, list[tuple[int, ...]]]:
@@ -227,14 +222,14 @@ def _rows(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
 def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns an index on the device: made once per order, because its copy to the device is waited for.
 
-    The first batch may be one of validation: what inference mode makes couldn't be saved for a backward.
+    The first batch may be one of validation: an inference tensor couldn't be saved for a backward.
     """
     with torch.inference_mode(False):
         return torch.tensor(order, device=device)
 
 
 def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """[ranks, .., largest, ..] joined along `dim`, without what pads the parts."""
+    """[ranks, .., largest, ..] joined along `dim`, without padding."""
     if all(size == parts.shape[dim + 1] for size in sizes):
         return parts.movedim(0, dim).flatten(dim, dim + 1)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
@@ -334,7 +329,13 @@ class MicrobatchReshard:
             return None
         of_all_ranks = [other for _, other, _ in gathered]
         if streams:
-            shares = self._shares[microbatch] = self._as_counted(shares, of_all_ranks, next(iter(streams)))
+            # with as many rows as the residual stream has on each rank: user code may make several of one sample
+            assert dims is not None
+            stream, first = next(iter(streams)), self._reshard.mesh.index("x") * self._reshard.mesh.size("yz")
+            counted = list(shares)
+            for rank, other in enumerate(of_all_ranks, first):
+                counted[rank] = replace(counted[rank], stop=counted[rank].start + other[stream][dims.batch_dim])
+            shares = self._shares[microbatch] = counted
         sizes = [share.size for share in block_shares(tuple(shares), self._reshard.mesh)]
         is_batch = [
             all(other[i][:1] == (size,) for other, size in zip(of_all_ranks, sizes, strict=True))
@@ -361,7 +362,8 @@ class MicrobatchReshard:
         if not new or self._reshard.mesh.size("yz") == 1:
             return
         self._compared.update((i, tuple(x.shape)) for i, x in new.items())
-        own = [_digest(x) for x in new.values()]
+        parts = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in new.values()]  # waits for the device
+        own = [blake2b(part.numpy().tobytes(), digest_size=8).digest() for part in parts]
         for others in self._all_gather_object(own):
             for i, one, other in zip(new, own, others, strict=True):
                 if one != other:
@@ -371,26 +373,11 @@ class MicrobatchReshard:
                         f"as dimension 0, or set cube_outside='replicate'."
                     )
 
-    def _as_counted(self, shares: Sequence[Share], of_all_ranks: list[Any], stream: int) -> Sequence[Share]:
-        """Returns the shares with as many rows as the residual stream has on each rank of this rank's plane.
-
-        They differ from the samples where the user's code makes several rows of one sample.
-        """
-        dims = self._reshard.stream_dims
-        assert dims is not None
-        per_x = self._reshard.mesh.size("yz")
-        first = self._reshard.mesh.index("x") * per_x
-        counted = list(shares)
-        for rank, shapes in enumerate(of_all_ranks):
-            old = counted[first + rank]
-            counted[first + rank] = replace(old, stop=old.start + shapes[stream][dims.batch_dim])
-        return counted
-
     def _check_streams(self, of_all_ranks: list[Any]) -> None:
         """Check that residual streams have one length on all ranks, and a gradient on all or none.
 
         Raises:
-            HanayoError: code before the stack cuts them to what its own samples need.
+            HanayoError: code before the stack cuts them to the lengths of its own samples.
             UnsupportedError: only some ranks would take part in the backward's collectives.
         """
         dims = self._reshard.stream_dims
@@ -408,8 +395,3 @@ class MicrobatchReshard:
                     f"samples of one micro-batch reach the stack with sequences of {sorted(lengths)} positions on "
                     f"different ranks of the cube; pad them alike, or set cube_outside='replicate'."
                 )
-
-
-def _digest(x: Tensor) -> bytes:
-    """Tells other values from these; the host waits for the device."""
-    return blake2b(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest_size=8).digest()

@@ -12,13 +12,6 @@ After `all_gather` each rank computes something else, so its gradients are parti
 and before `local_shard`, all ranks compute the same, so gradients are equal and nothing is summed.
 
 The argument `size` is the true length of the dimension: parts of unequal length were padded to one length.
-
-Checks that all ranks of a mesh call the same layers in the same order, as the collectives of a layer need all ranks.
-
-rank 0    experts[0]   experts[2]   end          each call begins with the maximum over all ranks of n and of -n, where
-rank 1    experts[0]   experts[1]   ...          n is the layer's number: in the second column 3 and -2, two layers
-
-Without the check they would wait for each other, or gather parts of two weights as if they were one.
 """
 
 from collections.abc import Callable, Sequence
@@ -154,7 +147,13 @@ END = 0
 
 
 class CallOrder:
-    """Of the layers of one stage that user code calls, on the ranks of a mesh."""
+    """Checks that all ranks of a mesh call the same layers of a stage in the same order, where user code calls them.
+
+        rank 0    experts[0]   experts[2]   end      each call begins with the maximum over all ranks of n and of -n,
+        rank 1    experts[0]   experts[1]   ...      n is the layer's number: in the second column 3 and -2, two layers
+
+    Without the check they would wait for each other, or gather parts of two weights as if they were one.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -178,26 +177,17 @@ class CallOrder:
         """
         highest, lowest, largest = self._mesh.largest([number, -number, count])
         if highest != -lowest:
-            raise UnsupportedError(self._message(number, highest if highest != number else -lowest))
+            other = highest if highest != number else -lowest
+            layer = self._name(number if number != END else other)
+            words = [word for word in layer.split(".") if not word.isdigit()]
+            own, others = ("calls no further layer" if n == END else f"calls {self._name(n)}" for n in (number, other))
+            raise UnsupportedError(
+                f"this rank {own}, while another rank of its cube {others}. The ranks of a cube run a block on "
+                f"different samples, and must call the same linear layers in the same order. Leave those out that some "
+                f"samples skip: HanayoStrategy(cube_exclude=({words[-1]!r},))."
+            )
         return largest
 
-    def _message(self, own: int, other: int) -> str:
-        layer = self._name(own if own != END else other)
-        words = [word for word in layer.split(".") if not word.isdigit()]
-        return (
-            f"this rank {self._describe(own)}, while another rank of its cube {self._describe(other)}. The ranks of a "
-            f"cube run a block on different samples, and must call the same linear layers in the same order. Leave "
-            f"those out that some samples skip: HanayoStrategy(cube_exclude=({words[-1]!r},))."
-        )
-
-    def _describe(self, number: int) -> str:
-        return "calls no further layer" if number == END else f"calls {self._name(number)}"
-
     def _name(self, number: int) -> str:
-        part = getattr(self._parameter(number), "_part", None)
+        part = getattr(self._layers[number - 1]._parameters["weight"], "_part", None)
         return f"layer {number}" if part is None else str(part.name).rpartition(".")[0]
-
-    def _parameter(self, number: int) -> nn.Parameter:
-        parameter = self._layers[number - 1]._parameters["weight"]
-        assert parameter is not None
-        return parameter

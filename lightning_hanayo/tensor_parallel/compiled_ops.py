@@ -6,7 +6,7 @@ without a compiler            looks up the layer by its number, which the handle
                               collectives, weights gathered ahead, gradients left to the stage's queue
 
 A graph contains no parameter of a product and no process group, so that equal blocks share one graph. The compiler
-fuses what lies between the operators. Each operator reads what the one before it has computed, so all ranks run their
+fuses the code between the operators. Each operator reads the result of the one before it, so all ranks run their
 collectives in one order.
 """
 
@@ -32,14 +32,14 @@ class RunsProducts(Protocol):
     """A layer, or several that read one input."""
 
     def args(self) -> ProductArgs:
-        """How its product runs now."""
+        """The arguments of its product now."""
 
     def following(self) -> Sequence[ShardedWeight]:
         """The weights to gather ahead. Called once per product."""
 
 
 def new_handle(target: "RunsProducts | MeshAxis") -> Tensor:
-    """Returns the number of what an operator works with, as a tensor.
+    """Returns the number of an operator's layer or axis, as a tensor.
 
     It requires a gradient, so that a compiled backward always runs the operators, whatever else needs one.
     """
@@ -89,7 +89,7 @@ def compiled_product(
         x: this rank's shard.
         handle: of the layer.
         gathers: whether X is gathered.
-        keeps: whether the backward gets what was gathered; otherwise it gathers again.
+        keeps: whether the backward gets the gathered tensors; otherwise it gathers again.
         gathered: the shape of the gathered X.
         outputs: the shapes of the outputs, one after the other.
         rows: of the gathered matrices, if they are kept.
@@ -136,7 +136,11 @@ def _product_backward(
     args = _target(handle).args()
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
     run = BackwardRun(args, x, matrices or None, saved.dtype)
-    dx, of_weights = run.run(gradients, _sizes(args, gathered), of_x, is_used=is_used, needs_x=True)
+    sizes: list[int | None] = [None] * len(args.weight.sizes)
+    if args.reduce_scatter is not None:  # the true sizes of each output in the dimension that was summed
+        dim = args.reduce_scatter.dim % len(gathered)
+        sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
+    dx, of_weights = run.run(gradients, sizes, of_x, is_used=is_used, needs_x=True)
     assert dx is not None
     if torch.autograd._is_checkpoint_valid():
         for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):
@@ -145,28 +149,14 @@ def _product_backward(
     return dx.contiguous(), torch.zeros_like(handle)
 
 
-def _sizes(args: ProductArgs, gathered: list[int]) -> list[int | None]:
-    """The true sizes of each output in the dimension that was summed."""
-    scatter = args.reduce_scatter
-    if scatter is None:
-        return [None] * len(args.weight.sizes)
-    dim = scatter.dim % len(gathered)
-    return [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
-
-
-@torch.library.register_fake(f"{_NAMESPACE}::product_backward", lib=_library)
-def _backward_shapes(
-    saved: Tensor,
-    matrices: list[Tensor],
-    gradients: list[Tensor],
-    is_used: list[bool],
-    of_x: Tensor | None,
-    handle: Tensor,
-    is_shard: bool,
-    gathered: list[int],
-    shape: list[int],
-) -> tuple[Tensor, Tensor]:
-    return saved.new_empty(shape), torch.empty_like(handle)
+torch.library.register_fake(
+    f"{_NAMESPACE}::product_backward",
+    lambda saved, matrices, gradients, is_used, of_x, handle, is_shard, gathered, shape: (
+        saved.new_empty(shape),
+        torch.empty_like(handle),
+    ),
+    lib=_library,
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -195,7 +185,7 @@ torch.library.register_autograd(f"{_NAMESPACE}::product", _backward, setup_conte
 
 @_define("all_reduce(Tensor x, Tensor handle) -> Tensor")
 def compiled_all_reduce(x: Tensor, handle: Tensor) -> Tensor:
-    """The sum over all ranks of an axis, each of which goes on with a part of what is computed from it."""
+    """The sum over all ranks of an axis, each of which computes its own part with it."""
     axis: MeshAxis = _target(handle)
     return axis.all_reduce(x.clone(memory_format=torch.contiguous_format)).wait()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.monitor.waiting import Waiting
-from lightning_hanayo.overlap.link_queue import LinkQueue
+from lightning_hanayo.overlap.link_queue import LinkQueue, Work
 from lightning_hanayo.topology import Topology
 
 AXIS_NAMES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
@@ -36,13 +36,6 @@ _PICKLED = (
 )
 
 
-class Waitable(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> Any:
-        """Block until the transfer has ended."""
-
-
 T = TypeVar("T")
 
 
@@ -51,7 +44,7 @@ class Pending(Generic[T]):
 
     __slots__ = ("_finish", "_work")
 
-    def __init__(self, work: "Waitable | None", finish: Callable[[], T]) -> None:
+    def __init__(self, work: Work | None, finish: Callable[[], T]) -> None:
         self._work = work
         self._finish = finish
 
@@ -72,7 +65,7 @@ class Pending(Generic[T]):
 class Transfers:
     """Several transfers under way, which are waited for as one."""
 
-    works: Sequence[Waitable]
+    works: Sequence[Work]
 
     def wait(self) -> None:
         """Block until all of them have ended."""
@@ -133,7 +126,7 @@ class MeshAxis:
         whole = tensor.new_empty(self.size, *tensor.shape)
         return Pending(self.gather_into([whole], [tensor]), lambda: whole)
 
-    def gather_into(self, wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> Waitable:
+    def gather_into(self, wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> Work:
         """Start to gather each of `tensors` into one of `wholes`, contiguous and `size` times as large: one collective.
 
         The size must be larger than 1.
@@ -181,16 +174,16 @@ class MeshAxis:
             return Pending(self._start(lambda: native.alltoall_base(received, out, [], [])), lambda: received)
         return Pending(self._exchange([(out, received)]), lambda: received)
 
-    def _start(self, post: Callable[[], Waitable]) -> Waitable:
+    def _start(self, post: Callable[[], Work]) -> Work:
         return _Started(post() if self._queue is None else self._queue.start(post), self)
 
-    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Waitable:
-        """Start to send and receive, of each what is sent and where what comes goes: one collective."""
+    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Work:
+        """Start to send and receive pairs of (sent, received) tensors: one collective."""
         for out, into in exchanges:
             into[self.rank] = out[self.rank]
         return self._start(lambda: Transfers([self._send_and_receive(out, into) for out, into in exchanges]))
 
-    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> "Waitable":
+    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> Work:
         """Send `out[i]` to rank i and receive `into[i]` from it. Receives are posted first.
 
         gloo's own all-gather and all-to-all post sends first. A receive is announced in the same stream as the data
@@ -226,7 +219,7 @@ class MeshAxis:
 class _Started(NamedTuple):
     """A collective along an axis, under way."""
 
-    work: Waitable
+    work: Work
     axis: MeshAxis
 
     def wait(self) -> None:
@@ -243,7 +236,7 @@ class _LostGroup:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            raise AttributeError(name)  # what copy and pickle ask of every object
+            raise AttributeError(name)  # copy and pickle look these up on every object
         raise UnsupportedError(self._reason)
 
 

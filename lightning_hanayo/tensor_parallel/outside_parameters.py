@@ -31,12 +31,6 @@ BUCKET_BYTES = 2**25
 """how much of whole parameters one collective takes together; a larger parameter has one of its own"""
 
 
-def outside_shard(parameter: Tensor) -> Shard:
-    """Returns how a parameter is sharded: over the cube, by its first dimension."""
-    first, *rest = parameter.shape
-    return Shard((DimShard(first, "xyz", as_one=True), *map(DimShard, rest)))
-
-
 class OutsideParameters:
     """Those of all stages of one rank in the cube `mesh`."""
 
@@ -60,7 +54,8 @@ class OutsideParameters:
         self.parameters += added
         self._factors.update(factors)
         for parameter in added:
-            shard = self.shards[parameter] = outside_shard(parameter)
+            first, *rest = parameter.shape
+            shard = self.shards[parameter] = Shard((DimShard(first, "xyz", as_one=True), *map(DimShard, rest)))
             parameter.data = shard.of(parameter.data, self._mesh)
 
     def all_gather(self) -> None:
@@ -82,12 +77,14 @@ class OutsideParameters:
 
     def reduce_scatter(self) -> None:
         """After a batch: this rank's shards again, of values and of the gradients' sums."""
-        used = self._used()
+        used = [0] * len(self.parameters)
+        if self.parameters and torch.is_grad_enabled():  # a parameter that no rank used gets no gradient
+            used = self._mesh.largest([parameter.grad is not None for parameter in self.parameters])
         gradients = {parameter: parameter.grad for parameter in self.parameters}
         for parameter in self.parameters:  # whole values go before the gradients are copied
             parameter.grad = None
             parameter.data = self._local[parameter]
-        for bucket in self._buckets([p for p in self.parameters if p in used]):
+        for bucket in self._buckets([p for p, is_used in zip(self.parameters, used, strict=True) if is_used]):
             for parameter, gradient in zip(bucket, self._sums(bucket, gradients), strict=True):
                 old = self._old_gradients[parameter]
                 self._old_gradients[parameter] = gradient if old is None else old.add_(gradient)
@@ -101,13 +98,6 @@ class OutsideParameters:
             parameter.grad = None
             parameter.data = part
         self._old_gradients, self._local = {}, {}
-
-    def _used(self) -> set[nn.Parameter]:
-        """Returns those with a gradient on any rank. A parameter that no rank used gets no gradient."""
-        if not self.parameters or not torch.is_grad_enabled():
-            return set()
-        used = self._mesh.largest([p.grad is not None for p in self.parameters])
-        return {parameter for parameter, is_used in zip(self.parameters, used, strict=True) if is_used}
 
     def _sums(self, bucket: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> Iterator[Tensor]:
         """Yields this rank's shards of the sums over the cube. Takes the whole gradients out of `gradients`."""

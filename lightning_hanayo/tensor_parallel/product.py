@@ -16,28 +16,11 @@ rank multiplies, each of the three reduce-scatters ends with it. Source: arXiv 2
 
 Several layers that read one input are one product, with their weights as the rows of one matrix: each of the three
 all-gathers and of the three reduce-scatters is one collective for all of them.
-
-What a 3-D product needs besides its input: the weight, the collectives of input and outputs, what is saved.
-
-How a linear layer is parallelized: which axis gathers its input, and which one sums its output.
-
-                         input                       output                        stored
-sequence, column-        [batch/x, seq/y, K/z]       [batch/x, seq, N/(y z)]       W: [N/(y x), K/z]
-sequence, row-parallel   [batch/x, seq, K/(y z)]     [batch/x, seq/y, N/z]         W: [N/(z x), K/y]
-
-batch, column-           [batch/(x y), seq, K/z]     [batch/(x z), seq, N/y]
-batch, row-parallel      [batch/(x z), seq, K/y]     [batch/(x y), seq, N/z]
-
-A column-parallel layer leads from the residual stream to sharded heads or inner features, a row-parallel layer leads
-back, as in Megatron. What 3-D parallelism changes: the input is sharded too, along y and z, and the weight also along
-x. Both layers all-gather their input and reduce-scatter their output; y and z trade roles between them.
-
-Source: arXiv 2105.14450, section 3.1. Its layout is `BATCH`; sharding the sequence, and the orientation of W, are ours.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -54,7 +37,7 @@ from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
 Keep = Literal["gathered", "shards"]
-"""what a product saves for its backward"""
+"""tensors that a product saves for its backward"""
 
 
 @dataclass(frozen=True)
@@ -68,13 +51,13 @@ class BoundCollective:
 
 @dataclass(frozen=True)
 class ProductArgs:
-    """What one product needs besides its input.
+    """The weight and the collectives of one product, and how it runs.
 
     Args:
         weight: W, of one layer or of several.
         all_gather: of the input; None: it is gathered already.
         reduce_scatter: of the outputs; None: they are no partial sums.
-        keep: what is saved for the backward.
+        keep: the tensors that are saved for the backward.
         num_pieces: in how many pieces the product runs; in fewer if there are fewer rows.
         has_empty_pieces: whether it runs in so many pieces even then, as all ranks of the mesh must.
     """
@@ -98,7 +81,7 @@ class ProductArgs:
         return x.tensor_split(count, free[0])
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join what `split` has cut: the pieces of an input, an output or a gradient."""
+        """Join the pieces of `split`: of an input, an output or a gradient."""
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(list(pieces), min(set(range(pieces[0].dim() - 1)) - self._touched_dims(pieces[0])))
@@ -166,7 +149,7 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What a product's forward leaves: X in pieces, the matrices, and the outputs, which without padding have `sizes`.
+    """Results of a product's forward: X in pieces, the matrices, and the outputs, which without padding have `sizes`.
 
     The sizes are those of the dimension that is summed.
     """
@@ -246,36 +229,38 @@ class BackwardRun:
         Args:
             gradients: of the outputs.
             sizes: the forward's.
-            of_x: the gradient of what else was computed from the gathered input, if anything was.
+            of_x: the gradient of other uses of the gathered input, if there are any.
             is_used: whether each output has a gradient. A weight whose output has none gets none, as in one process.
             needs_x: whether the input's gradient is wanted.
         """
         args, weight = self.args, self.args.weight
         pieces = zip(*map(args.split, gradients), strict=True)
         pending_gradients = [gather_each(args.reduce_scatter, piece, sizes) for piece in pieces]
-        matrices = self._start_matrices() if needs_x else Pending.done([])
+        matrices = Pending.done(self._matrices or [])
+        if needs_x and self._matrices is None:
+            matrices = Pending(None, cache(weight.start_all_gather(self._dtype).wait))
         parameters, trained = weight.parameters, weight.trained(is_used)
         needs_weight = any(parameter.requires_grad for parameter in parameters)
-        is_watched = [_is_watched(parameter) for parameter in parameters]
+        # whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block
+        is_inner = not torch.autograd._is_checkpoint_valid()
+        is_watched = [is_inner or not one.is_leaf or has_gradient_hooks(one) for one in parameters]
         is_deferred = weight.queue is not None and weight.queue.is_open and not any(is_watched)
         if needs_weight and not is_deferred:
             self._x.start()
         added = [None] * len(pending_gradients) if of_x is None else args.split(of_x)
         gathered, pending_outputs = [], []
-        for pending, addend in zip(pending_gradients, added, strict=True):
+        for pending, dx in zip(pending_gradients, added, strict=True):
             gathered.append(weight.join(pending.wait()))
-            if needs_x:
-                dx = _input_gradients(gathered[-1], matrices.wait(), addend)
+            if needs_x:  # the sum of the products of each gradient with its matrix
+                for gradient, matrix in zip(gathered[-1], matrices.wait(), strict=True):
+                    own = input_gradient(gradient, matrix)
+                    dx = own if dx is None else own.add_(dx)
+                assert dx is not None
                 pending_outputs.append(scatter_each(args.all_gather, [dx]))
         of_weights: list[Tensor | None] = [None] * len(parameters)
         if needs_weight:
             of_weights = self._weight_gradients(gathered, trained, is_watched, is_deferred=is_deferred)
         return args.join_each([one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
-
-    def _start_matrices(self) -> Pending[list[Tensor]]:
-        if self._matrices is not None:
-            return Pending.done(self._matrices)
-        return Pending(None, cache(self.args.weight.start_all_gather(self._dtype).wait))
 
     def _weight_gradients(
         self, gathered: list[list[Tensor]], trained: list[bool], is_watched: list[bool], *, is_deferred: bool
@@ -287,7 +272,7 @@ class BackwardRun:
             deferred = _Deferred(gathered, self._x, weight, trained)
             for i, parameter in enumerate(parameters):
                 if trained[i]:
-                    weight.queue.put(parameter, deferred.part(i))
+                    weight.queue.put(parameter, partial(deferred.start, i))
             return [None] * len(parameters)
         computed = _compute(gathered, self._x)
         if not any(is_watched):
@@ -308,12 +293,8 @@ class _Deferred:
         self._trained = trained
         self._summed: Pending[list[Tensor]] | None = None
 
-    def part(self, i: int) -> Any:
-        """Returns the computation of the i-th parameter's gradient."""
-        return lambda: self._start(i)
-
-    def _start(self, i: int) -> Pending[Tensor] | None:
-        """None if the gradient is added to those of other micro-batches before ranks add it up."""
+    def start(self, i: int) -> Pending[Tensor] | None:
+        """The i-th parameter's gradient; None if it is added to other micro-batches' before ranks add it up."""
         weight = self._weight
         if self._operands is not None:
             computed, self._operands = _compute(*self._operands), None
@@ -347,7 +328,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, of_x: Tensor | None, *of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         args, is_used = ctx.args, [one is not None for one in of_outputs]
         if not any(is_used):  # layers read another input, perhaps this one after a change in place
-            return _reduce_scatter(args, of_x), *(None for _ in ctx.needs_input_grad[1:])
+            pieces = () if of_x is None else args.split(of_x)
+            summed = [scatter_each(args.all_gather, [piece]).wait() for piece in pieces]
+            return args.join_each(summed)[0] if summed else None, *(None for _ in ctx.needs_input_grad[1:])
         saved, count = ctx.saved_tensors, ctx.num_matrices
         if args.keep == "gathered":
             run = BackwardRun(args, SavedInput(saved[count:], None), list(saved[:count]), ctx.dtype)
@@ -358,28 +341,6 @@ class _Product(torch.autograd.Function):
         ]
         dx, of_weights = run.run(gradients, ctx.sizes, of_x, is_used=is_used, needs_x=ctx.needs_input_grad[0])
         return dx, None, None, *of_weights
-
-
-def _reduce_scatter(args: ProductArgs, of_x: Tensor | None) -> Tensor | None:
-    """The gradient of a gathered input as that of this rank's shard."""
-    if of_x is None:
-        return None
-    return args.join_each([scatter_each(args.all_gather, [piece]).wait() for piece in args.split(of_x)])[0]
-
-
-def _is_watched(parameter: Tensor) -> bool:
-    """Whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block."""
-    return not parameter.is_leaf or has_gradient_hooks(parameter) or not torch.autograd._is_checkpoint_valid()
-
-
-def _input_gradients(gradients: Sequence[Tensor], matrices: Sequence[Tensor], addend: Tensor | None) -> Tensor:
-    """The sum of the products of each gradient with its matrix."""
-    total = addend
-    for gradient, matrix in zip(gradients, matrices, strict=True):
-        dx = input_gradient(gradient, matrix)
-        total = dx if total is None else dx.add_(total)
-    assert total is not None
-    return total
 
 
 def _compute(gradients: Sequence[Sequence[Tensor]], x: SavedInput) -> list[Tensor]:
@@ -405,7 +366,20 @@ class AxisCollective:
 
 @dataclass(frozen=True)
 class ParallelStyle:
-    """The two collectives of a linear layer.
+    """The two collectives of a linear layer: which axis gathers its input, and which one sums its output.
+
+                                 input                       output                        stored
+        sequence, column-        [batch/x, seq/y, K/z]       [batch/x, seq, N/(y z)]       W: [N/(y x), K/z]
+        sequence, row-parallel   [batch/x, seq, K/(y z)]     [batch/x, seq/y, N/z]         W: [N/(z x), K/y]
+
+        batch, column-           [batch/(x y), seq, K/z]     [batch/(x z), seq, N/y]
+        batch, row-parallel      [batch/(x z), seq, K/y]     [batch/(x y), seq, N/z]
+
+    A column-parallel layer leads from the residual stream to sharded heads or inner features, a row-parallel layer
+    leads back, as in Megatron. In 3-D the input is sharded too, along y and z, and the weight also along x. Both layers
+    all-gather their input and reduce-scatter their output; y and z trade roles between them.
+
+    Source: arXiv 2105.14450, section 3.1. Its layout is `BATCH`; sharding the sequence, and W's orientation, are ours.
 
     Args:
         all_gather: of the input's parts.

@@ -1,4 +1,4 @@
-"""What the 3-D layers of one pipeline stage share, and what they are told before each of the stage's runs."""
+"""The context that all 3-D layers of one pipeline stage share."""
 
 from typing import Any
 
@@ -6,17 +6,10 @@ from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.overlap.turns import DeviceTurns
+from lightning_hanayo.tensor_parallel import weights
 from lightning_hanayo.tensor_parallel.collectives import CallOrder
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import AxisCollective, BoundCollective, Keep
-from lightning_hanayo.tensor_parallel.weights import (
-    BatchWeights,
-    PairWeights,
-    PendingGradients,
-    PrefetchOrder,
-    ShardedWeight,
-    StoredWeight,
-)
 from lightning_hanayo.weight_gradients import WeightGradients
 
 
@@ -34,7 +27,7 @@ class StageContext:
 
     Args:
         mesh: the ranks that hold the stage together.
-        keep: what products save for the backward: what they gathered, or "shards", which are gathered again.
+        keep: tensors that products save for the backward: "gathered" ones, or "shards", which are gathered again.
         queue: takes weight gradients while the stage's backward is split; None: it never is.
         num_pieces: in how many pieces a product runs, so that communication overlaps compute.
         sequence_length: of all sequences, for a model that runs without stages; None if y divides it.
@@ -63,10 +56,10 @@ class StageContext:
         self.queue = queue
         self.num_pieces = num_pieces
         self._sequence_lengths = [sequence_length, sequence_length]
-        self.batch_weights: BatchWeights[ShardedWeight] = BatchWeights(keep_weights, self._turns)
-        self._pair_weights = PairWeights(self._turns)
-        self.pending_gradients = PendingGradients(self._turns, self.batch_weights)
-        order = PrefetchOrder()
+        self.batch_weights: weights.BatchWeights = weights.BatchWeights(keep_weights, self._turns)
+        self._pair_weights = weights.PairWeights(self._turns)
+        self.pending_gradients = weights.PendingGradients(self._turns, self.batch_weights)
+        order = weights.PrefetchOrder()
         self._prefetch_orders = order, order.twin()
         self.call_order = CallOrder(mesh)
 
@@ -89,7 +82,7 @@ class StageContext:
         return self._sequence_lengths[self._turns.slot]
 
     @property
-    def prefetch_order(self) -> PrefetchOrder:
+    def prefetch_order(self) -> weights.PrefetchOrder:
         """The order of weights, with the place of the action that runs now."""
         return self._prefetch_orders[self._turns.slot]
 
@@ -106,9 +99,9 @@ class StageContext:
         size = self.sequence_length if collective.is_sequence else None
         return BoundCollective(self.mesh.axis(collective.axis), collective.dim, size)
 
-    def weight(self, *parts: StoredWeight, axis: str = "x") -> ShardedWeight:
+    def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
-        return ShardedWeight(
+        return weights.ShardedWeight(
             parts,
             self.mesh.axis(axis),
             self.pending_gradients,
@@ -128,7 +121,7 @@ class StageContext:
             raise UnsupportedError(self._closed)
 
     def begin_batch(self) -> None:
-        """A batch begins: drop what a failure in the batch before may have left."""
+        """A batch begins: drop all that a failure in the batch before may have left."""
         self.pending_gradients.discard()
         self.batch_weights.begin_batch()
         self._pair_weights.discard()
@@ -158,7 +151,7 @@ class StageContext:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is kept for later micro-batches."""
+        """Weights that are kept for later micro-batches."""
         return self.batch_weights.tensors
 
     def expect_last_gradients(self) -> None:

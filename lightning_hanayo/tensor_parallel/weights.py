@@ -1,34 +1,19 @@
 """A layer's sharded weight: its all-gather along x for a product, and the reduce-scatter of its gradient.
 
 stored      [N/(y x), K/z]    (or transposed, as a `Conv1D` of Hugging Face stores it)
-gathered    [N/y, K/z]        what one rank multiplies with
+gathered    [N/y, K/z]        the matrix of one rank's product
 
-Parts that don't divide are padded with zeros before the collective. What is stored has no padding.
-
-What the products of one stage keep for all micro-batches of a batch: gathered weights, and sums of their gradients.
-
-    first forward       gathers each weight
-    from then on        products use what it has gathered
-    each backward       adds its gradients of the gathered weights to this rank's sums
-    the last one        reduce-scatters the sums
-
-Without it, each micro-batch gathers its weights, and reduce-scatters their gradients.
-
-Weights that both actions of a pair need, gathered by one of them: two forwards, or two backwards, of one stage.
-
-    first action     gather a | ... | gather b | ...
-    second action      uses a          |   uses b           waits where the first one hasn't got so far
-
-Both gather the same weights in the same order, so what the second one would gather for the n-th time is what the first
-one gathers for the n-th time. Without it both would gather all of them.
+Parts that don't divide are padded with zeros before the collective. The stored shard has no padding.
 """
+
+from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,25 +24,6 @@ from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 from lightning_hanayo.weight_gradients import WeightGradients, gradient_dtype
 
 
-class Weight(Protocol):
-    """What a batch needs to know of a weight."""
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Of the parameters: others after each change."""
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the matrices are gathered from several ranks."""
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """In which the gradients of several micro-batches are added up."""
-
-
-W = TypeVar("W", bound=Weight)
-
-
 @dataclass
 class GradientSum:
     """This rank's gradients of a weight's gathered matrices, and whether each of its parameters has any."""
@@ -66,8 +32,16 @@ class GradientSum:
     trained: list[bool]
 
 
-class BatchWeights(Generic[W]):
-    """Of one stage. All ranks of the cube keep the same, since they run the same actions.
+class BatchWeights:
+    """Gathered weights, and sums of their gradients, that one stage keeps for all micro-batches of a batch.
+
+        first forward       gathers each weight
+        from then on        products use the gathered weights
+        each backward       adds its gradients of the gathered weights to this rank's sums
+        the last one        reduce-scatters the sums
+
+    Otherwise each micro-batch gathers its weights, and reduce-scatters their gradients. All ranks of the cube keep the
+    same, since they run the same actions.
 
     Args:
         is_on: whether anything is kept.
@@ -76,47 +50,43 @@ class BatchWeights(Generic[W]):
 
     def __init__(self, is_on: bool = False, turns: DeviceTurns | None = None) -> None:
         self.is_on = is_on
-        self._is_open = False
+        self.is_open = False
+        """whether a batch runs that keeps weights"""
         self._turns = DeviceTurns() if turns is None else turns
-        self._gathered: dict[tuple[W, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = {}
+        self._gathered: dict[tuple[ShardedWeight, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = {}
         """with the versions of the parameters that were gathered"""
-        self._sums: dict[W, GradientSum] = {}
+        self._sums: dict[ShardedWeight, GradientSum] = {}
         self._last: tuple[int, int] | None = None
         """the action whose gradients are the last ones"""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a batch runs that keeps weights."""
-        return self._is_open
-
     def begin_batch(self) -> None:
-        """Forget what a failure in the batch before may have left."""
+        """Forget all that a failure in the batch before may have left."""
         self.end_batch()
-        self._is_open = self.is_on
+        self.is_open = self.is_on
 
     def end_batch(self) -> None:
-        """Free what is kept: the optimizer changes the weights now."""
-        self._is_open, self._last = False, None
+        """Free all: the optimizer changes the weights now."""
+        self.is_open, self._last = False, None
         self._gathered.clear()
         self._sums.clear()
 
-    def keeps(self, weight: W) -> bool:
+    def keeps(self, weight: ShardedWeight) -> bool:
         """Whether micro-batches share its gathered matrices, and add up their gradients before ranks do."""
-        return self._is_open and weight.is_gathered
+        return self.is_open and weight.is_gathered
 
-    def gathered(self, weight: W, dtype: torch.dtype) -> Pending[list[Tensor]] | None:
+    def gathered(self, weight: ShardedWeight, dtype: torch.dtype) -> Pending[list[Tensor]] | None:
         """The matrices, if an earlier product has gathered them and the parameters haven't changed since."""
         versions, pending = self._gathered.get((weight, dtype), ((), None))
         return pending if versions == weight.versions else None
 
-    def keep(self, weight: W, dtype: torch.dtype, matrices: Pending[list[Tensor]]) -> None:
-        """Keep what a product gathers, until the batch ends."""
+    def keep(self, weight: ShardedWeight, dtype: torch.dtype, matrices: Pending[list[Tensor]]) -> None:
+        """Keep gathered matrices until the batch ends."""
         if self.keeps(weight):
             self._gathered[weight, dtype] = weight.versions, matrices
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept now. Waits for what is under way."""
+        """All tensors that are kept now. Waits for collectives under way."""
         gathered = [matrix for _, pending in self._gathered.values() for matrix in pending.wait()]
         return gathered + [matrix for total in self._sums.values() for matrix in total.matrices]
 
@@ -129,8 +99,8 @@ class BatchWeights(Generic[W]):
         """The action that begins now makes the last gradients."""
         self._last = self._action
 
-    def add(self, weight: W, gradients: Sequence[Tensor], trained: Sequence[bool]) -> GradientSum | None:
-        """Add a micro-batch's gradients of the matrices. Returns what is to be reduce-scattered now, if anything is."""
+    def add(self, weight: ShardedWeight, gradients: Sequence[Tensor], trained: Sequence[bool]) -> GradientSum | None:
+        """Add a micro-batch's gradients of the matrices. Returns the sum if it is to be reduce-scattered now."""
         if not self.keeps(weight):
             return GradientSum(list(gradients), list(trained))
         before, dtype = self._sums.pop(weight, None), weight.gradient_dtype
@@ -144,7 +114,7 @@ class BatchWeights(Generic[W]):
         self._sums[weight] = made
         return None
 
-    def take_sums(self) -> dict[W, GradientSum]:
+    def take_sums(self) -> dict[ShardedWeight, GradientSum]:
         """The sums that no action has reduce-scattered."""
         sums, self._sums, self._last = self._sums, {}, None
         return sums
@@ -158,7 +128,12 @@ Start = Callable[[], Pending[list[Tensor]]]
 
 
 class PairWeights:
-    """Of one stage.
+    """Weights of one stage that both actions of a pair need, two forwards or two backwards, gathered by one of them.
+
+        first action     gather a | ... | gather b | ...
+        second action      uses a          |   uses b           waits where the first one hasn't got so far
+
+    Both gather the same weights in the same order: the n-th gather of a weight by one is the n-th one by the other.
 
     Args:
         turns: which of two actions runs now, and whether both do the same to the same stage.
@@ -167,14 +142,14 @@ class PairWeights:
     def __init__(self, turns: DeviceTurns | None = None) -> None:
         self._turns = DeviceTurns() if turns is None else turns
         self._pair = 0
-        """the number of the pair that what follows belongs to"""
+        """number of the pair to which the counts belong"""
         self._counts: Counter[tuple[int, Hashable]] = Counter()
         """by slot and weight: how often it was gathered, or taken from the other action"""
         self._gathered: dict[tuple[int, Hashable], Pending[list[Tensor]]] = {}
-        """by count and weight: what the first action gathers, until the second one takes it"""
+        """by count and weight: the first action's matrices, until the second one takes them"""
 
     def gather(self, weight: Hashable, start: Start) -> Pending[list[Tensor]]:
-        """What `start` gathers, or what the pair's first action has gathered or will gather."""
+        """The matrices that `start` gathers, or that the pair's first action has gathered or will gather."""
         turns = self._turns
         if not turns.are_twins:
             return start()
@@ -189,7 +164,7 @@ class PairWeights:
         return made
 
     def discard(self) -> None:
-        """Free what no action has taken."""
+        """Free matrices that no action has taken."""
         self._counts.clear()
         self._gathered.clear()
 
@@ -268,29 +243,29 @@ class ShardedWeight:
                 a matrix for each part, where nothing is gathered, or parts are padded
 
     Args:
-        parts: what this rank has of each.
+        parts: this rank's shard of each.
         axis: the ranks that gather the weight.
         pending_gradients: takes gradients whose reduce-scatter is under way while a backward runs.
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
         turns: which of two actions runs now; each prefetches for itself.
-        batch: what the stage keeps for all micro-batches.
-        pair: what one action of a pair gathers for both.
+        batch: the weights that the stage keeps for all micro-batches.
+        pair: those that one action of a pair gathers for both.
     """
 
     def __init__(
         self,
         parts: Sequence[StoredWeight],
         axis: MeshAxis,
-        pending_gradients: "PendingGradients",
+        pending_gradients: PendingGradients,
         queue: WeightGradients | None = None,
         turns: DeviceTurns | None = None,
-        batch: "BatchWeights[ShardedWeight] | None" = None,
+        batch: BatchWeights | None = None,
         pair: PairWeights | None = None,
     ) -> None:
         self.parts = list(parts)
         self._axis = axis
         self._turns = DeviceTurns() if turns is None else turns
-        self._batch: BatchWeights[ShardedWeight] = BatchWeights() if batch is None else batch
+        self._batch: BatchWeights = BatchWeights() if batch is None else batch
         self._pair = PairWeights() if pair is None else pair
         self._prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = {}
         self.pending_gradients = pending_gradients
@@ -300,7 +275,7 @@ class ShardedWeight:
         self.is_one_matrix = len(parts) == 1 or (axis.size > 1 and not any(size % axis.size for size in self.sizes))
         """whether the gathered parts are the rows of one matrix"""
 
-    def __deepcopy__(self, memo: Any) -> "ShardedWeight":
+    def __deepcopy__(self, memo: Any) -> ShardedWeight:
         twin = memo[id(self)] = copy(self)
         twin.parts = deepcopy(self.parts, memo)  # of the modules' copies
         twin._prefetched = {}
@@ -354,13 +329,9 @@ class ShardedWeight:
 
     def prefetch(self, dtype: torch.dtype) -> None:
         """Start to gather the weight for its next product, while another layer computes."""
-        if (
-            self._turns.slot in self._prefetched
-            or self._axis.size == 1
-            or self._batch.gathered(self, dtype) is not None
-        ):
-            return
-        self._prefetched[self._turns.slot] = self._key(dtype), self._start(dtype)
+        slot = self._turns.slot
+        if slot not in self._prefetched and self.is_gathered and self._batch.gathered(self, dtype) is None:
+            self._prefetched[slot] = self._key(dtype), self._start(dtype)
 
     def drop_prefetched(self) -> None:
         """Free a prefetched weight, once its collective has ended."""
@@ -369,7 +340,7 @@ class ShardedWeight:
             prefetched[1].wait()
 
     def split(self, ys: Sequence[Tensor], dim: int) -> list[Tensor]:
-        """What belongs to each part, of one tensor for each matrix."""
+        """Each part's own tensor, of one tensor for each matrix."""
         return list(ys[0].split(self.sizes, dim) if len(ys) < len(self.parts) else ys)
 
     def join(self, ys: Sequence[Tensor]) -> list[Tensor]:
@@ -386,7 +357,7 @@ class ShardedWeight:
         pending = self._axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
         return Pending(None, lambda: self._as_stored(pending.wait()))
 
-    def _key(self, dtype: torch.dtype) -> "_Key":
+    def _key(self, dtype: torch.dtype) -> _Key:
         return self.versions, dtype
 
     def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
@@ -435,7 +406,7 @@ class PrefetchOrder:
         self._last: ShardedWeight | None = None
         self._prefetched: list[ShardedWeight] = []
 
-    def twin(self) -> "PrefetchOrder":
+    def twin(self) -> PrefetchOrder:
         """Of another action that may run at the same time: it follows the same order, at a place of its own."""
         made = PrefetchOrder()
         made._forward, made._recomputation = self._forward, self._recomputation
@@ -466,7 +437,7 @@ class PrefetchOrder:
         return list(expected)
 
     def drop_prefetched(self) -> None:
-        """A batch begins: free what was prefetched in the batch before, whose weights may have changed."""
+        """A batch begins: free weights that were prefetched in the batch before, and may have changed."""
         for weight in self._prefetched:
             weight.drop_prefetched()
         self._prefetched = []
@@ -483,9 +454,9 @@ class PendingGradients:
         batch: adds up the gradients of several micro-batches, if it is on.
     """
 
-    def __init__(self, turns: DeviceTurns | None = None, batch: "BatchWeights[ShardedWeight] | None" = None) -> None:
+    def __init__(self, turns: DeviceTurns | None = None, batch: BatchWeights | None = None) -> None:
         self.ends_late = False
-        self._batch: BatchWeights[ShardedWeight] = BatchWeights() if batch is None else batch
+        self._batch: BatchWeights = BatchWeights() if batch is None else batch
         self._turns = DeviceTurns() if turns is None else turns
         self._pending: dict[tuple[int, int], deque[_Sum]] = {}
         """by the pair and the slot of the action that has made them, in their order"""
@@ -525,7 +496,7 @@ class PendingGradients:
         self._pending.clear()
         self._has_callback = False
 
-    def _finish(self, several: "deque[_Sum]") -> None:
+    def _finish(self, several: deque[_Sum]) -> None:
         while several:
             _finish(several.popleft())
 

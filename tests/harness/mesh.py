@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hanayo.overlap.link_queue import LinkQueue
-from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis, Pending, Waitable
+from lightning_hanayo.overlap.link_queue import LinkQueue, Work
+from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis, Pending
 
 Sizes = tuple[int, int, int]
 
@@ -25,7 +25,7 @@ class CountingAxis(MeshAxis):
         if self.size > 1:
             CountingAxis.received[kind] += nbytes
 
-    def gather_into(self, wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> Waitable:
+    def gather_into(self, wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> Work:
         self._count("gather", sum(tensor.nbytes for tensor in tensors) * (self.size - 1))
         return super().gather_into(wholes, tensors)
 

@@ -26,5 +26,5 @@ def test_an_overlay_is_closed_twice() -> None:
     overlay.open()
     overlay.close()
     overlay.close()
-    loop.close_unstarted()
+    loop.close_files()
     assert listener.fileno() == -1

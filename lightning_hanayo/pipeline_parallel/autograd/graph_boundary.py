@@ -1,4 +1,4 @@
-"""The boundary of a stage's autograd graph: where it begins and ends, its backward, and what it reaches."""
+"""The boundary of a stage's autograd graph: its begin and its end, its backward, and its nodes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from lightning_hanayo.pipeline_parallel.message import Message
 class DetachedInputs:
     """The tensors of a received message as the beginning of a new graph, and the gradients that reach them.
 
-        leaf (received) ---> what blocks get: neither a leaf nor a view, so that they may change it in place
+        leaf (received) ---> argument of blocks: neither a leaf nor a view, so that they may change it in place
 
     Nothing else may use the message. Its differentiable tensors are leaves, whose `.grad` belongs to this object.
     """
@@ -118,11 +118,6 @@ def without_autocast() -> Iterator[None]:
     finally:
         for device, was in enabled.items():
             torch.set_autocast_enabled(device, was)
-
-
-def nodes_of(tensors: Iterable[Tensor]) -> set[Node]:
-    """The nodes that made `tensors`. Call it before operations in place, which give a tensor another node."""
-    return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
 def reachable(roots: Iterable[Tensor | GradientEdge], stop: Iterable[Node] = ()) -> tuple[set[Node], set[Tensor]]:

@@ -1,11 +1,11 @@
-"""Reads in autograd's graph what a loss is a mean of, and where it isn't a mean over samples at all.
+"""Reads a loss's reductions in autograd's graph: means and sums, and where it isn't a mean over samples at all.
 
     cross_entropy(logits, y) + 0.1 * error.sum() / mask.sum()     terms: a mean over 12 labels, and one over 9
     cross_entropy(logits, y, reduction="sum")                     term: a sum
     mse_loss(a, b).sqrt()                                         coupling: the sqrt of a mean over samples
     cross_entropy(a @ b.T, targets)                               coupling: a product of samples with samples
 
-Nothing is computed or replaced: torch's own nodes have saved what they counted. A loss of a custom autograd function,
+Nothing is computed or replaced: torch's own nodes have saved their counts. A loss of a custom autograd function,
 or of compiled code, shows nothing.
 """
 
@@ -27,15 +27,15 @@ _LINEAR = {
     "Add", "Alias", "Cat", "Clone", "Expand", "Neg", "Permute", "ReshapeAlias", "Rsub", "Select", "Squeeze", "Stack",
     "Sub", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View",
 }  # fmt: skip
-"""what keeps a mean a mean"""
+"""operations that keep a mean a mean"""
 _CURVED = {
     "Abs", "Clamp", "ClampMax", "ClampMin", "Exp", "LinalgVectorNorm", "Log", "Log10", "Log1P", "Log2", "Logsumexp",
     "Max", "Maximum", "Median", "Min", "Minimum", "Norm", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Softplus",
     "Sqrt", "Std", "Tanh", "Var",
 }  # fmt: skip
-"""what makes of means something that is no mean of the same function of micro-batches"""
+"""operations after which a mean is no mean of the same function of micro-batches"""
 _LAYERS = {"Addmm", "Convolution", "Embedding", "NativeGroupNorm", "NativeLayerNorm"}
-"""what is computed from samples, where no boundary of the graph says so"""
+"""operations on samples, where no boundary of the graph says so"""
 _LISTS = ("Cat", "Stack")
 _NAMES = {"nll_loss": "cross_entropy", "nll_loss2_d": "cross_entropy"}
 
@@ -45,9 +45,9 @@ class LossTerm:
     """A summand of a loss.
 
     Args:
-        function: what it is, such as "cross_entropy" or "mean".
+        function: its name, such as "cross_entropy" or "mean".
         kind: a "mean" over samples or parts of them, a "sum" over them, or "constant": it doesn't depend on samples.
-        count: how many a mean is over, or the sum of their class weights; what a sum is divided by, 1 if by nothing.
+        count: the number of elements of a mean, or the sum of their class weights; the divisor of a sum, or 1.
         is_loss_function: whether one of torch's loss functions has counted.
     """
 
@@ -58,18 +58,18 @@ class LossTerm:
     divided: Literal["", "by a product", "by a division"] = ""
     """how a sum is divided by its count: by a product with a number it may as well be weighed"""
     num_rows: int | None = None
-    """of what `Tensor.sum` adds up"""
+    """of the operand of `Tensor.sum`"""
 
 
 @dataclass(frozen=True)
 class LossGraph:
-    """What a loss consists of."""
+    """The parts of a loss."""
 
     terms: tuple[LossTerm, ...]
     couplings: tuple[str, ...] = ()
     """why it is no mean over samples, in words"""
     factors: tuple[float, ...] = ()
-    """what means over samples are multiplied by, element by element: another value if it was computed from samples"""
+    """elementwise factors of means over samples: other values if they were computed from samples"""
     pairs: tuple[tuple[float, float], ...] = ()
     """both factors of products that may be of samples with samples: one that is the same for others isn't of samples"""
 
@@ -85,9 +85,14 @@ def read_loss(loss: Tensor, stop: Collection[Node], num_samples: int | None, *, 
     """
     reader = _Reader(stop, num_samples)
     reader.read(loss.grad_fn)
-    products = filter(reader.compares_samples, sorted(reader.nodes(loss.grad_fn), key=_age) if couplings else ())
-    pairs = tuple(_summaries_of_factors(node) for node in products)
-    return LossGraph(tuple(reader.terms), tuple(reader.couplings), tuple(reader.factors), pairs)
+    found: Iterable[Any] = reader.nodes(loss.grad_fn) if couplings else ()
+    pairs = []
+    for node in sorted(found, key=lambda one: one._sequence_nr()):  # after the nodes that it uses: these are known then
+        if reader.compares_samples(node):
+            names = ("self", "mat2") if hasattr(node, "_saved_mat2") else ("x1", "x2")
+            first, second = (_summary(getattr(node, f"_saved_{name}", None)) for name in names)
+            pairs.append((first, second))
+    return LossGraph(tuple(reader.terms), tuple(reader.couplings), tuple(reader.factors), tuple(pairs))
 
 
 def in_host_memory(graphs: Sequence[LossGraph]) -> list[LossGraph]:
@@ -111,7 +116,7 @@ def in_host_memory(graphs: Sequence[LossGraph]) -> list[LossGraph]:
 
 
 class _Reader:
-    """Walks from the loss through sums, products with numbers and changes of shape, to what has been reduced."""
+    """Walks from the loss through sums, products with numbers and changes of shape, to the reductions."""
 
     def __init__(self, stop: Collection[Node], num_samples: int | None) -> None:
         self.terms: list[LossTerm] = []
@@ -131,18 +136,27 @@ class _Reader:
                 waiting.extend(self._read_node(node, divisor))
 
     def _read_node(self, node: Any, divisor: "_Divisor | None") -> "list[_Found]":
-        """Add the node's term or coupling; or return the nodes that it is the sum of, with what they are divided by."""
+        """Add the node's term or coupling; or return the nodes that it is the sum of, with their divisors."""
         operation, children = _operation(node), [child for child, _ in node.next_functions]
+        reduction, name = (
+            getattr(node, "_saved_reduction", None),
+            re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation).lower(),
+        )
+        function = _NAMES.get(name, name)
         if not self._is_of_samples(node):
             self.terms.append(LossTerm("a penalty", "constant"))
-        elif (reduction := getattr(node, "_saved_reduction", None)) in (_MEAN, _SUM):
-            self.terms.append(_of_loss_function(node, reduction, divisor))
-        elif operation in ("Mean", "Sum") and not self._is_reduced(children[0]):
-            self.terms.append(_of_reduction(node, operation, divisor))
+        elif reduction == _MEAN:
+            self.terms.append(LossTerm(function, "mean", _num_counted(node), is_loss_function=True))
+        elif reduction == _SUM:
+            self.terms.append(_sum(function, divisor, is_loss_function=True))
+        elif operation == "Mean" and not self._is_reduced(children[0]):
+            self.terms.append(LossTerm("mean", "mean", _num_inputs(node)))
+        elif operation == "Sum" and not self._is_reduced(children[0]):
+            self.terms.append(_sum("sum", divisor, num_rows=(*_input_shape(node), 1)[0]))
         elif operation in ("Mul", "Div"):
             return self._read_product(node, operation, children, divisor)
         elif operation in _CURVED:
-            self.couplings[f"{_snake(operation)} of a mean or sum over samples"] = None
+            self.couplings[f"{name} of a mean or sum over samples"] = None
         elif operation in _LINEAR or operation in ("Mean", "Sum"):
             return [(child, divisor) for child in reversed(children)]
         return []
@@ -156,7 +170,7 @@ class _Reader:
             self.couplings[f"a {which} of means or sums over samples"] = None
             return []
         if len([child for child in children if child is not None]) == 1:  # the other factor has no gradient
-            number = _number(node)
+            number = node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)
             if isinstance(number, Tensor) and number.numel() != 1:
                 self.factors.append(_summary(number))
             divisor = _divided(divisor, number, operation)
@@ -179,34 +193,26 @@ class _Reader:
         operation, children = _operation(node), [child for child, _ in node.next_functions if child is not None]
         if operation in _LISTS:
             return all(map(self._is_scalar, children))
-        if operation in ("Mean", "Sum") and self._reduces_samples(node):
-            return True
+        if operation in ("Mean", "Sum"):  # along the first dimension, where it has all samples
+            dims, shape = getattr(node, "_saved_dim", None) or (), _input_shape(node)
+            if 0 in dims and shape and self._num_samples and shape[0] % self._num_samples == 0:
+                return True
         if operation not in _LINEAR | _CURVED | {"Mul", "Div", "Mean", "Sum"}:
             return False
         of_samples = [child for child in children if self._is_of_samples(child)]
         return bool(of_samples) and all(map(self._is_reduced, of_samples))
 
-    def _reduces_samples(self, node: Any) -> bool:
-        """Whether it is a mean or sum along the first dimension, where it has all samples."""
-        dims, shape = getattr(node, "_saved_dim", None) or (), _input_shape(node)
-        return bool(0 in dims and shape and self._num_samples and shape[0] % self._num_samples == 0)
-
     def compares_samples(self, node: Any) -> bool:
         """Whether it is a matrix product, or a table of distances, of samples with samples."""
-        children = [child for child, _ in node.next_functions]
-        if _operation(node) not in ("Bmm", "Mm", "Cdist", "EuclideanDist") or len(children) != 2:
+        operation, children = _operation(node), [child for child, _ in node.next_functions]
+        if operation not in ("Bmm", "Mm", "Cdist", "EuclideanDist") or len(children) != 2:
             return False
-        return self._has_pairs(node) and all(child is not None and self._is_of_samples(child) for child in children)
-
-    def _has_pairs(self, node: Any) -> bool:
-        """Whether a product of matrices in a batch has one matrix, whose rows and columns are samples: an einsum."""
-        first, *sizes = node._input_metadata[0].shape
-        if _operation(node) != "Bmm":
-            return True
-        samples = self._num_samples
-        if first != 1 or samples is None:
-            return False
-        return all(size == samples or samples > 1 and size % samples == 0 for size in sizes)
+        if operation == "Bmm":  # only with one matrix, whose rows and columns are samples: an einsum
+            first, *sizes = node._input_metadata[0].shape
+            samples = self._num_samples
+            if first != 1 or samples is None or any(n != samples and (samples <= 1 or n % samples) for n in sizes):
+                return False
+        return all(child is not None and self._is_of_samples(child) for child in children)
 
     def nodes(self, root: Node | None) -> Iterable[Node]:
         """The whole graph, from `root` to where it stops."""
@@ -233,7 +239,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Divisor:
-    """What a sum is divided by, and how."""
+    """The divisor of a sum."""
 
     value: float | Tensor
     by_division: bool
@@ -241,15 +247,7 @@ class _Divisor:
 
 
 _Found = tuple[Node | None, _Divisor | None]
-"""A node yet to be read, and what it is divided by."""
-
-
-def _of_loss_function(node: Any, reduction: int, divisor: _Divisor | None) -> LossTerm:
-    name = _snake(_operation(node))
-    function = _NAMES.get(name, name)
-    if reduction == _SUM:
-        return _sum(function, divisor, is_loss_function=True)
-    return LossTerm(function, "mean", _num_counted(node), is_loss_function=True)
+"""A node yet to be read, and its divisor."""
 
 
 def _num_counted(node: Any) -> float | Tensor:
@@ -263,28 +261,11 @@ def _num_counted(node: Any) -> float | Tensor:
     return (node._saved_target != ignored).sum()  # type: ignore[no-any-return]
 
 
-def _of_reduction(node: Any, operation: str, divisor: _Divisor | None) -> LossTerm:
-    if operation == "Mean":
-        return LossTerm("mean", "mean", _num_inputs(node))
-    return _sum("sum", divisor, num_rows=(*_input_shape(node), 1)[0])
-
-
 def _sum(function: str, divisor: _Divisor | None, **known: Any) -> LossTerm:
     if divisor is None:
         return LossTerm(function, "sum", **known)
     how: Any = "by a division" if divisor.by_division else "by a product"
     return LossTerm(function, "sum", divisor.value, divided=how, **known)
-
-
-def _number(node: Any) -> Any:
-    """The factor of a product, or the divisor, that has no gradient."""
-    return node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)
-
-
-def _summaries_of_factors(node: Any) -> tuple[float, float]:
-    names = ("self", "mat2") if hasattr(node, "_saved_mat2") else ("x1", "x2")
-    first, second = (_summary(getattr(node, f"_saved_{name}", None)) for name in names)
-    return first, second
 
 
 def _summary(tensor: Tensor | None) -> float:
@@ -305,13 +286,8 @@ def _divided(before: _Divisor | None, number: Any, operation: str) -> _Divisor |
     return before or _Divisor(1.0 / torch.as_tensor(value), by_division=False)
 
 
-def _age(node: Node) -> int:
-    """Nodes in this order come after those that they use, so that the reader knows these already."""
-    return node._sequence_nr()
-
-
 def _input_shape(node: Any) -> tuple[int, ...]:
-    """The shape of what it reduces, as the node that has made it knows."""
+    """The shape of its operand, as the node that has made that knows."""
     child, index = next(pair for pair in node.next_functions if pair[0] is not None)
     return tuple(child._input_metadata[index].shape)
 
@@ -331,7 +307,3 @@ def _operation(node: Node) -> str:
 @cache
 def _operation_of(name: str) -> str:
     return re.sub(r"Backward\d*$", "", name)
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,7 +1,7 @@
 """Recomputation: modules keep their inputs alone, and run again in the backward.
 
     F    block(x)          keeps x
-    I    block(x) again    keeps what its backward needs, which runs at once; the queue keeps what `W` needs
+    I    block(x) again    keeps tensors for its backward, which runs at once; the queue keeps those for `W`
     W                      nothing runs again
 
 It is torch's non-reentrant checkpoint around the module's `forward`, on the instance: names, parameters, class and repr
@@ -84,7 +84,7 @@ class _Runs:
 
 
 def _as_now(value: Any) -> Any:
-    """A copy of a cache, which keeps what it holds now; anything else itself."""
+    """A copy of a cache, with its content of now; anything else itself."""
     if not is_cache(value):
         return value
     copied = copy.copy(value)

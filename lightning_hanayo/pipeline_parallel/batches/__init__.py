@@ -1,1 +1,1 @@
-"""How a batch is cut along its samples: its containers, how it is read, the plan, and what is refused."""
+"""Cuts a batch along its samples: its containers, the reader, and the plan."""

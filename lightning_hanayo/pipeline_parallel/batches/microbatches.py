@@ -61,7 +61,7 @@ class PieceSizes:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Of micro-batches: in means, and in the loss and what equals it, if its values are given."""
+    """Of micro-batches: in means, and in the loss and values that equal it, if its values are given."""
 
     in_mean: Sequence[float]
     in_loss: Sequence[float]
@@ -81,13 +81,13 @@ def merge(
     in_loss: Sequence[float] | None = None,
     has_loss: bool = False,
 ) -> Any:
-    """Merge what a step returned for each micro-batch into one result.
+    """Merge a step's results for all micro-batches into one.
 
     Tensors, arrays and lists as long as their micro-batch are concatenated. Scalars are averaged with `weights`, which
-    sum to 1; the loss, and what equals it in each micro-batch, with the weights `in_loss`, if given. Integers are added
-    as counts, with a warning if they aren't the samples of the micro-batches; an int that is the same for all is kept.
-    Of other tensors the first one is kept, with a warning if they differ. Containers keep their type. A single result
-    is returned as it is.
+    sum to 1; the loss, and values that equal it in each micro-batch, with the weights `in_loss`, if given. Integers are
+    added as counts, with a warning if they aren't the samples of the micro-batches; an int that is the same for all is
+    kept. Of other tensors the first one is kept, with a warning if they differ. Containers keep their type. A single
+    result is returned as it is.
 
     Results of a training step have a loss (a tensor, or the mapping's "loss"). It is averaged if it has one element; a
     loss of shape [1] would look like the result of one sample.
@@ -95,15 +95,12 @@ def merge(
     Raises:
         UnsupportedError: some results are None, and others are not.
     """
-    differs = in_loss is not None and list(in_loss) != list(weights)
-    losses = _losses(results) if has_loss and differs else None
+    losses = None
+    if has_loss and in_loss is not None and list(in_loss) != list(weights):
+        found = [result.get("loss") if isinstance(result, Mapping) else result for result in results]
+        numbers = [float(loss) for loss in found if isinstance(loss, Tensor) and loss.numel() == 1]
+        losses = numbers if len(numbers) == len(found) else None
     return _merge(results, sizes, _Weights(weights, in_loss or weights, losses), has_loss=has_loss, name="outputs")
-
-
-def _losses(results: Sequence[Any]) -> Sequence[float] | None:
-    found = [result.get("loss") if isinstance(result, Mapping) else result for result in results]
-    losses = [float(loss) for loss in found if isinstance(loss, Tensor) and loss.numel() == 1]
-    return losses if len(losses) == len(found) else None
 
 
 def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_loss: bool, name: str) -> Any:
@@ -122,7 +119,15 @@ def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_
         if dim is not None:
             return torch.cat(list(results), dim) if isinstance(first, Tensor) else np.concatenate(results, dim)
         if not isinstance(first, Tensor) or first.ndim or first.dtype == torch.bool:
-            _warn_of_rest(results, name)
+            same: Any = torch.equal if isinstance(first, Tensor) else np.array_equal
+            if not all(same(first, result) for result in results[1:]):
+                warnings.warn(
+                    f"{name}: the step returns {type(first).__name__}s of shape {tuple(first.shape)}, without an entry "
+                    f"for each sample, that differ between micro-batches. The first one's is kept: whether the others "
+                    f"are to be added or averaged isn't known. Return them with a first dimension of the samples, or "
+                    f"log numbers.",
+                    stacklevel=2,
+                )
             return first
         if not first.is_floating_point():
             return _count(results, sizes, name)
@@ -141,24 +146,12 @@ def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_
     items = children(first)
     if items is None:
         return first
-    columns = zip(*(_items(result, items) for result in results), strict=True)
-    merged = [
-        _merge(
-            column,
-            sizes,
-            weights,
-            has_loss=has_loss and isinstance(first, Mapping) and key == "loss",
-            name=f"{name}[{key!r}]",
-        )
-        for key, column in zip(items, columns, strict=True)
-    ]
-    return with_children(first, dict(zip(items, merged, strict=True)))
-
-
-def _items(result: Any, like: dict[Any, Any]) -> list[Any]:
-    """The items of one result, in the order of the first one's."""
-    own = children(result) or {}
-    return [own[key] for key in like]
+    contents = [children(result) or {} for result in results]
+    for key in items:
+        is_loss = has_loss and isinstance(first, Mapping) and key == "loss"
+        column = [one[key] for one in contents]
+        items[key] = _merge(column, sizes, weights, has_loss=is_loss, name=f"{name}[{key!r}]")
+    return with_children(first, items)
 
 
 def _mean(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -181,18 +174,6 @@ def are_whole_numbers(values: Sequence[Any]) -> bool:
     """Whether floats are whole numbers, as counts are, and so no means. Equal ones may be constants."""
     numbers = {float(value) for value in values}
     return len(numbers) > 1 and all(map(float.is_integer, numbers)) and max(map(abs, numbers)) > 1
-
-
-def _warn_of_rest(results: Sequence[Any], name: str) -> None:
-    first = results[0]
-    same = torch.equal if isinstance(first, Tensor) else np.array_equal
-    if not all(same(first, result) for result in results[1:]):
-        warnings.warn(
-            f"{name}: the step returns {type(first).__name__}s of shape {tuple(first.shape)}, without an entry for "
-            f"each sample, that differ between micro-batches. The first one's is kept: whether the others are to be "
-            f"added or averaged isn't known. Return them with a first dimension of the samples, or log numbers.",
-            stacklevel=2,
-        )
 
 
 def _warn_of_whole_numbers(results: Sequence[Any], name: str) -> None:

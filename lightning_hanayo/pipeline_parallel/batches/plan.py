@@ -1,16 +1,14 @@
-"""The plan of one batch: which tensors are cut by rows, which lists by items, and what stays whole.
+"""The plan of one batch: which tensors are cut by rows, which lists by items, and which values stay whole.
 
 {"x": [8, 16], "y": [8], "table": [1, 16], "boxes": [[2, 4], [0, 4], ... 8 tensors], "scale": []}
    by rows     by rows     whole              by items                                 whole
 
 A batch of several loaders (Lightning's CombinedLoader) has a part from each, and a part has its own number of samples.
 
-Looks into the containers of batches and results, and makes others of the same type with other values.
-
-A container is a mapping, a dataclass, a `SimpleNamespace`, a named tuple, a tuple or a list. What a class of mappings
-or lists stores besides the items (`encoding._encodings`) counts as content, too.
-
-Other classes, and mappings, may define slices of samples themselves: a `TensorDict`, a data frame, a `UserList`.
+A container is a mapping, a dataclass, a `SimpleNamespace`, a named tuple, a tuple or a list. Attributes of mappings and
+lists, besides the items (`encoding._encodings`), count as content, too. Micro-batches and merged results get containers
+of the same type. Other classes, and mappings, may define slices of samples themselves: a `TensorDict`, a data frame, a
+`UserList`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +54,7 @@ class BatchSource:
         loaders: the containers of the loaders that the batch has a part of each from, with None for each loader; None
             if there is only one loader.
         is_collated: whether torch's `default_collate` has made the batch. It makes no lists of samples.
-        is_unbatched: whether a `DataLoader(batch_size=None)` hands on what its dataset gives: it may be one sample.
+        is_unbatched: whether a `DataLoader(batch_size=None)` hands on its dataset's values: it may be one sample.
     """
 
     stage: str = ""
@@ -75,7 +73,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor or an array, cut along a dimension, or what its class cuts along it."""
+    """A tensor, an array, or a value whose class defines slices, cut along a dimension."""
 
     dim: int
 
@@ -96,7 +94,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Part:
-    """What one of several loaders gave."""
+    """The part of one of several loaders."""
 
     number: int
     cut: "Cut"
@@ -145,11 +143,11 @@ class BatchPlan:
         return with_children(value, {i: value[i] for i in samples[part]} | new if isinstance(cut, Items) else new)
 
     def _whole(self, value: Any, *, copies: bool = True) -> Any:
-        """What stays whole, in lists and dictionaries of its own. One made in inference mode counts no changes."""
+        """A value that stays whole, in lists and dictionaries of its own."""
         if copies and type(value) in (dict, list, tuple):
             return with_children(value, {key: self._whole(item) for key, item in (children(value) or {}).items()})
         if copies and isinstance(value, Tensor) and value.is_inference():
-            return value.clone()
+            return value.clone()  # an inference tensor counts no changes in place
         self.shared.update((id(leaf), leaf) for leaf in leaves(value) if isinstance(leaf, Tensor))
         return value
 
@@ -185,12 +183,12 @@ def _rows(value: Any, dim: int, indices: Sequence[int]) -> Any:
 
 
 Array = Tensor | np.ndarray
-"""What has a shape, and can be cut."""
+"""Values that have a shape, and can be cut."""
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """The key of what a mapping, a list or a tuple stores as an attribute."""
+    """The key of an attribute of a mapping, a list or a tuple."""
 
     name: str
 
@@ -240,7 +238,16 @@ def with_children(value: Any, new: dict[Any, Any]) -> Any:
         made = [] if type(value) is list else copy(value)
         made[:] = items.values()
     else:
-        return _with_fields(value, new)
+        # `replace` runs `__post_init__`, which computes values that depend on the fields; then all fields that differ
+        # are set, for it may have changed them once more. Where a field can't be given (an `InitVar`), it is copied.
+        changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
+        try:
+            made = replace(value, **{field.name: new[field.name] for field in fields(value) if field.init})
+        except Exception:  # any error in the user's class
+            made = copy(value)
+        for name, item in changed.items():
+            object.__setattr__(made, name, item)  # the dataclass may be frozen
+        return made
     for key in new.keys() - items.keys():
         if new[key] is not vars(value)[key.name] or not hasattr(made, key.name):
             setattr(made, key.name, new[key])
@@ -285,9 +292,8 @@ def own_rows(value: Any, dim: int) -> int | None:
         return None
     try:
         first = rows(value, dim, range(1))
-        for lengths in (_rows_inside, _length):
-            whole = lengths(value, dim)
-            if type(first) is type(value) and len(whole) == 1 and lengths(first, dim) == {1}:
+        for whole, one in zip(_row_counts(value, dim), _row_counts(first, dim), strict=True):
+            if type(first) is type(value) and len(whole) == 1 and one == {1}:
                 return whole.pop()
     except Exception:  # any error in the user's class
         return None
@@ -307,17 +313,15 @@ def _has_own_slices(value: Any) -> bool:
 
 
 def rows(value: Any, dim: int, indices: Sequence[int]) -> Any:
-    """Some rows of what can be indexed: a view of a tensor if `indices` is a range."""
+    """Some rows of a value that can be indexed: a view of a tensor if `indices` is a range."""
     wanted = slice(indices.start, indices.stop) if isinstance(indices, range) else list(indices)
     return value[(slice(None),) * dim + (wanted,)] if dim else value[wanted]
 
 
-def _length(value: Any, dim: int) -> set[int]:
-    return {len(value)} if dim == 0 else set()
-
-
-def _rows_inside(value: Any, dim: int) -> set[int]:
-    return {leaf.shape[dim] if leaf.ndim > dim else 0 for leaf in leaves(value) if isinstance(leaf, Array)}
+def _row_counts(value: Any, dim: int) -> Iterator[set[int]]:
+    """The numbers of rows of the tensors in a value, and then its length."""
+    yield {leaf.shape[dim] if leaf.ndim > dim else 0 for leaf in leaves(value) if isinstance(leaf, Array)}
+    yield {len(value)} if dim == 0 else set()
 
 
 def uncoupled(value: Any) -> Any:
@@ -349,22 +353,6 @@ def leaves(tree: Any) -> Iterator[Any]:
 def holds_arrays(tree: Any) -> bool:
     """Whether there is a tensor or an array in the containers."""
     return any(isinstance(leaf, Array) for leaf in leaves(tree))
-
-
-def _with_fields(value: Any, new: dict[str, Any]) -> Any:
-    """A dataclass's instance with other fields, or another object with other attributes.
-
-    `replace` runs `__post_init__`, which computes what depends on the fields; then all fields that differ are set, for
-    it may have changed them once more. Where a field can't be given (an `InitVar`), the instance is copied.
-    """
-    changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
-    try:
-        made = replace(value, **{field.name: new[field.name] for field in fields(value) if field.init})
-    except Exception:  # any error in the user's class
-        made = copy(value)
-    for name, item in changed.items():
-        object.__setattr__(made, name, item)  # the dataclass may be frozen
-    return made
 
 
 def _copied(mapping: Any, values: dict[Any, Any]) -> Any:

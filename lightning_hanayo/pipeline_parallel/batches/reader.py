@@ -1,13 +1,10 @@
-"""Reads a batch: how many samples it has, and what in it is cut how.
+"""Reads a batch: how many samples it has, and how each value in it is cut.
 
 A batch has N samples for the N of which all its tensors make sense. The first tensor with more than one row leaves few
 candidates: its number of rows, and the lengths of the lists around it. docs/guides/batches.md has the rules.
-
-Whether a list of tensors or containers holds columns, one row per sample each, or samples.
+A list of tensors or containers holds columns, with one row for each sample, or samples:
 
 [x [8, 16], y [8]]   columns      [[2, 16], [5, 16], [3, 16]]   samples of different lengths
-
-What can't be cut into micro-batches: the errors, with the option that helps.
 """
 
 import warnings
@@ -60,22 +57,19 @@ def is_list(value: Any) -> bool:
 def are_columns(items: Sequence[Any], cut: Cut) -> bool:
     """Whether items that can be cut look like columns.
 
-    All in them is cut. Containers hold a tensor of several dimensions and no single number, as samples do.
+    All in them is cut, and no container has a single number, or tensors of one dimension only, as samples do.
     """
     if not _cuts_all(cut):
         return False
-    return all(isinstance(item, Array) or not _looks_like_a_sample(item) for item in items)
+    for inside in [list(_leaves_near_arrays(item)) for item in items if not isinstance(item, Array)]:
+        has_numbers = any(not leaf.ndim if isinstance(leaf, Array) else leaf is not None for leaf in inside)
+        if has_numbers or all(leaf.ndim < 2 for leaf in inside if isinstance(leaf, Array)):
+            return False
+    return True
 
 
 def _cuts_all(cut: Cut) -> bool:
     return all(map(_cuts_all, cut.cuts.values())) if isinstance(cut, Inside) else cut != WHOLE
-
-
-def _looks_like_a_sample(item: Any) -> bool:
-    """Whether a container has a single number, or tensors of one dimension only."""
-    inside = list(_leaves_near_arrays(item))
-    has_numbers = any(not leaf.ndim if isinstance(leaf, Array) else leaf is not None for leaf in inside)
-    return has_numbers or all(leaf.ndim < 2 for leaf in inside if isinstance(leaf, Array))
 
 
 def _leaves_near_arrays(value: Any) -> Iterator[Any]:
@@ -88,30 +82,9 @@ def _leaves_near_arrays(value: Any) -> Iterator[Any]:
             yield from _leaves_near_arrays(item)
 
 
-def are_alike(items: Sequence[Any]) -> bool:
-    """Whether they may be samples: of one type, and tensors with the same number of dimensions and dtype."""
-    kinds = {(type(item), item.ndim, item.dtype) if isinstance(item, Array) else type(item) for item in items}
-    return len(kinds - {type(None)}) <= 1
-
-
-def is_ragged(items: Sequence[Any]) -> bool:
-    """Whether the tensors in the items differ in their rows, so that they can't be columns."""
-    return len(set(_rows(items))) > 1
-
-
 def shape_of(items: Sequence[Any]) -> ListShape:
     """Describes a list for the warning."""
     return ListShape(len(items), next(iter(_rows(items)), 0), isinstance(items, list))
-
-
-def warn_of_doubt(path: str, shape: ListShape) -> None:
-    """Tuples of a few columns are usual: a collate_fn returns `(x, y)`. Lists are more often lists of samples."""
-    if shape.is_list or shape.length >= shape.rows:
-        warnings.warn(
-            f"{path} is a list of {shape.length} items with {shape.rows} rows each, which may be columns or samples; "
-            f"they are cut as columns. If they are samples, use {SPLIT_BATCH}.",
-            stacklevel=2,
-        )
 
 
 def _rows(items: Sequence[Any]) -> list[int]:
@@ -119,14 +92,14 @@ def _rows(items: Sequence[Any]) -> list[int]:
 
 
 Meaning = Literal["columns", "samples"] | int
-"""What a list holds: columns of all samples, or samples. For a tensor: the dimension of its samples."""
+"""The meaning of a list: columns of all samples, or samples. For a tensor: the dimension of its samples."""
 
 
 class BatchReader:
     """Plans batches by one rule.
 
-    What a list holds may be doubtful in one batch and certain in others: three pictures with three channels, for
-    example. Then it holds what it has held in an earlier batch; without one, columns, and a warning says so.
+    A list's meaning may be doubtful in one batch and certain in others: three pictures with three channels, for
+    example. Then it is that of an earlier batch; without one, columns, and a warning says so.
     """
 
     def __init__(self, rule: BatchRule, *, warns: bool = True) -> None:
@@ -136,7 +109,7 @@ class BatchReader:
         self._has_warned = False
 
     def plan(self, batch: Any, source: BatchSource = ONE_LOADER) -> BatchPlan:
-        """Decide how to cut a batch.
+        """The cut of a batch.
 
         Raises:
             HanayoError: it has neither tensors nor lists.
@@ -164,6 +137,10 @@ class BatchReader:
         return Part(len(sizes) - 1, reading.cut)
 
     def _read(self, batch: Any, source: BatchSource, path: str) -> "Reading | None":
+        for where, array, _ in named_arrays(batch, self.rule, path):
+            if isinstance(array, Tensor) and (array.is_nested or array.layout not in (torch.strided, torch.sparse_coo)):
+                layout = "jagged or nested" if array.is_nested else str(array.layout)
+                raise _uncuttable(f"{where} is a tensor with the layout {layout}", where)
         candidates = _candidates(batch, self.rule, path)
         if not candidates:
             check_opaque(batch, path)
@@ -172,14 +149,26 @@ class BatchReader:
         readings = _readings(batch, candidates, self.rule, source, settled, path)
         if not readings or [one.cost for one in readings[1:2]] == [readings[0].cost]:
             possible = [reading.samples for reading in readings]
-            raise disagreement(batch, path, possible, self.rule, is_sequence_first=self._is_sequence_first(batch))
+            # would dimension 1 explain the tensors with the most dimensions, and all others?
+            rule = replace(self.rule, batch_dim=1)
+            as_sequences = _readings(batch, _candidates(batch, rule, "batch"), rule, ONE_LOADER, {}, "batch")
+            shapes = [array.shape for _, array, _ in named_arrays(batch, rule, "batch")]
+            largest = {shape[1:2] for shape in shapes if len(shape) == max(map(len, shapes))}
+            helps = self.rule.batch_dim == 0 and bool(as_sequences) and largest == {(as_sequences[0].samples,)}
+            raise disagreement(batch, path, possible, self.rule, is_sequence_first=helps)
         best, *others = readings
         if source.is_unbatched:
             self._check_unbatched(batch, best, path)
         doubtful = best.doubtful | {where: shape for other in others for where, shape in other.as_samples.items()}
         for where, shape in doubtful.items():
-            if self._warns and where not in settled and not source.is_collated:
-                warn_of_doubt(where, shape)
+            # Tuples of a few columns are usual: a collate_fn returns `(x, y)`. Lists are more often lists of samples.
+            is_unusual = shape.is_list or shape.length >= shape.rows
+            if self._warns and is_unusual and where not in settled and not source.is_collated:
+                warnings.warn(
+                    f"{where} is a list of {shape.length} items with {shape.rows} rows each, which may be columns or "
+                    f"samples; they are cut as columns. If they are samples, use {SPLIT_BATCH}.",
+                    stacklevel=2,
+                )
         settled.update({where: meaning for where, meaning in best.meanings.items() if where not in doubtful})
         return best
 
@@ -195,19 +184,20 @@ class BatchReader:
             return  # nothing to cut, or a list with an item for each sample
         shapes = [tuple(array.shape) for array in arrays]
         if all(array.ndim == 1 for array in arrays):
-            raise unbatched(path, shapes)
+            raise UnsupportedError(
+                f"{path} comes from a DataLoader with batch_size=None, and its tensors have one dimension: "
+                f"{', '.join(map(str, shapes[:MAX_SHAPES]))}. That may be the features of one sample, which can't be "
+                f"cut into micro-batches, or the samples of a batch. {_READY} Otherwise set batch_size."
+            )
         are_sequences = arrays[0].ndim == 2 and str(arrays[0].dtype).endswith(("int32", "int64"))
         if len(arrays) == 1 and not are_sequences and self._warns and not self._has_warned:
             self._has_warned = True
-            warn_of_unbatched(path, shapes[0], reading.samples)
-
-    def _is_sequence_first(self, batch: Any) -> bool:
-        """Whether the tensors with the most dimensions agree along dimension 1, and the others make sense."""
-        rule = replace(self.rule, batch_dim=1)
-        readings = _readings(batch, _candidates(batch, rule, "batch"), rule, ONE_LOADER, {}, "batch")
-        shapes = [value.shape for value, _ in _arrays(batch, rule, "batch")]
-        largest = {shape[1:2] for shape in shapes if len(shape) == max(map(len, shapes))}
-        return self.rule.batch_dim == 0 and bool(readings) and largest == {(readings[0].samples,)}
+            warnings.warn(
+                f"{path} comes from a DataLoader with batch_size=None. It is cut as a batch of {reading.samples} "
+                f"samples, by its only tensor with rows, of shape {shapes[0]}. {_READY} If it is one sample, set "
+                f"batch_size, or num_microbatches=1 without a cube.",
+                stacklevel=2,
+            )
 
 
 @dataclass
@@ -234,7 +224,7 @@ class _Reader:
     """Reads a batch as one of so many samples.
 
     Args:
-        root: the path of what a loader gave.
+        root: the path of a loader's part.
         max_ndim: the most dimensions that a tensor in it has. Tensors with fewer may have their samples in dimension 0.
     """
 
@@ -258,8 +248,13 @@ class _Reader:
         for dim in {self.rule.batch_dim, 0}:
             if own_rows(value, dim) == self.reading.samples:
                 return Rows(dim)
-        if is_list(value):
-            return self._list(value, path) if holds_arrays(value) else self._plain_list(value, path)
+        if is_list(value) and holds_arrays(value):
+            return self._list(value, path)
+        if is_list(value):  # such as names: cut if there is an item for each sample
+            is_transposed = self.source.is_collated and all(isinstance(item, (list, tuple)) for item in value)
+            is_cut = len(value) == self.reading.samples and self.settled.get(path) != "columns" and not is_transposed
+            self.reading.meanings[path] = "samples" if is_cut else "columns"
+            return Items(self._attributes(value, path)) if is_cut else self._container(value, path)
         if children(value) is None:
             check_opaque(value, path)
         return self._container(value, path)
@@ -282,16 +277,21 @@ class _Reader:
 
     def _list(self, value: Any, path: str) -> Cut:
         """A list that holds tensors: of columns if that is possible and usual, otherwise of samples."""
-        columns = self._as_columns(value, path)
+        columns: Reading | None = (inside := Reading(self.reading.samples))
+        try:
+            inside.cut = replace(self, reading=inside)._container(value, path)
+        except _Mismatch:
+            columns = None
         is_clean = columns is not None and are_columns(value, columns.cut)
         is_returned = path == self.root and isinstance(value, tuple)  # by the collate_fn: `return x, y`
-        fits = len(value) == self.reading.samples and are_alike(value)
+        kinds = {(type(item), item.ndim, item.dtype) if isinstance(item, Array) else type(item) for item in value}
+        fits = len(value) == self.reading.samples and len(kinds - {type(None)}) <= 1
         may_be_samples = fits and not is_returned and (columns is None or not self.source.is_collated)
         settled = self.settled.get(path)
         if may_be_samples and (columns is None or settled == "samples" or not (is_clean or settled == "columns")):
             self.reading.cost += (settled != "samples") + 2 * (settled == "columns")
             self.reading.meanings[path] = "samples"
-            if not is_ragged(value):
+            if len(set(_rows(value))) <= 1:  # otherwise tensors of different lengths can't be columns
                 self.reading.as_samples[path] = shape_of(value)
             return Items(self._attributes(value, path))
         if columns is None:
@@ -301,23 +301,6 @@ class _Reader:
         self.reading.as_samples |= columns.as_samples
         self.reading.doubtful |= columns.doubtful | ({path: shape_of(value)} if may_be_samples else {})
         return columns.cut
-
-    def _as_columns(self, value: Any, path: str) -> Reading | None:
-        inside = replace(self, reading=Reading(self.reading.samples))
-        try:
-            inside.reading.cut = inside._container(value, path)
-        except _Mismatch:
-            return None
-        return inside.reading
-
-    def _plain_list(self, value: Any, path: str) -> Cut:
-        """A list without tensors, such as names: cut if it has an item for each sample."""
-        is_transposed = self.source.is_collated and all(isinstance(item, (list, tuple)) for item in value)
-        if len(value) == self.reading.samples and self.settled.get(path) != "columns" and not is_transposed:
-            self.reading.meanings[path] = "samples"
-            return Items(self._attributes(value, path))
-        self.reading.meanings[path] = "columns"
-        return self._container(value, path)
 
     def _attributes(self, value: Any, path: str) -> dict[Any, Cut]:
         """How the attributes of a list are cut."""
@@ -350,7 +333,7 @@ def _readings(
 ) -> list[Reading]:
     """All numbers of samples that make sense, the most usual reading first."""
     found = []
-    max_ndim = max((value.ndim for value, _ in _arrays(batch, rule, path)), default=0)
+    max_ndim = max((array.ndim for _, array, _ in named_arrays(batch, rule, path)), default=0)
     for samples in candidates:
         reading = Reading(samples)
         try:
@@ -367,26 +350,14 @@ def _candidates(batch: Any, rule: BatchRule, path: str) -> list[int]:
     Without tensors: the length of the lists, if it is one.
     """
     numbers: list[int] = []
-    arrays = _arrays(batch, rule, path)
-    for value, lengths in sorted(arrays, key=lambda pair: -pair[0].ndim) if rule.batch_dim else arrays:
+    arrays = named_arrays(batch, rule, path)
+    for _, value, lengths in sorted(arrays, key=lambda one: -one[1].ndim) if rule.batch_dim else arrays:
         if value.ndim and value.shape[rule.sample_dim(value.ndim)] != 1:
             numbers = [value.shape[rule.sample_dim(value.ndim)], *lengths]
             break
         numbers = [*numbers, *lengths, *([1] if value.ndim else [])]
     of_lists = set(_lengths(batch, rule))
     return list(dict.fromkeys(numbers)) or (list(of_lists) if len(of_lists) == 1 else [])
-
-
-def _arrays(value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """All tensors that may be cut, each with the lengths of the lists around it."""
-    if isinstance(value, Array):
-        check_layout(value, path)
-        yield value, lengths
-        return
-    around = (*lengths, len(value)) if is_list(value) else lengths
-    for key, item in (children(value) or {}).items():
-        if not rule.keeps_whole(key):
-            yield from _arrays(item, rule, path + step_to(value, key), around)
 
 
 def _lengths(value: Any, rule: BatchRule) -> Iterator[int]:
@@ -413,19 +384,8 @@ def step_to(container: Any, key: Any) -> str:
     return f"[{key!r}]" if isinstance(container, Mapping) or isinstance(key, int) else f".{key}"
 
 
-def check_layout(value: Any, path: str) -> None:
-    """Reject tensors without rows of one size.
-
-    Raises:
-        UnsupportedError: a nested tensor, or a sparse one that has no rows.
-    """
-    if isinstance(value, Tensor) and (value.is_nested or value.layout not in (torch.strided, torch.sparse_coo)):
-        layout = "jagged or nested" if value.is_nested else str(value.layout)
-        raise _uncuttable(f"{path} is a tensor with the layout {layout}", path)
-
-
 def check_opaque(value: Any, path: str) -> None:
-    """Reject an object that is no container and holds tensors: what else in it depends on the samples isn't known.
+    """Reject an object that is no container and holds tensors: other values in it may depend on the samples.
 
     Raises:
         UnsupportedError: it does.
@@ -433,29 +393,12 @@ def check_opaque(value: Any, path: str) -> None:
     if isinstance(value, (str, bytes, Number, type(None))):  # most values: they need no search
         return
     attributes = dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
-    slots = {name: getattr(value, name, None) for cls in type(value).__mro__ for name in _slots(cls)}
+    declared = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    slots = {name: getattr(value, name, None) for name in names}
     items = list(value) if isinstance(value, (set, frozenset, deque)) else []
     if isinstance(value, PackedSequence) or holds_arrays([attributes, slots, items]):
         raise _uncuttable(f"{path} is a {type(value).__qualname__} that holds tensors", path)
-
-
-def unbatched(path: str, shapes: list[tuple[int, ...]]) -> UnsupportedError:
-    """The error for tensors of one dimension that a dataset has given without a collate_fn."""
-    return UnsupportedError(
-        f"{path} comes from a DataLoader with batch_size=None, and its tensors have one dimension: "
-        f"{', '.join(map(str, shapes[:MAX_SHAPES]))}. That may be the features of one sample, which can't be cut into "
-        f"micro-batches, or the samples of a batch. {_READY} Otherwise set batch_size."
-    )
-
-
-def warn_of_unbatched(path: str, shape: tuple[int, ...], samples: int) -> None:
-    """Nothing but one tensor says how many samples there are."""
-    warnings.warn(
-        f"{path} comes from a DataLoader with batch_size=None. It is cut as a batch of {samples} samples, by its only "
-        f"tensor with rows, of shape {shape}. {_READY} If it is one sample, set batch_size, or num_microbatches=1 "
-        f"without a cube.",
-        stacklevel=2,
-    )
 
 
 def disagreement(
@@ -470,26 +413,24 @@ def disagreement(
         rule: how it was to be cut.
         is_sequence_first: whether `batch_dim=1` would help.
     """
-    shapes = {where: tuple(array.shape) for where, array in named_arrays(batch, rule, path)}
+    shapes = {where: tuple(array.shape) for where, array, _ in named_arrays(batch, rule, path)}
     shown = [f"{where} {shape}" for where, shape in shapes.items()]
     rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
     numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
     problem = numbers if possible else "has tensors with different numbers of rows"
-    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else _whole(shapes, rule)
+    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else ""
+    if not is_sequence_first:  # the tensors whose rows differ from those of most others may be whole
+        rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
+        counts = Counter(rows.values()).most_common(2)
+        odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
+        is_even = len(counts) == 2 and counts[0][1] == counts[1][1]
+        if "" not in odd and 0 < len(odd) <= 3 and not is_even:
+            all_share = f"if all samples share {'it' if len(odd) == 1 else 'them'}"
+            advice = f"HanayoStrategy(whole={odd!r}) {all_share}, or "
     return UnsupportedError(
         f"{path} {problem}, and can't be cut into micro-batches: {', '.join(shown[:MAX_SHAPES])}{rest}. "
         f"Use {advice}{SPLIT_BATCH}."
     )
-
-
-def _whole(shapes: dict[str, tuple[int, ...]], rule: BatchRule) -> str:
-    """Advice to leave the tensors whole whose rows differ from those of most others."""
-    rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
-    counts = Counter(rows.values()).most_common(2)
-    odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
-    if "" in odd or not 0 < len(odd) <= 3 or (len(counts) == 2 and counts[0][1] == counts[1][1]):
-        return ""
-    return f"HanayoStrategy(whole={odd!r}) if all samples share {'it' if len(odd) == 1 else 'them'}, or "
 
 
 def _uncuttable(what: str, path: str) -> UnsupportedError:
@@ -503,16 +444,14 @@ def _name(path: str) -> str:
     return "" if last.isdigit() or last == path else last
 
 
-def _slots(cls: type) -> tuple[str, ...]:
-    names = cls.__dict__.get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def named_arrays(value: Any, rule: BatchRule, path: str) -> Iterator[tuple[str, Any]]:
-    """All tensors and arrays that may be cut, each with its key path."""
+def named_arrays(
+    value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """All tensors and arrays that may be cut, each with its key path, and the lengths of the lists around it."""
     if isinstance(value, Array):
-        yield path, value
+        yield path, value, lengths
         return
+    around = (*lengths, len(value)) if is_list(value) else lengths
     for key, item in (children(value) or {}).items():
         if not rule.keeps_whole(key):
-            yield from named_arrays(item, rule, path + step_to(value, key))
+            yield from named_arrays(item, rule, path + step_to(value, key), around)

@@ -9,14 +9,6 @@ last one suspends the step. Code in between that uses their outputs raises an er
 that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that block's output.
 
 After its last block the step may call the first one again: a further pass, with or without gradients, like the first.
-
-What a block on another rank gets of a key/value cache of transformers: the layers of it that the block uses.
-
-    cache before the stack   [k0, v0] [k1, v1] [k2, v2] [k3, v3]     made by a prefix encoder
-    block 2 gets                               [k2, v2]              None, if they are empty: it only would fill them
-    cache after the stack    filled   filled   x        x            x: reading it is an error
-
-Blocks fill their layers where they run, and these stay there: a cache lives inside one forward.
 """
 
 import copy
@@ -34,6 +26,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import current_sequence_number, edges_of
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import randomness_of, run_block, run_original
@@ -41,27 +34,17 @@ from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, Val
 from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import suspend
 from lightning_hanayo.pipeline_parallel.message import Message
-from lightning_hanayo.pipeline_parallel.pytree import (
-    VALUE,
-    Flattener,
-    Skeleton,
-    holds,
-    is_cache,
-    map_leaves,
-    structure_of,
-    with_ragged_dims_of,
-)
 
 
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
-    One pass after another; what it knows is of the latest one.
+    One pass after another; its attributes are those of the latest one.
 
-    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry what
-    the step and the blocks store for each other. The step begins in `grad_mode`. Unless it `sends_objects`, arguments
-    are tensors and plain values. `first_numbers` gives each pass a number, which is added to the block numbers of
-    proxies, so that one from another step or pass is known as such.
+    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry values
+    that the step and the blocks store for each other. The step begins in `grad_mode`. Unless it `sends_objects`,
+    arguments are tensors and plain values. `first_numbers` gives each pass a number, which is added to the block
+    numbers of proxies, so that one from another step or pass is known as such.
     """
 
     def __init__(
@@ -88,11 +71,11 @@ class BlockTracer:
         self.sequence_number = 0
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
         self.delivered: tuple[Any, ...] = ()
-        """what the carriers have given to the step"""
+        """of the carriers, which gave the step its values"""
         self.sent: list[GradientEdge] = []
         """where the gradients of the tensors enter that the stack has got from the step"""
         self.received: list[Any] = []
-        """what the step has got from the stack: trees"""
+        """trees that the step has got from the stack"""
         self._carriers = carriers
         self._trees: tuple[Any, ...] = ()
         self._begin_pass()
@@ -104,13 +87,13 @@ class BlockTracer:
         self._nested: list[Tensor] = []
         self.has_gradients = self._grad_mode
         self._output: Any = None
-        self._returned = VALUE
+        self._returned = pytree.VALUE
         self._forget_calls()
         self._has_left = False
 
     def _forget_calls(self) -> None:
-        self._flattener = Flattener()
-        self._calls: dict[Skeleton, int] = {}
+        self._flattener = pytree.Flattener()
+        self._calls: dict[pytree.Skeleton, int] = {}
         self._call_of_block: list[int] = []
 
     @property
@@ -124,7 +107,7 @@ class BlockTracer:
         return f"{self._name}[{self.num_called % len(self._index_of)}]"
 
     def take_message(self) -> Message:
-        """The recorded calls, the output of the blocks before them, and what is carried.
+        """The recorded calls, the output of the blocks before them, and the carried trees.
 
         Called once during each suspension: the tensors are kept here no longer, so that they go when they are sent.
         """
@@ -173,48 +156,45 @@ class BlockTracer:
         else:
             if index == self._num_local:
                 self._carriers.begin_recording()
-            self._record(index, args, kwargs)
+            name = f"{self._name}[{index}]"
+            call = (
+                "tuple",
+                ("tuple", *(self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args))),
+                ("dict", *((("plain", "str", key), self._argument(index, arg, f"argument {key!r} of {name}"))
+                           for key, arg in kwargs.items())),
+            )  # fmt: skip
+            self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
             if index == 0:
                 self._output = self._suspend()
             output = proxies_like(self._output, self._first_number + index)
-            self._returned = structure_of(self._output)
+            self._returned = pytree.structure_of(self._output)
         if self.num_called < len(self._index_of):
             return output
         self.sequence_number = current_sequence_number()
         return self._suspend()
 
     def _suspend(self) -> Any:
-        """Suspend the step; return what the main thread resumes it with, which comes with what was carried."""
+        """Suspend the step; return the output with which the main thread resumes it. Carried trees come with it."""
         self._trees, left = self._carriers.leave(self.delivered, begins_pass=not self._has_left)
         self._has_left = True
         self._nested += self._flattener.nested
         output, trees = suspend()
         self.delivered = self._carriers.deliver(trees, left)
-        return with_ragged_dims_of(self._nested, output) if self._nested else output
+        return pytree.with_ragged_dims_of(self._nested, output) if self._nested else output
 
-    def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        block = f"{self._name}[{index}]"
-        call = (
-            "tuple",
-            ("tuple", *(self._argument(index, arg, f"argument {i} of {block}") for i, arg in enumerate(args))),
-            ("dict", *((("plain", "str", name), self._argument(index, arg, f"argument {name!r} of {block}"))
-                       for name, arg in kwargs.items())),
-        )  # fmt: skip
-        self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
-
-    def _argument(self, index: int, value: Any, what: str) -> Skeleton:
-        if is_cache(value):
+    def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
+        if pytree.is_cache(value):
             value = cache_for(self._blocks[index], value)
         skeleton = self._flattener.flatten(value, what, is_argument=True)
-        if not self._sends_objects and holds(skeleton, "object"):
+        if not self._sends_objects and pytree.holds(skeleton, "object"):
             raise UnsupportedError(
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
                 f"samples or features than the step. Pass tensors, set cube=1, or, where blocks aren't registered, "
                 f"cube_outside='share'."
             )
-        return map_leaves(skeleton, partial(self._relative, index, what))
+        return pytree.map_leaves(skeleton, partial(self._relative, index, what))
 
-    def _relative(self, index: int, what: str, leaf: Skeleton) -> Skeleton:
+    def _relative(self, index: int, what: str, leaf: pytree.Skeleton) -> pytree.Skeleton:
         """Give a proxy in a call of block `index` the number of blocks between the two: 0 for the output before it.
 
         Raises:
@@ -235,21 +215,18 @@ class BlockTracer:
         if self.num_called:
             self._begin_pass()
         self.has_gradients = torch.is_grad_enabled()
-        if self._grad_mode and not self.has_gradients and _in_reentrant_checkpoint():
-            raise UnsupportedError(
-                f"{user_line()} calls {self._name}[0] in torch.utils.checkpoint with use_reentrant=True. It calls the "
-                f"blocks again in the backward, when other ranks don't run theirs: gradients would be missing. Pass "
-                f"use_reentrant=False, or call checkpoint in the block's forward."
-            )
+        if self._grad_mode and not self.has_gradients:
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+                frame = frame.f_back
+            if frame is not None:
+                raise UnsupportedError(
+                    f"{user_line()} calls {self._name}[0] in torch.utils.checkpoint with use_reentrant=True. It calls "
+                    f"the blocks again in the backward, when other ranks don't run theirs: gradients would be missing. "
+                    f"Pass use_reentrant=False, or call checkpoint in the block's forward."
+                )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()
-
-
-def _in_reentrant_checkpoint() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 class FilledElsewhere(Valueless):
@@ -274,9 +251,13 @@ class FilledElsewhere(Valueless):
 
 
 def cache_for(block: nn.Module, cache: Any) -> Any:
-    """A cache with the layers that `block` uses, by the `layer_idx` of its modules; None if there is nothing in them.
+    """The part of a transformers key/value cache that a block on another rank gets: its layers, by their `layer_idx`.
 
-    In the cache itself these layers can't be used any more.
+        cache before the stack   [k0, v0] [k1, v1] [k2, v2] [k3, v3]     made by a prefix encoder
+        block 2 gets                               [k2, v2]              None, if they are empty
+        cache after the stack    filled   filled   x        x            x: reading it is an error
+
+    Blocks fill their layers where they run, and these stay there: a cache lives inside one forward.
 
     Raises:
         UnsupportedError: another forward has used the cache.
@@ -293,16 +274,12 @@ def _with_layers(cache: Any, own: set[int]) -> Any:
     for name, value in vars(cache).items():
         if name == "layers":
             vars(copied)[name] = [layer if i in own or not own else None for i, layer in enumerate(value)]
-            _mark(value, own)
+            for index in own:  # the step can't use these layers any more
+                value.extend(FilledElsewhere(i) for i in range(len(value), index + 1))
+                value[index] = FilledElsewhere(index)
         elif hasattr(value, "layers"):
             vars(copied)[name] = _with_layers(value, own)
     return copied
-
-
-def _mark(layers: list[Any], own: set[int]) -> None:
-    for index in own:
-        layers.extend(FilledElsewhere(i) for i in range(len(layers), index + 1))
-        layers[index] = FilledElsewhere(index)
 
 
 def _holds_values(value: Any) -> bool:

@@ -1,18 +1,11 @@
-"""What travels with a micro-batch besides the blocks' arguments: values that the step and the blocks leave for others.
+"""Carriers: values that travel with a micro-batch besides the blocks' arguments.
 
     step's thread    leave() -> tree                                                deliver(tree) ... end()
     stage 1                     running(tree): blocks read and add -> tree
     stage 2                                                           running(tree) -> tree
 
-A carrier knows one kind of values: attributes of modules, outputs that transformers records, calls of `self.log`.
-
-Carries what transformers records inside blocks: `output_router_logits`, `output_attentions`, `output_hidden_states`.
-
-Its models put forward hooks on their modules, which append to the lists of a collector while one is active in the
-thread. The step's collector is asked for its keys; blocks that run elsewhere append to a collector of their own.
-
-    step's collector     {"router_logits": [block 0's]}                   ... and then [block 0's, 1's, 2's, 3's]
-    carried              {"router_logits": (1, [])}  ->  (1, [1's, 2's])  ->  (1, [1's, 2's, 3's])
+A carrier knows one kind of values: attributes of modules, calls of `self.log`, or (in this file) the outputs that
+transformers records inside blocks: `output_router_logits`, `output_attentions`, `output_hidden_states`.
 """
 
 import sys
@@ -20,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -38,8 +31,10 @@ class BlockRun:
     """the output of the last of them, once they have run"""
 
 
-class Carrier(Protocol):
-    """One kind of values. Trees are None (nothing to carry), or what a `Flattener` can flatten.
+class Carrier:
+    """One kind of values. Trees are None (nothing to carry), or anything that a `Flattener` can flatten.
+
+    A method that a carrier doesn't define does nothing.
 
     On ranks with user code, per micro-batch:  enter, begin_recording, leave, ..., enter, deliver, end, where a step
     that passes the stack again records and leaves again instead of ending. On all:  running, for each stage.
@@ -52,7 +47,7 @@ class Carrier(Protocol):
         """Called before user code starts or continues."""
 
     def undo(self) -> None:
-        """Called after a dry run of user code: undo what it has changed since `enter`."""
+        """Called after a dry run of user code: undo its changes since `enter`."""
 
     def begin_recording(self) -> None:
         """Called in the step's thread before the first call in a pass of a block that doesn't run in the step."""
@@ -60,15 +55,17 @@ class Carrier(Protocol):
     def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Any, Any]:
         """Called in the step's thread when it is suspended; `begins_pass`: for the first time in this pass.
 
-        Returns a tree to send, and what `deliver` needs. `earlier` is what `deliver` returned after an earlier
+        Returns a tree to send, and the state for `deliver`. `earlier` is the result of `deliver` after an earlier
         suspension, or None.
         """
+        return None, None
 
     def running(self, tree: Any, run: BlockRun) -> AbstractContextManager[list[Any]]:
         """Make the tree's values known to the blocks of `run`; the list's one item is the tree for the next stage."""
+        return nullcontext([tree])
 
     def deliver(self, tree: Any, left: Any) -> Any:
-        """Called in the step's thread when it continues: make the values known to it. Returns what `end` needs."""
+        """Called in the step's thread when it continues: make the values known to it. Returns the state for `end`."""
 
     def end(self, delivered: Any) -> None:
         """Called when the step has ended."""
@@ -101,15 +98,15 @@ class Carriers:
             carrier.begin_recording()
 
     def leave(self, earlier: Sequence[Any], *, begins_pass: bool = True) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the step leaves: a tree for each carrier, and what each needs to deliver. `earlier` is () at first."""
+        """A tree for each carrier to send, and its state for `deliver`. `earlier` is () at first."""
         before = earlier or [None] * len(self._carriers)
         pairs = zip(self._carriers, before, strict=True)
         left = [carrier.leave(own, begins_pass=begins_pass) for carrier, own in pairs]
         return tuple(tree for tree, _ in left), tuple(own for _, own in left)
 
     def running(self, trees: Sequence[Any], run: BlockRun) -> AbstractContextManager[list[list[Any]]]:
-        """Make the trees' values known to the blocks of `run`; `carried_after` reads what it gives, at the end."""
-        return self._running(trees, run) if self._carriers else nullcontext([])
+        """Make the trees' values known to the blocks of `run`; `carried_after` reads the lists at the end."""
+        return self._running(trees, run) if self._carriers else nullcontext([])  # the usual case costs no generator
 
     @contextmanager
     def _running(self, trees: Sequence[Any], run: BlockRun) -> Iterator[list[list[Any]]]:
@@ -120,7 +117,7 @@ class Carriers:
             ]
 
     def quiet(self, block: nn.Module) -> AbstractContextManager[Any]:
-        """Inside it, once more, the block may run without a step: what it logs and records is dropped."""
+        """Inside it, once more, the block may run without a step: its logs and records are dropped."""
         return self.running([None] * len(self._carriers), BlockRun([block], is_last=False))
 
     def deliver(self, trees: Sequence[Any], left: Sequence[Any]) -> tuple[Any, ...]:
@@ -134,12 +131,12 @@ class Carriers:
 
 
 def carried_after(collected: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """The trees for the next stage, from what `Carriers.running` has yielded."""
+    """The trees for the next stage, from the lists of `Carriers.running`."""
     return tuple([tree for (tree,) in collected])
 
 
 def merged(early: Sequence[Any], late: Sequence[Any]) -> tuple[Any, ...]:
-    """The trees of a step that is suspended twice: what it has added since is part of `late`."""
+    """The trees of a step that is suspended twice: additions in between are part of `late`."""
     return tuple(a | b if a and b else a or b for a, b in zip(early, late, strict=True))
 
 
@@ -158,10 +155,16 @@ Tree = dict[str, Any]
 """
 
 
-class RecordedOutputs:
+class RecordedOutputs(Carrier):
     """Carries recorded outputs, on one rank, for a model that holds models of transformers.
 
-    `accepts` says whether a key is carried: in a cube blocks may compute parts of what the step expects.
+    These put forward hooks on their modules, which append to the lists of a collector while one is active in the
+    thread. The step's collector is asked for its keys; blocks that run elsewhere append to a collector of their own.
+
+        step's collector     {"router_logits": [block 0's]}                   ... and then [block 0's, 1's, 2's, 3's]
+        carried              {"router_logits": (1, [])}  ->  (1, [1's, 2's])  ->  (1, [1's, 2's, 3's])
+
+    `accepts` says whether a key is carried: in a cube blocks may compute parts of the tensors that the step expects.
     """
 
     def __init__(self, model: nn.Module, accepts: Callable[[str], bool] = lambda key: True) -> None:
@@ -171,20 +174,15 @@ class RecordedOutputs:
         self._counts: dict[str, int] = {}
         """of the items by key that the step that runs has recorded itself"""
 
-    def begin_batch(self) -> None:
-        """Do nothing."""
-
-    enter = undo = begin_batch
-
     def begin_recording(self) -> None:
-        """Count what the step has recorded itself: from now on its hooks record proxies, or None for unwanted ones."""
+        """Count the step's own records: from now on its hooks record proxies, or None for unwanted ones."""
         self._counts = {key: len(items) for key, items in (_active() or {}).items()}
 
     def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Tree | None, Any]:
-        """Ask for what the step's collector wants.
+        """Ask for the outputs that the step's collector wants.
 
         Raises:
-            UnsupportedError: it wants what is not accepted.
+            UnsupportedError: one of them is not accepted.
         """
         collector = _active()
         if not collector or not begins_pass:
@@ -216,7 +214,8 @@ class RecordedOutputs:
         if tree is None:
             yield [None]
             return
-        self._install_hooks(tree["models"])
+        for name in tree["models"]:  # as transformers has done on the rank that asked for outputs
+            _capturing().maybe_install_capturing_hooks(self._model.get_submodule(name))
         collector = {key: [None] * count + items for key, (count, items) in tree["lists"].items()}
         active = _capturing()._active_collector
         token = active.set(collector)
@@ -226,8 +225,9 @@ class RecordedOutputs:
         finally:
             active.reset(token)
         if run.is_last:  # the step's own call of the last block records this block's output once more
+            outputs = (run.output, *(run.output if isinstance(run.output, tuple) else ()))
             for items in collector.values():
-                if items and _is_output(items[-1], run.output):
+                if items and any(items[-1] is one for one in outputs):
                     items.pop()
         if tree["layers"] is not None:
             states = collector[_STATES]
@@ -236,20 +236,12 @@ class RecordedOutputs:
         result[0] = tree | {"lists": lists}
 
     def deliver(self, tree: Tree | None, left: Any) -> Any:
-        """Append what was recorded to the step's collector, in place of what hooks of blocks themselves have added."""
+        """Append the recorded outputs to the step's collector, in place of those that the blocks' own hooks added."""
         collector = _active()
         if tree is not None and collector:
             for key, (count, items) in tree["lists"].items():
                 collector[key][count:] = items
         return True
-
-    def end(self, delivered: Any) -> None:
-        """Do nothing."""
-
-    def _install_hooks(self, names: list[str]) -> None:
-        """Install the hooks here, as transformers has done on the rank that asked for outputs."""
-        for name in names:
-            _capturing().maybe_install_capturing_hooks(self._model.get_submodule(name))
 
 
 def _capturing() -> Any:
@@ -260,7 +252,3 @@ def _active() -> dict[str, Any] | None:
     """The collector that is active in this thread, if transformers is in use."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     return capturing._active_collector.get() if capturing is not None else None
-
-
-def _is_output(item: Any, output: Any) -> bool:
-    return item is output or (isinstance(output, tuple) and any(item is part for part in output))

@@ -29,7 +29,7 @@ _VALUES = "_hanayo_values"
 
 @dataclass(frozen=True)
 class _CompiledCall:
-    """What `block.compile()` has set as the block's call. It is not copied or pickled, as in `nn.Module`."""
+    """The block's call as `block.compile()` has set it. It is not copied or pickled, as in `nn.Module`."""
 
     call: Callable[..., Any]
     _threads: set[int] = field(default_factory=set)
@@ -63,7 +63,7 @@ def patch_blocks(
     """Replace each block's `forward` by a bound method, so that deepcopy and pickle bind it to the copy.
 
     The first `num_local` blocks run where the step calls them; all of them, if the stack is a `single_stage`. Their
-    random numbers come from `streams`; None: from torch's own generators as they are. What they return is noted in
+    random numbers come from `streams`; None: from torch's own generators as they are. Their outputs are noted in
     `values`.
     """
     for index, block in enumerate(blocks):

@@ -1,11 +1,11 @@
-"""The stage input: what a stage gets for one micro-batch, and the message that carries it between ranks.
+"""The stage input: all that a stage gets for one micro-batch, and the message that carries it between ranks.
 
     output_skeleton    the output of the block before                       a tree
     calls              the distinct calls of the blocks still to come       (args, kwargs), with proxies for that output
     call_of_block      for each block still to come, the index of its call
     sequence_length    of the whole sequences; 0 if no block uses it
-    returned           what the step takes the blocks still to come to return: containers, and where they hold None
-    carried            what the step and earlier blocks leave for others: a tree for each carrier
+    returned           the structure that the step takes for the output of the blocks still to come, with every None
+    carried            values that the step and earlier blocks leave for others: a tree for each carrier
 
 A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls. A skip connection is a
 proxy for the output of an earlier block, and becomes that output once the block's stage has run:
@@ -23,40 +23,26 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, BlockRun, Carriers, carried_after
 from lightning_hanayo.pipeline_parallel.capture.proxy import subtree
 from lightning_hanayo.pipeline_parallel.message import Message
-from lightning_hanayo.pipeline_parallel.pytree import (
-    NONE,
-    VALUE,
-    Flattener,
-    Skeleton,
-    containers,
-    hidden_part,
-    holds,
-    map_leaves,
-    nodes,
-    renumber,
-    tensor_indices,
-    unflatten,
-    values_of,
-)
 
-NO_OUTPUT: Skeleton = NONE
-NO_TREES: Skeleton = ("tuple",)
+NO_OUTPUT: pytree.Skeleton = pytree.NONE
+NO_TREES: pytree.Skeleton = ("tuple",)
 _UNCHECKED = nullcontext()
 
 
 class StageInput(NamedTuple):
     """The output of the block before, and the calls of the blocks still to come; all share one list of tensors."""
 
-    output_skeleton: Skeleton
-    calls: tuple[Skeleton, ...]
+    output_skeleton: pytree.Skeleton
+    calls: tuple[pytree.Skeleton, ...]
     call_of_block: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     sequence_length: int = 0
-    carried: Skeleton = NO_TREES
-    returned: Skeleton = VALUE
+    carried: pytree.Skeleton = NO_TREES
+    returned: pytree.Skeleton = pytree.VALUE
 
     @staticmethod
     def from_message(message: Message) -> "StageInput":
@@ -74,32 +60,43 @@ class StageInput(NamedTuple):
     @property
     def output(self) -> Any:
         """The output of the block before, as a tree; after the last block, the output of the stack."""
-        return unflatten(self.output_skeleton, self.tensors)
+        return pytree.unflatten(self.output_skeleton, self.tensors)
 
     @property
     def trees(self) -> tuple[Any, ...]:
-        """What is carried, as trees."""
-        return unflatten(self.carried, self.tensors)  # type: ignore[no-any-return]
+        """The carried trees."""
+        return pytree.unflatten(self.carried, self.tensors)  # type: ignore[no-any-return]
 
     def run(self, blocks: Sequence[nn.Module], carriers: Carriers = NO_CARRIERS) -> "StageInput":
-        """Run the next `blocks` of the stack, and return the input of the stage after them."""
+        """Run the next `blocks` of the stack, and return the input of the stage after them.
+
+        Raises:
+            UnsupportedError: a block returns a value that the step would miss, or changes one of its arguments.
+        """
         if not blocks:
             return self
         run = BlockRun(blocks, is_last=len(blocks) == len(self.call_of_block))
         with carriers.running(self.trees, run) as collected:
             outputs = [self.output]
             for block, call in zip(blocks, self.call_of_block, strict=False):
-                args, kwargs = unflatten(self.calls[call], self.tensors, partial(_output, outputs))
+                args, kwargs = pytree.unflatten(self.calls[call], self.tensors, partial(_output, outputs))
                 with _unchanged(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else _UNCHECKED:
                     outputs.append(block(*args, **kwargs))
-                if self.returned != VALUE and not (run.is_last and block is blocks[-1]):
-                    _check_returned(block, self.returned, outputs[-1])
+                if self.returned == pytree.VALUE or run.is_last and block is blocks[-1]:
+                    continue
+                if part := pytree.hidden_part(self.returned, outputs[-1], "output"):
+                    raise UnsupportedError(
+                        f"a {type(block).__name__} of the stack returns a value ({part}) where the last block of the "
+                        f"first stage returns None, or nothing. For all blocks on other ranks the step sees what that "
+                        f"one returns, and would miss the value. Return a tensor always (zeros, say), or store it as "
+                        f"an attribute of the block (self.value = ...), which the step may read after the stack."
+                    )
             run.output = outputs[-1]
         return self.after(outputs, len(blocks), carried_after(collected))
 
     def after(self, outputs: Sequence[Any], num_blocks: int, trees: tuple[Any, ...]) -> "StageInput":
         """The input of the stage after the next `num_blocks`, which have returned the last of these `outputs`."""
-        flattener = Flattener()
+        flattener = pytree.Flattener()
         skeleton = flattener.flatten(outputs[-1], "the output of a block")
         carried = flattener.flatten(trees, "what a block stores")
         remaining = self.call_of_block[num_blocks:]
@@ -119,23 +116,10 @@ def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any
     return subtree(outputs[-1 - distance], path)
 
 
-def _check_returned(block: nn.Module, expected: Skeleton, output: Any) -> None:
-    """Check that the step doesn't miss anything that a block on another rank returns.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    if part := hidden_part(expected, output, "output"):
-        raise UnsupportedError(
-            f"a {type(block).__name__} of the stack returns a value ({part}) where the last block of the first stage "
-            f"returns None, or nothing. For all blocks on other ranks the step sees what that one returns, and would "
-            f"miss the value. Return a tensor always (zeros, say), or store it as an attribute of the block "
-            f"(self.value = ...), which the step may read after the stack."
-        )
-
-
 @contextmanager
-def _unchanged(block: nn.Module, call: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def _unchanged(
+    block: nn.Module, call: pytree.Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
     """Check that the block doesn't change lists, dictionaries, or variables of functions among its arguments.
 
     Each block gets its own copies.
@@ -143,51 +127,43 @@ def _unchanged(block: nn.Module, call: Skeleton, args: tuple[Any, ...], kwargs: 
     Raises:
         UnsupportedError: it does.
     """
-    before = [(found, _contents(found)) for found in _containers(call, args, kwargs)]
+    values = zip(_arguments(call), (*args, *kwargs.values()), strict=True)
+    before = [(found, _contents(found)) for part, value in values for found in pytree.containers(part, value)]
     yield
     for found, old in before:
         now = _contents(found)
         if len(now) != len(old) or any(one is not other for one, other in zip(now, old, strict=True)):
+            shown = f"a {type(found).__name__}"
+            if isinstance(found, FunctionType):
+                shown = f"a variable of {found.__qualname__}, a function"
             raise UnsupportedError(
-                f"a {type(block).__name__} of the stack changes {_shown(found)} that it gets as an argument, which the "
+                f"a {type(block).__name__} of the stack changes {shown} that it gets as an argument, which the "
                 f"step and blocks on other ranks would not see. Return what it adds, or store it as an attribute of "
                 f"the block (self.value = ...), which the step may read after the stack."
             )
 
 
 @lru_cache(maxsize=256)
-def _changeable(call: Skeleton) -> bool:
+def _changeable(call: pytree.Skeleton) -> bool:
     """Whether a block gets something that it might change."""
-    return any(holds(part, "list", "dict") for part in _arguments(call))
+    return any(pytree.holds(part, "list", "dict") for part in _arguments(call))
 
 
-def _arguments(call: Skeleton) -> list[Skeleton]:
+def _arguments(call: pytree.Skeleton) -> list[pytree.Skeleton]:
     _, (_, *args), (_, *kwargs) = call
     return [*args, *(value for _, value in kwargs)]
-
-
-def _containers(call: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    values = (*args, *kwargs.values())
-    return [found for part, value in zip(_arguments(call), values, strict=True) for found in containers(part, value)]
 
 
 def _contents(found: Any) -> list[Any]:
     """The objects in a container, or that a function refers to."""
     if isinstance(found, FunctionType):
-        return values_of(found)
+        return pytree.values_of(found)
     return [*found, *found.values()] if isinstance(found, dict) else list(found)
 
 
-def _shown(found: Any) -> str:
-    if isinstance(found, FunctionType):
-        return f"a variable of {found.__qualname__}, a function"
-    return f"a {type(found).__name__}"
-
-
-def carried_of(message: Message) -> Skeleton:
-    """What is carried in a stage input's message."""
-    carried: Skeleton = message.skeleton[-1]
-    return carried
+def carried_of(message: Message) -> pytree.Skeleton:
+    """The carried trees in a stage input's message."""
+    return message.skeleton[-1]  # type: ignore[no-any-return]
 
 
 # The following depends on the structure alone, which is the same for all micro-batches: it is computed once.
@@ -195,29 +171,38 @@ def carried_of(message: Message) -> Skeleton:
 
 @lru_cache(maxsize=256)
 def _used(
-    output: Skeleton,
-    calls: tuple[Skeleton, ...],
+    output: pytree.Skeleton,
+    calls: tuple[pytree.Skeleton, ...],
     call_of_block: tuple[int, ...],
     sequence_length: int,
-    carried: Skeleton,
-    returned: Skeleton,
+    carried: pytree.Skeleton,
+    returned: pytree.Skeleton,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The skeleton of a message with only the tensors that are used, and their indices."""
-    used = tuple(dict.fromkeys(index for skeleton in (output, *calls, carried) for index in tensor_indices(skeleton)))
+    used = tuple(
+        dict.fromkeys(index for skeleton in (output, *calls, carried) for index in pytree.tensor_indices(skeleton))
+    )
     new = {index: i for i, index in enumerate(used)}
-    renumbered = tuple(renumber(call, new) for call in calls)
-    message = renumber(output, new), renumbered, call_of_block, sequence_length, returned, renumber(carried, new)
+    renumbered = tuple(pytree.renumber(call, new) for call in calls)
+    message = (
+        pytree.renumber(output, new),
+        renumbered,
+        call_of_block,
+        sequence_length,
+        returned,
+        pytree.renumber(carried, new),
+    )
     return message, used
 
 
 @lru_cache(maxsize=256)
 def _remaining(
-    calls: tuple[Skeleton, ...],
+    calls: tuple[pytree.Skeleton, ...],
     call_of_block: tuple[int, ...],
     num_new: int,
     num_old: int,
-    skipping: tuple[tuple[Skeleton, Skeleton], ...],
-) -> tuple[tuple[Skeleton, ...], tuple[int, ...]]:
+    skipping: tuple[tuple[pytree.Skeleton, pytree.Skeleton], ...],
+) -> tuple[tuple[pytree.Skeleton, ...], tuple[int, ...]]:
     """The calls of the blocks still to come, in a list of tensors that begins with `num_new` more.
 
     `skipping` are the outputs, by their proxies at the end of the stage, that these blocks get past others.
@@ -225,27 +210,27 @@ def _remaining(
     shifted = {i: num_new + i for i in range(num_old)}
     outputs = dict(skipping)
 
-    def change(position: int, leaf: Skeleton) -> Skeleton:
+    def change(position: int, leaf: pytree.Skeleton) -> pytree.Skeleton:
         if leaf[0] == "tensor":
             return ("tensor", shifted[leaf[1]])
         return outputs.get(_at_end(leaf, position), leaf)
 
-    changed = [map_leaves(calls[call], partial(change, position)) for position, call in enumerate(call_of_block)]
+    changed = [pytree.map_leaves(calls[call], partial(change, position)) for position, call in enumerate(call_of_block)]
     kept = list(dict.fromkeys(changed))
     return tuple(kept), tuple(kept.index(call) for call in changed)
 
 
 @lru_cache(maxsize=256)
-def _ending(calls: tuple[Skeleton, ...], call_of_block: tuple[int, ...]) -> tuple[Skeleton, ...]:
+def _ending(calls: tuple[pytree.Skeleton, ...], call_of_block: tuple[int, ...]) -> tuple[pytree.Skeleton, ...]:
     """The proxies, as at the end of the stage, whose blocks have run, without the output that the next block gets."""
     return tuple(dict.fromkeys(
         _at_end(leaf, position)
         for position, call in enumerate(call_of_block)
-        for leaf in nodes(calls[call])
+        for leaf in pytree.nodes(calls[call])
         if leaf[0] == "proxy" and leaf[1] >= max(position, 1)
     ))  # fmt: skip
 
 
-def _at_end(leaf: Skeleton, position: int) -> Skeleton:
+def _at_end(leaf: pytree.Skeleton, position: int) -> pytree.Skeleton:
     """A proxy in the call of the block at this `position` behind a stage, by its distance from the end of the stage."""
     return ("proxy", leaf[1] - position, leaf[2])

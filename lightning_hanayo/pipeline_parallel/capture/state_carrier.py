@@ -6,12 +6,13 @@
 Other micro-batches' steps start while one is suspended, and set the same attributes. So each micro-batch has its own
 values: they are set before its code continues, and those of the latest micro-batch are restored after it.
 
-What only blocks reach stays on their rank, such as a count of their calls. What code outside the blocks reaches too,
+State that only blocks reach stays on their rank, such as a count of their calls. State that other code reaches too,
 such as a box that all share, is the step's: each micro-batch brings its values, and other ranks forget them after it.
 A block's own parameters, in a list or dictionary that it keeps, travel by name: each rank finds its own.
 
-A step that passes the stack again leaves once more, and others continue meanwhile. Then what it has set in two parts is
-ambiguous for them, and rejected; but for modes, which are set for a while: the others see them as they were before.
+A step that passes the stack again leaves once more, and others continue meanwhile. Then values that it sets in two
+parts are ambiguous for them, and rejected; but for modes, which are set for a while: the others see them as they were
+before.
 """
 
 from collections import defaultdict
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter, PartialValues
-from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun
+from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.proxy import Unavailable, Valueless
 from lightning_hanayo.pipeline_parallel.capture.state import (
     BUFFERS,
@@ -56,9 +57,9 @@ class Left(NamedTuple):
     """The state of a suspended step."""
 
     values: dict[Key, Any]
-    """of everything that steps of this batch have changed before their blocks"""
+    """of all keys that steps of this batch have changed before their blocks"""
     changed: frozenset[Key]
-    """what this step has changed itself"""
+    """by this step itself"""
     number: int
     """of this step, counted by their starts, and by the beginnings of further passes"""
     has_passed: bool = False
@@ -66,14 +67,14 @@ class Left(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """What a step that continues has been given."""
+    """The values that a step got when it continued."""
 
     left: Left
     before: dict[Key, Any]
-    """what its values have replaced"""
+    """the values that they replaced"""
 
 
-class StateCarrier:
+class StateCarrier(Carrier):
     """Carries the state of modules, on one rank.
 
     Args:
@@ -106,16 +107,16 @@ class StateCarrier:
         self._local = None if num_local is None else frozenset(range(num_local))
         self._has_tensors = has_tensors
         self._early: set[Key] = set()
-        """what steps of this batch have changed before their blocks: each has its own values"""
+        """changed by steps of this batch before their blocks: each step has its own values"""
         self._others_changes: set[Key] = set()
-        """what hooks, and steps after their blocks, have changed: blocks elsewhere must learn it"""
+        """changed by hooks, and by steps after their blocks: blocks on other ranks must learn them"""
         self._shared: set[Key] = set()
-        """what has changed in state that blocks share with other code: other ranks get the step's values each time"""
+        """changed in state that blocks share with other code: other ranks get the step's values each time"""
         self._num_started = 0
         self._find_scanners()
 
     def begin_batch(self) -> None:
-        """Take note of what hooks have changed since the last batch. What can't be sent, they have set on all ranks."""
+        """Note the changes by hooks since the last batch. Values that can't be sent, hooks have set on all ranks."""
         changes = self._scan()
         self._early.clear()
         self._others_changes |= {
@@ -123,18 +124,15 @@ class StateCarrier:
         }
 
     def enter(self) -> None:
-        """Called before user code starts or continues: what this rank's blocks have changed since isn't its doing."""
+        """Called before user code starts or continues: earlier changes are by this rank's blocks, not by user code."""
         self._scanner(self._own).scan()
 
-    def begin_recording(self) -> None:
-        """Do nothing."""
-
     def undo(self) -> None:
-        """Undo what user code has changed since `enter`."""
+        """Undo user code's changes since `enter`."""
         self._all.undo()
 
     def leave(self, earlier: Delivered | None, *, begins_pass: bool = True) -> tuple[Tree | None, Left]:
-        """Return what blocks elsewhere may read, and the whole state of the step."""
+        """Return the values that blocks on other ranks may read, and the whole state of the step."""
         assert self._local is not None
         changes = self._scan()
         left = Left({}, frozenset(), 0) if earlier is None else earlier.left
@@ -147,7 +145,9 @@ class StateCarrier:
             self._shared |= self._is_shared(sent)
         else:
             sent = set(changes)
-        readable = self._readable(sent, self._others | self._own - self._local)
+        read_by = self._others | self._own - self._local  # the blocks that don't run in the step
+        holders = ((key, self._holder(key)) for key in sent)
+        readable = sorted(key for key, holder in holders if holder is not None and holder.blocks & read_by)
         tree = {key: self._encode(key, self._value(key, changes), by="the step") for key in readable} or None
         values = _without_mutated({key: self._value(key, changes) for key in self._early})
         values = self._state.get(self._state.inside(changes)) | values
@@ -163,21 +163,26 @@ class StateCarrier:
 
     @contextmanager
     def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
-        """Set the values for the blocks, and add what they change."""
+        """Set the values for the blocks, and add the blocks' changes."""
         indices = frozenset(self._index_of[id(block)] for block in run.blocks)
-        before = self._set(self._decode(self._read_by(indices, tree))) if tree else {}
+        given = tree or {}
+        holders = ((key, self._holder(key)) for key in given)
+        # a key without a holder belongs to an object that another value brings
+        read = {key: given[key] for key, holder in holders if holder is None or holder.blocks & indices}
+        before = self._set(self._decode(read)) if read else {}
         scanner = self._scanner(indices)
-        scanner.scan()  # what others have changed isn't the blocks' doing
+        scanner.scan()  # changes until now are not by these blocks
         shared = {holder.name: holder.copy for holder in scanner.holders if holder.is_outside}
         result = [tree]
         yield result
         changes = _without_mutated(scanner.scan())
         if changes:
             encoded = {key: self._encode(key, value, by="a block") for key, value in changes.items()}
-            result[0] = (tree or {}) | encoded
+            result[0] = given | encoded
             self._follow(changes)
-        old = {key: _old(shared[key[0]], key[1]) for key in changes if key[0] in shared}
-        modes = {key for key in before if tree and tree[key][0] == "mode"}
+        copies = {key: shared[key[0]] for key in changes if key[0] in shared}
+        old = {key: copy if key[1] == CONTENT else copy.get(key[1], REMOVED) for key, copy in copies.items()}
+        modes = {key for key in before if given[key][0] == "mode"}
         own = before if self._local is not None else {key: before[key] for key in self._is_shared(before) | modes}
         restored = old | own
         if restored:
@@ -189,18 +194,20 @@ class StateCarrier:
         return Delivered(left, self._set(left.values | self._decode(tree or {})))
 
     def end(self, delivered: Delivered) -> None:
-        """Restore the latest step's values, and what this rank's blocks have set, but for what this step has changed.
-
-        Of what blocks set, the step got copies.
-        """
+        """Restore the values of the step started last and of this rank's blocks, except those this step has changed."""
         found = self._scan()
         changes = _without_mutated(found)
         self._others_changes |= changes.keys()
         is_latest = delivered.left.number == self._num_started
         if not is_latest:
             self._check_order(delivered.left, found)
-        before = {key: value for key, value in delivered.before.items() if key not in changes}
-        restored = {key: value for key, value in before.items() if self._is_own(key, of_blocks=is_latest)}
+        restored = {}
+        for key in delivered.before.keys() - changes.keys():
+            holder = self._holder(key)
+            if holder is None or (is_latest and holder.is_outside):
+                continue  # the latest step's own values stay
+            if holder.blocks & self._own or not (holder.blocks or is_latest):
+                restored[key] = delivered.before[key]
         if restored:
             self._set(restored)
 
@@ -213,7 +220,7 @@ class StateCarrier:
             self._find_scanners()
 
     def _scan(self) -> dict[Key, Any]:
-        """What has changed since the last scan; buffers that were changed in place are among it."""
+        """The changes since the last scan, with buffers that were changed in place."""
         changes = self._all.scan()
         if changes:
             self._follow(changes)
@@ -225,7 +232,7 @@ class StateCarrier:
         return self._scanners[indices]
 
     def _set(self, values: dict[Key, Any]) -> dict[Key, Any]:
-        """Set attributes, then the contents of what they hold now; return what all of them were."""
+        """Set attributes, then the contents of their new values; return all old values."""
         before = self._state.get(values)
         for is_content in (False, True):
             part = {key: value for key, value in values.items() if (key[1] == CONTENT) is is_content}
@@ -244,27 +251,10 @@ class StateCarrier:
     def _holder(self, key: Key) -> Holder | None:
         return self._state.holders.get(key[0])
 
-    def _readable(self, keys: Iterable[Key], blocks: frozenset[int]) -> list[Key]:
-        """The keys that some of `blocks` may read."""
-        holders = ((key, self._holder(key)) for key in keys)
-        return sorted(key for key, holder in holders if holder is not None and holder.blocks & blocks)
-
-    def _read_by(self, blocks: frozenset[int], tree: Tree) -> Tree:
-        """The values that these blocks may read; of holders that are in them, too. Other blocks keep their own."""
-        holders = ((key, self._holder(key)) for key in tree)
-        return {key: tree[key] for key, holder in holders if holder is None or holder.blocks & blocks}
-
     def _is_shared(self, keys: Iterable[Key]) -> set[Key]:
         """Those of state that the blocks share with code outside them: it is the step's."""
         holders = ((key, self._holder(key)) for key in keys)
         return {key for key, holder in holders if holder is not None and holder.is_outside and holder.blocks}
-
-    def _is_own(self, key: Key, *, of_blocks: bool = False) -> bool:
-        """Whether it is the state of code that runs on this rank, or only that of its blocks."""
-        holder = self._holder(key)
-        if holder is None or (of_blocks and holder.is_outside):
-            return False
-        return bool(holder.blocks & self._own) or not (holder.blocks or of_blocks)
 
     def _without_parameters(self, key: Key, value: Any) -> tuple[Any, tuple[tuple[int, int, str], ...]]:
         """The value with None for each parameter that all blocks have which reach it; its place, a block, its name."""
@@ -350,10 +340,10 @@ class StateCarrier:
                 return value
 
     def _check_order(self, early: Left, late: Mapping[Key, Any]) -> None:
-        """Reject what is counted or collected before and after the blocks: other micro-batches' steps run in between.
+        """Reject values counted or collected before and after the blocks: other micro-batches' steps run in between.
 
         Other values are replaced, not continued, so that each micro-batch's own is right. But with several passes the
-        others would see what is set for one of them, and statistics would be taken in another order.
+        others would see values that are set for one of them, and statistics would be taken in another order.
         """
         rejected = (int, float, bool, str, type(MUTATED)) if early.has_passed else (int, float)
         for key in early.changed & late.keys():
@@ -367,11 +357,6 @@ class StateCarrier:
 
 def _named(key: Key) -> str:
     return ".".join(part.removesuffix(BUFFERS).removesuffix(MODULES) for part in key if part != CONTENT)
-
-
-def _old(copy: Any, key: str) -> Any:
-    """What was there, according to a holder's copy."""
-    return copy if key == CONTENT else copy.get(key, REMOVED)
 
 
 def _without_mutated(changes: Mapping[Key, Any]) -> dict[Key, Any]:

@@ -1,18 +1,16 @@
-"""Suspended calls: a function runs in a thread of its own and waits there for a value that the main thread makes.
+"""Suspended calls: a function runs in its own thread and waits there for a value that the main thread makes.
 
     main thread   call = SuspendedCalls.start(function) ......... call.resume(value) ........ call.result
     its thread              function() -> suspend() ............... value -> ... return
 
-Only one of these threads runs at a time, so user code sees no concurrency. A thread has its own autocast and grad mode.
-Threads are reused: there are as many as functions have ever been under way at once.
+Only one of these threads runs at a time, so user code sees no concurrency. Threads are reused: there are as many as
+functions have ever been under way at once. Context variables (`contextvars`) have the main thread's values, and those
+that the function sets are set there when it ends.
 
-Context variables (`contextvars`) have the main thread's values, and what the function sets is set there when it ends.
-
-The state of torch that a step's thread copies from the main thread, and that user code must not change.
-
-Grad mode, inference mode, autocast and the default device belong to a thread; SDPA flags, matmul flags and the default
+Each thread copies the state of torch from the main thread, and user code must not change it where it is suspended. Grad
+mode, inference mode, autocast and the default device belong to a thread; SDPA flags, matmul flags and the default
 dtype belong to the process. The stack's blocks run outside the user's `with` statements, so a state that is different
-where the step calls the stack would silently be lost. It is an error; but a pass without gradients is known as such.
+where the step calls the stack would silently be lost: an error, except that a pass without gradients is known as one.
 """
 
 import threading
@@ -54,13 +52,16 @@ class ThreadState:
     def current() -> "ThreadState":
         """The state of the calling thread and of the process."""
         cuda = torch.backends.cuda
+        # get_float32_matmul_precision raises if one of these newer settings is set without the older one
+        on_cpu = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+        chosen = (cuda.matmul.fp32_precision, on_cpu)
         return ThreadState(
             grad_mode=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             autocast=_autocast(),
             autocast_cache=torch.is_autocast_cache_enabled(),
             sdpa_kernels=(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
-            matmul_precision=_matmul_precision(),
+            matmul_precision=tuple("ieee" if one == "none" else one for one in chosen),  # "none": not chosen yet
             default_dtype=torch.get_default_dtype(),
             default_device=_default_device(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -100,29 +101,17 @@ class ThreadState:
         changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(now, f.name)]
         if self.grad_mode and changed == ["grad_mode"]:
             return
-        if changed:
-            hint = " For a pass without gradients use torch.no_grad()." if "inference_mode" in changed else ""
-            details = ", ".join(f"{n.replace('_', ' ')} is {getattr(now, n)}, was {getattr(self, n)}" for n in changed)
-            raise UnsupportedError(
-                f"the block stack is called inside a context that changes {details}. Its blocks run on several "
-                f"pipeline stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside "
-                f"the block.{hint}"
-            )
+        hint = " For a pass without gradients use torch.no_grad()." if "inference_mode" in changed else ""
+        details = ", ".join(f"{n.replace('_', ' ')} is {getattr(now, n)}, was {getattr(self, n)}" for n in changed)
+        raise UnsupportedError(
+            f"the block stack is called inside a context that changes {details}. Its blocks run on several "
+            f"pipeline stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside the "
+            f"block.{hint}"
+        )
 
 
 def _autocast() -> _Autocast:
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
-
-
-def _matmul_precision() -> tuple[str, ...]:
-    """Of products in float32, on GPUs and on the CPU.
-
-    `torch.get_float32_matmul_precision` raises if one of these, as the newer way, is set without the other way.
-    """
-    backends = torch.backends
-    on_cpu = backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    chosen = (backends.cuda.matmul.fp32_precision, on_cpu)
-    return tuple("ieee" if one == "none" else one for one in chosen)  # "none": not chosen yet
 
 
 def _set_autocast(autocast: _Autocast, cache: bool) -> None:
@@ -142,7 +131,7 @@ class _Abandoned(BaseException):
 
 
 class CallThread(threading.Thread):
-    """A reusable thread. `tracer` is what `current_tracer` returns in it."""
+    """A reusable thread. `current_tracer` returns its `tracer` in it."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="hanayo-step")
@@ -155,7 +144,7 @@ class CallThread(threading.Thread):
         """Run tasks until one is None."""
         while (task := self.tasks.get()) is not None:
             task()
-            del task  # frees what the step returned
+            del task  # frees the step's result
 
 
 def current_tracer() -> Any:
@@ -187,13 +176,13 @@ class SuspendedCall:
         self._events: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(self, tracer: Any) -> None:
-        """Start; return when the function suspends or ends, and raise what it raises."""
+        """Start; return when the function suspends or ends, and raise its error."""
         self.thread.tracer, self.thread.call = tracer, self
         self.thread.tasks.put(self._work)
         self._wait()
 
     def suspend(self) -> Any:
-        """Called inside the function: let the main thread continue, and return what `resume` is given."""
+        """Called inside the function: let the main thread continue, and return the value that `resume` gets."""
         self._state.check_unchanged()
         self._variables.changed(copy_context())
         self._events.put(None)
@@ -247,7 +236,7 @@ class Variables:
         self.run = self._now.run
 
     def changed(self, now: Context | None = None) -> list[ContextVar[Any]]:
-        """What the function has set, which runs now or has ended.
+        """The variables that the function has set, which runs now or has ended.
 
         Raises:
             UnsupportedError: the blocks read it.
@@ -265,7 +254,7 @@ class Variables:
         return found
 
     def set_here(self) -> None:
-        """Set what the function has set in the calling thread."""
+        """Set the same variables in the calling thread."""
         for variable in self.changed():
             variable.set(self._now[variable])
 
@@ -281,7 +270,7 @@ class SuspendedCalls:
         self._busy: list[SuspendedCall] = []
 
     def start(self, function: Callable[[], Any], tracer: Any, state: ThreadState | None = None) -> SuspendedCall:
-        """Run `function` in a thread until it suspends or ends; `tracer` is what `current_tracer` returns there.
+        """Run `function` in a thread until it suspends or ends; `current_tracer` returns `tracer` there.
 
         It begins in the given `state` of torch; None: in the calling thread's.
         """

@@ -1,18 +1,10 @@
 """The user's step on pipeline rank 0: one suspended call of it for each micro-batch under way.
 
-Rejects a step that reaches the stack with other parameters in modules: torch.func.functional_call puts them there.
+    step 0   embedding | suspended ........................ | head, loss
+    step 1               embedding | suspended ......................... | head, loss
 
-step 0   functional_call(model, weights, x):  weights in, ... suspended ...,  own parameters again
-step 1                                                   begins here, and would find step 0's weights
-
-Checks calls of autograd in the user's step: a gradient can't pass the stack while the step runs.
-
-    grad(penalty(x), x)             before the stack, or after it: computed here
-    grad(head(stack(x)), x)         refused: the blocks' graphs are on other ranks
-    loss.backward()                 refused: the pipeline runs the backward of all stages
-
-torch.autograd.grad and backward both call `torch.autograd._engine_run_backward`, which is replaced while user code
-runs. Nothing else runs then: the main thread waits for the step.
+So two things of a plain step are rejected: parameters that are replaced while it calls the stack, and gradients that
+would have to pass the stack.
 """
 
 import re
@@ -51,7 +43,10 @@ from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 
 
 class ReplacedParameters:
-    """Compares the parameter objects of `model` with those at the beginning of a batch; 0.1 us each."""
+    """Compares the parameter objects of `model` with those at the beginning of a batch; 0.1 us each.
+
+    `torch.func.functional_call` puts others into the modules, which the next step would find while one is suspended.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, module._parameters) for name, module in model.named_modules() if module._parameters]
@@ -82,7 +77,15 @@ _autograd: Any = torch.autograd
 
 
 class GradientCalls:
-    """Checks the calls of one rank's steps, and warns once. The stack has these `blocks`."""
+    """Checks the calls of autograd in one rank's steps, and warns once. The stack has these `blocks`.
+
+        grad(penalty(x), x)             before the stack, or after it: computed here
+        grad(head(stack(x)), x)         rejected: the blocks' graphs are on other ranks
+        loss.backward()                 rejected: the pipeline runs the backward of all stages
+
+    torch.autograd.grad and backward both call `torch.autograd._engine_run_backward`, which is replaced while user code
+    runs. Nothing else runs then: the main thread waits for the step.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
@@ -134,7 +137,11 @@ class GradientCalls:
                 "Take it with respect to the stack's output or to what comes after it, do it inside a block, or set "
                 "pipeline_parallel_size=1, num_waves=1 and cube=1, where the step runs in one piece",
             )
-        if cuts_batch and not self._has_warned and _depends_on_other_samples(outputs, inputs):
+        if cuts_batch and not self._has_warned:
+            # a gradient of each sample's own output is the same in every cut of the batch
+            sums = (one.dim() > 0 or type(one.grad_fn).__name__.startswith("SumBackward") for one in outputs)
+            if all(sums) and not any(isinstance(one, nn.Parameter) for one in inputs):
+                return
             self._has_warned = True
             warnings.warn(
                 f"{user_line()} computes a gradient inside the step (torch.autograd.grad), which is that of a "
@@ -144,10 +151,10 @@ class GradientCalls:
             )
 
     def _passes_stack(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tracer: Any) -> bool:
-        """Whether outputs come from what the stack has returned, and inputs are in front of it or in it."""
+        """Whether outputs come from the stack's output, and inputs are in front of it or in it."""
         nodes, _ = graph_boundary.reachable(outputs)
-        received = (leaf for leaf in tree_leaves(tracer.received) if isinstance(leaf, Tensor))
-        if nodes.isdisjoint(graph_boundary.nodes_of(received)):
+        received = [leaf for leaf in tree_leaves(tracer.received) if isinstance(leaf, Tensor)]
+        if nodes.isdisjoint(leaf.grad_fn for leaf in received if leaf.grad_fn is not None):
             return False
         before, leaves = graph_boundary.reachable(tracer.sent)
         leaves |= {parameter for block in self._blocks for parameter in block.parameters()}
@@ -155,7 +162,7 @@ class GradientCalls:
 
 
 class _Edge(NamedTuple):
-    """A `GradientEdge` that a step has passed instead of a tensor, with what is asked of tensors here."""
+    """A `GradientEdge` that a step has passed instead of a tensor, with those attributes of tensors that are used."""
 
     grad_fn: Node
     requires_grad: bool = True
@@ -167,12 +174,6 @@ class _Edge(NamedTuple):
 
 def _with_edges(values: Sequence[Any]) -> list[Any]:
     return [_Edge(one.node) if isinstance(one, GradientEdge) else one for one in values]
-
-
-def _depends_on_other_samples(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether the gradient of a micro-batch is another than the batch's: not so for one of each sample's own output."""
-    sums = (one.dim() > 0 or type(one.grad_fn).__name__.startswith("SumBackward") for one in outputs)
-    return any(isinstance(one, nn.Parameter) for one in inputs) or not all(sums)
 
 
 def _refuse(what: str, why: str, way_out: str) -> NoReturn:
@@ -209,7 +210,7 @@ class UserStep:
     carriers: Carriers = NO_CARRIERS
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
     sends_objects: bool = True
-    """whether blocks work on what the step works on, so that they may get more than tensors and plain values"""
+    """whether blocks work on the same samples and features as the step, so that they may get any objects"""
     replaced_parameters: ReplacedParameters | None = None
     """of the whole model; None: not checked"""
     _gradient_calls: GradientCalls = field(init=False)
@@ -243,11 +244,12 @@ class UserStep:
         self._calls.context = copy_context()
 
     def run(self, batch: Batch, microbatch: int) -> Any:
-        """Run the whole step where the stack is one stage, and return what it returns."""
+        """Run the whole step where the stack is one stage, and return its result."""
         assert batch.step is not None
         batch.on_user_code(microbatch)
-        self._begin_random_numbers(microbatch)
-        is_whole = len(batch.loss_weights) == 1  # then it may do what it does in one process
+        if self.streams is not None:
+            self.streams.begin_user_code(microbatch)
+        is_whole = len(batch.loss_weights) == 1  # then it may do anything, as in one process
         if is_whole:
             with self.guarded():
                 result = batch.step(microbatch)
@@ -266,7 +268,10 @@ class UserStep:
         if microbatch in batch.results:
             return None
         if microbatch not in self._under_way:
-            self._start_step(batch, microbatch)
+            assert batch.step is not None
+            self._enter(batch, microbatch)
+            self._under_way[microbatch] = self._start(batch, batch.step, microbatch, self.carriers)
+            self._check_hooks()
         return self._under_way[microbatch][1].has_gradients
 
     def begin_pass(self, batch: Batch, microbatch: int) -> Message:
@@ -281,7 +286,10 @@ class UserStep:
         has_gradients = self.next_pass(batch, microbatch)
         expected = torch.is_grad_enabled()
         if has_gradients != expected:
-            found = self._no_pass(batch, microbatch) if has_gradients is None else self._pass(microbatch)
+            ended = (
+                f"the step of micro-batch {microbatch} has ended after {batch.pass_number} passes through {self.name}"
+            )
+            found = ended if has_gradients is None else self._pass(microbatch)
             raise UnsupportedError(
                 f"{found}, where a pass {'with' if expected else 'without'} gradients is expected{SAME_PASSES}"
             )
@@ -296,9 +304,6 @@ class UserStep:
         if microbatch not in batch.results:
             raise UnsupportedError(f"{self._pass(microbatch)}, where it should have ended{SAME_PASSES}")
 
-    def _no_pass(self, batch: Batch, microbatch: int) -> str:
-        return f"the step of micro-batch {microbatch} has ended after {batch.pass_number} passes through {self.name}"
-
     def _pass(self, microbatch: int) -> str:
         tracer = self._under_way[microbatch][1]
         how = "with gradients" if tracer.has_gradients else "without gradients (torch.no_grad)"
@@ -308,22 +313,16 @@ class UserStep:
             f"{self.name}, {how}"
         )
 
-    def _start_step(self, batch: Batch, microbatch: int) -> None:
-        assert batch.step is not None
-        self._enter(batch, microbatch)
-        self._under_way[microbatch] = self._start(batch, batch.step, microbatch, self.carriers)
-        self._check_hooks()
-
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """Resume a step suspended at the first block with that block's output; return the calls of the other blocks."""
         self._enter(batch, microbatch)
-        no_trees = (None,) * len(after.trees)  # what the first block has stored is delivered with the others' values
+        no_trees = (None,) * len(after.trees)  # the first block's values are delivered with the others'
         return self._run_to_last_block(batch, self._under_way[microbatch], (after.output, no_trees))
 
     def resume(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> int:
-        """Resume with the stack's output, and what was carried, until the step ends or passes the stack again.
+        """Resume with the stack's output, and the carried trees, until the step ends or passes the stack again.
 
-        At its end `batch.results` takes what it has returned. Returns autograd's sequence number at the stack.
+        At its end `batch.results` takes its result. Returns autograd's sequence number at the stack.
         """
         call, tracer = self._under_way[microbatch]
         sequence_number = tracer.sequence_number
@@ -342,7 +341,7 @@ class UserStep:
         return sequence_number
 
     def start_dry_run(self, batch: Batch, microbatch: int) -> Message:
-        """Like `begin_pass`, for `batch.dry_run_step`. What it logs, counts and stores does not count; it never ends.
+        """Like `begin_pass`, for `batch.dry_run_step`. Its logs, counts and stored values do not count; it never ends.
 
         Raises:
             UnsupportedError: it isn't the step's first pass.
@@ -394,10 +393,6 @@ class UserStep:
         self.carriers.enter()
         batch.on_user_code(microbatch)
 
-    def _begin_random_numbers(self, microbatch: int) -> None:
-        if self.streams is not None:
-            self.streams.begin_user_code(microbatch)
-
     @contextmanager
     def _user_code(self, batch: Batch) -> Iterator[None]:
         cuts_batch = len(batch.loss_weights) > 1 or self.num_local == 0  # the ranks of a cube share micro-batches, too
@@ -417,7 +412,8 @@ class UserStep:
             sends_objects=self.sends_objects,
             first_numbers=self._first_numbers,
         )
-        self._begin_random_numbers(microbatch)
+        if self.streams is not None:
+            self.streams.begin_user_code(microbatch)
         with self._user_code(batch):
             call = self._calls.start(lambda: _run_step(function, microbatch), tracer, state)
         self._check_suspended(call, tracer)
@@ -478,7 +474,7 @@ def _run_step(function: StepFunction, microbatch: int) -> Any:
 
 
 def missing_values_error(what: str) -> UnsupportedError:
-    """The error for `what`, which depends on what other ranks hold."""
+    """The error for `what`, which depends on values of other ranks."""
     return UnsupportedError(
         f"{what} uses values of a block that is on another pipeline rank: a buffer, or a parameter that a hook has "
         f"kept. Let the block store the value as an attribute (self.value = self.buffer.clone()), which the step may "

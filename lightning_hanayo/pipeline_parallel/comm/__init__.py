@@ -1,1 +1,1 @@
-"""Messages between pipeline ranks: what travels, how it is packed, and over which transport."""
+"""Messages between ranks: objects, and tensors that all ranks of a group hold."""

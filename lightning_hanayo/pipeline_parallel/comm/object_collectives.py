@@ -75,9 +75,9 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: Any, device: torch.device | None = None) -> Any:
-    """Return what `to_bytes` was given, with tensors that weren't in host memory on `device` (None: the current one).
+    """Return the value that `to_bytes` was given. Tensors that weren't in host memory are views of one buffer.
 
-    They are views of one buffer.
+    The buffer is on `device`; None: the current one.
     """
     packed, buffers = pickle.loads(data)
     return _unpack(packed, [buffer.to(_own(kind, device), non_blocking=True)  # from unpinned memory: copied on return
@@ -90,7 +90,7 @@ def to_text(value: Any) -> str:
 
 
 def from_text(text: str, device: torch.device | None = None) -> Any:
-    """Return what `to_text` was given; `device` as in `from_bytes`."""
+    """Return the value that `to_text` was given; `device` as in `from_bytes`."""
     return from_bytes(base64.b64decode(text), device)
 
 
@@ -111,20 +111,17 @@ def _pack(value: Any) -> tuple[_Packed, list[Tensor]]:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    sent = [(device.type, _filled(tensors)) for device, tensors in pickler.tensors.items()]
-    specs = [(kind, buffer.spec.to_bytes()) for kind, buffer in sent]
-    return _Packed(file.getvalue(), specs), [buffer.buffer for _, buffer in sent]
-
-
-def _filled(tensors: Sequence[Tensor]) -> SendBuffer:
-    message = Message((), tuple(tensors))
-    made = SendBuffer(spec_of(message), tensors[0].device)
-    made.fill(message.tensors)
-    return made
+    specs, buffers = [], []
+    for device, tensors in pickler.tensors.items():
+        sent = SendBuffer(spec_of(Message((), tuple(tensors))), tensors[0].device)
+        sent.fill(tensors)
+        specs.append((device.type, sent.spec.to_bytes()))
+        buffers.append(sent.buffer)
+    return _Packed(file.getvalue(), specs), buffers
 
 
 def _unpack(packed: _Packed, buffers: Sequence[Tensor], device: torch.device | None = None) -> Any:
-    """Return what was packed; its tensors are views of the buffers, which are where they shall be."""
+    """Return the packed object, whose tensors are views of the buffers."""
     pairs = zip(packed.specs, buffers, strict=True)
     tensors = [unpack(Spec.from_bytes(spec), buffer).tensors for (_, spec), buffer in pairs]
     return _Unpickler(packed.pickled, tensors, device).load()
@@ -167,21 +164,23 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value.type not in _SAME_EVERYWHERE:
             return "device", value.type
-        if not isinstance(value, Tensor) or not _is_plain(value) or _device_of(value).type in _SAME_EVERYWHERE:
+        if not isinstance(value, Tensor):
+            return None
+        has_own_rules = type(value).__reduce_ex__ is not Tensor.__reduce_ex__ or is_traceable_wrapper_subclass(value)
+        device = _device_of(value)
+        if has_own_rules or value.layout is not torch.strided or device.type in _SAME_EVERYWHERE:
             return None
         if id(value) not in self._known:
-            self._known[id(value)] = value, self._leave_out(value)
+            tensors = self.tensors.setdefault(device, [])
+            tensors.append(value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad))
+            kind = None if type(value) is Tensor else type(value)
+            left_out = "tensor", list(self.tensors).index(device), len(tensors) - 1, kind, vars(value)
+            self._known[id(value)] = value, left_out
         return self._known[id(value)][1]
-
-    def _leave_out(self, value: Tensor) -> Any:
-        tensors = self.tensors.setdefault(_device_of(value), [])
-        tensors.append(value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad))
-        kind = None if type(value) is Tensor else type(value)
-        return "tensor", list(self.tensors).index(_device_of(value)), len(tensors) - 1, kind, vars(value)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts back what the pickler has left out; devices become this rank's."""
+    """Puts back the tensors that the pickler has left out; devices become this rank's."""
 
     def __init__(self, pickled: bytes, tensors: Sequence[Sequence[Tensor]], device: torch.device | None) -> None:
         super().__init__(io.BytesIO(pickled))
@@ -198,12 +197,6 @@ class _Unpickler(pickle.Unpickler):
         tensor = tensor if kind is None else tensor.as_subclass(kind)
         vars(tensor).update(attributes)
         return tensor
-
-
-def _is_plain(value: Tensor) -> bool:
-    """Whether it is one block of memory, and no subclass with its own way to be pickled."""
-    has_own_rules = type(value).__reduce_ex__ is not Tensor.__reduce_ex__ or is_traceable_wrapper_subclass(value)
-    return value.layout is torch.strided and not has_own_rules
 
 
 def _device_of(value: Tensor) -> torch.device:

@@ -54,7 +54,13 @@ class ReplicatedTensors:
         found = self._changed_anywhere(own, flags)
         sent = [tensor for name in found if (tensor := own[name]) is not None and not tensor.is_meta]
         if sent:
-            self._broadcast(sent)
+            # as bytes: gloo knows neither complex numbers nor 16-bit integers
+            values = [one.detach().to(self._device).contiguous().reshape(-1).view(torch.uint8) for one in sent]
+            message = torch.cat(values)
+            dist.broadcast(message, group=self._tensors, group_src=0)
+            with torch.inference_mode():  # a tensor that an evaluation has made can be changed nowhere else
+                for tensor, part in zip(sent, message.split([len(value) for value in values]), strict=True):
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned for its dtype
         self._kept, self._versions = own, _versions(own)
         return bool(found)
 
@@ -65,29 +71,18 @@ class ReplicatedTensors:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
         for (name, tensor), highest, negated_lowest in zip(own.items(), *largest[1:].tolist(), strict=True):
             if highest != -negated_lowest:
+                dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+                spec = "None" if tensor is None else f"{dtype} {list(tensor.shape)}"
                 raise UnsupportedError(
-                    f"{name} is a buffer ({_spec(tensor)} on this rank) whose shape or dtype differs between data "
+                    f"{name} is a buffer ({spec} on this rank) whose shape or dtype differs between data "
                     f"ranks, which take the values of rank 0, as with DDP. Give it the same on all of them, or keep it "
                     f"in an attribute that is no buffer."
                 )
         return [name for name, flag in zip(own, largest[0].tolist(), strict=True) if flag]
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        """As bytes: gloo knows neither complex numbers nor 16-bit integers."""
-        values = [tensor.detach().to(self._device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-        message = torch.cat(values)
-        dist.broadcast(message, group=self._tensors, group_src=0)
-        with torch.inference_mode():  # a tensor that an evaluation has made can be changed nowhere else
-            for tensor, part in zip(tensors, message.split([len(value) for value in values]), strict=True):
-                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned for its dtype
-
 
 def _versions(tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, int]]:
     return {name: identity_of(tensor) for name, tensor in tensors.items()}
-
-
-def _spec(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 @cache

@@ -3,9 +3,8 @@
 rank 0   batch 50 | posts receives | batch 51 | waits for them: received long ago
 rank 1   batch 50 | sends          | batch 51 |             |reached start end| of each action, in the table's order
 
-Computes a timeline from all ranks' traces, and the costs that a simulation needs to predict it.
-
-Ranges in the traces of torch's profiler: which stage works on which micro-batch, and which block runs.
+All ranks' traces give a timeline, and the costs that a simulation needs to predict it. In traces of torch's profiler
+actions and blocks are ranges.
 """
 
 from collections import defaultdict, deque
@@ -13,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from math import inf
 from statistics import fmean, median
 from typing import Any
@@ -136,7 +134,7 @@ class TraceGather:
         return [own, *(unpack(row, buffer) for row, (buffer, _) in zip(rows, transfers, strict=True))]
 
     def forget(self) -> None:
-        """Drop what is under way, after a failure."""
+        """Drop transfers under way, after a failure."""
         self._own = self._transfers = ()
 
 
@@ -216,8 +214,9 @@ def on_one_clock(schedule: Schedule, batch: BatchTrace) -> BatchTrace:
         rank 1                  `-> s'| ... |e'                      so  e - s' <= offset <= s - e', for every message
 
     Processes on one machine share a clock: an offset of 0 is possible there, and the times stay as they are. Across
-    machines each rank's clock is set relative to the rank before it, to the middle of what the batch's messages allow.
-    The error is at most half the time that the two fastest messages, one in each direction, took together.
+    machines each rank's clock is set relative to the rank before it, to the middle of the range that the batch's
+    messages allow. The error is at most half the time that the two fastest messages, one in each direction, took
+    together.
     """
     return [
         [replace(e, reached=e.reached + offset, start=e.start + offset, end=e.end + offset) for e in events]
@@ -233,12 +232,12 @@ def offsets(num_ranks: int, messages: Iterable[MessageTiming]) -> list[float]:
     for one in messages:
         pair = (one.sender, one.receiver)
         least[pair] = max(least[pair], one.sent.end - one.received.start)
-    return list(accumulate((_between(least[r - 1, r], -least[r, r - 1]) for r in range(1, num_ranks)), initial=0.0))
-
-
-def _between(low: float, high: float) -> float:
-    """Return 0 if it is possible, or if messages went in one direction only; otherwise the middle."""
-    return 0.0 if low <= 0.0 <= high or inf in (-low, high) else (low + high) / 2
+    found = [0.0]
+    for rank in range(1, num_ranks):
+        low, high = least[rank - 1, rank], -least[rank, rank - 1]
+        # 0 if it is possible, or if messages went in one direction only; otherwise the middle
+        found.append(found[-1] + (0.0 if low <= 0.0 <= high or inf in (-low, high) else (low + high) / 2))
+    return found
 
 
 def median_batch(batches: Sequence[BatchTrace]) -> BatchTrace:

@@ -109,8 +109,12 @@ def _interleave(request: Request, stages_per_rank: int, *, split: bool) -> Sched
         kind = Kind.I if split else Kind.B
         backward = [Action(stage, kind, m) for group in groups for stage in stages[::-1] for m in group]
         ahead = (stages_per_rank - 1) * size + num_ranks - 1 - rank
-        if split:
-            whole = _delayed_weights_row(forward, backward, ahead, delay=rank)
+        if split:  # forwards; then F, I and the W that is `rank` places behind take turns until all have run
+            whole = forward[:ahead]
+            weights = [Action(action.stage, Kind.W, action.microbatch) for action in backward]
+            for turn in range(len(backward) + rank):
+                whole += forward[turn + ahead : turn + ahead + 1] + backward[turn : turn + 1]
+                whole += weights[max(0, turn - rank) : max(0, turn - rank + 1)]
         else:
             whole = alternate(forward, backward, warm_up=ahead + num_ranks - rank)
         rows.append(tuple(action for action in whole if action.microbatch in microbatches))
@@ -126,13 +130,3 @@ def group_size(num_ranks: int, num_microbatches: int) -> int:
     """
     count = max(1, num_microbatches // num_ranks)
     return num_ranks if num_microbatches % count else num_microbatches // count
-
-
-def _delayed_weights_row(forward: list[Action], backward: list[Action], ahead: int, delay: int) -> list[Action]:
-    """`ahead` forwards; then F, I and the W that is `delay` places behind take turns until all have run."""
-    row = forward[:ahead]
-    weights = [Action(action.stage, Kind.W, action.microbatch) for action in backward]
-    for turn in range(len(backward) + delay):
-        row += forward[turn + ahead : turn + ahead + 1] + backward[turn : turn + 1]
-        row += weights[max(0, turn - delay) : max(0, turn - delay + 1)]
-    return row

@@ -142,17 +142,13 @@ def _keys(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ..
 
 def paper_order(name: str, num_ranks: int, num_waves: int, num_microbatches: int) -> Schedule:
     """The paper's order for groups of P one after another, without the micro-batches beyond the last one."""
-    rows = tuple(_row(rank, num_ranks, num_waves, num_microbatches) for rank in range(num_ranks))
-    return Schedule(name, zigzag(num_ranks, num_waves), rows, num_microbatches)
-
-
-def _row(rank: int, num_ranks: int, num_waves: int, num_microbatches: int) -> tuple[Action, ...]:
-    legs = [_leg(leg, rank, num_ranks, num_waves) for leg in range(4 * num_waves)]
-    order = _order(rank, num_ranks, len(legs))
-    starts = range(0, num_microbatches, num_ranks)
-    return tuple(
-        Action(*legs[leg], start + item) for start in starts for leg, item in order if start + item < num_microbatches
-    )
+    rows = []
+    for rank in range(num_ranks):
+        legs = [_leg(leg, rank, num_ranks, num_waves) for leg in range(4 * num_waves)]
+        order, starts = _order(rank, num_ranks, len(legs)), range(0, num_microbatches, num_ranks)
+        items = ((legs[leg], start + item) for start in starts for leg, item in order)
+        rows.append(tuple(Action(*leg, item) for leg, item in items if item < num_microbatches))
+    return Schedule(name, zigzag(num_ranks, num_waves), tuple(rows), num_microbatches)
 
 
 def _leg(leg: int, rank: int, num_ranks: int, num_waves: int) -> tuple[int, Kind]:

@@ -112,21 +112,18 @@ def _pattern_plans(problem: SchedulingProblem, effort: int) -> Iterator[tuple[li
     stages_per_rank = problem.stage_ranks.count(0)
     policies = (FillPolicy(reach=2 * stages_per_rank), FillPolicy(weights_first=True))
     count = max(effort // 2, min(4 * effort, 120 * trial.num_actions)) // trial.num_actions
-    tries = islice(product(_random_patterns(problem), (False, True), policies), count)
+    random = Random(0)
+    drawn = (Pattern(problem.stage_ranks, _pauses(random, stages_per_rank)) for _ in range(1000))
+    patterns = list({one.cells: one for one in drawn}.values())
+    # first those without idle cells whose peak is closest to the capacity
+    patterns.sort(key=lambda one: (one.period, abs(one.peak - problem.capacity), one.latency))
+    tries = islice(product(patterns, (False, True), policies), count)
     results = []
     for pattern, weights, policy in tries:
         plan = trial.rows(pattern.keys(trial.num_microbatches, weights))
         results.append((ListScheduler(trial, plan, policy).run(), pattern, weights, policy))
     for _, pattern, weights, policy in nsmallest(8, results, key=itemgetter(0)):
         yield problem.rows(pattern.keys(problem.num_microbatches, weights)), policy
-
-
-def _random_patterns(problem: SchedulingProblem) -> list[Pattern]:
-    """Random patterns, first those without idle cells whose peak is closest to the capacity."""
-    random = Random(0)
-    drawn = (Pattern(problem.stage_ranks, _pauses(random, problem.stage_ranks.count(0))) for _ in range(1000))
-    patterns = list({one.cells: one for one in drawn}.values())
-    return sorted(patterns, key=lambda one: (one.period, abs(one.peak - problem.capacity), one.latency))
 
 
 def _pauses(random: Random, stages_per_rank: int) -> Pauses:

@@ -164,7 +164,7 @@ def repeat(request: Request, block: Sequence[Cells], capacity: int, *, eager: bo
 
 
 class _Rank:
-    """One rank while the schedule is compacted: what it has run, the activations it holds, and its pending W."""
+    """One rank while the schedule is compacted: its row so far, the activations it holds, and its pending W."""
 
     def __init__(self, cells: dict[Node, int], stages: int, num_microbatches: int, capacity: int, eager: bool) -> None:
         self.cells = cells
@@ -204,14 +204,13 @@ class _Rank:
         if node[1] is Kind.I:
             return True
         level = peak = self._held
-        for _, kind in self._before(self._next(node)):
+        until = self._next(node)
+        ends = {other: min(until, first + PERIOD * self._num_microbatches) for other, first in self.cells.items()}
+        before = ((at, other[1]) for other in ends for at in range(self._next(other), ends[other], PERIOD))
+        for _, kind in sorted(before):
             level += 1 if kind is Kind.F else -1
             peak = max(peak, level)
         return peak < self._most_stages
-
-    def _before(self, cell: int) -> list[tuple[int, Kind]]:
-        ends = {node: min(cell, first + PERIOD * self._num_microbatches) for node, first in self.cells.items()}
-        return sorted((at, node[1]) for node in ends for at in range(self._next(node), ends[node], PERIOD))
 
     def _run(self, node: Node) -> Node:
         (stage, kind), microbatch = node, self._begun[node]

@@ -38,7 +38,7 @@ def pair_up(
 
     Args:
         table: a valid schedule.
-        costs: what actions take, with `segments`: without them no two actions are quicker at once.
+        costs: of actions, with `segments`: without them no two actions are quicker at once.
         budget: the most activations that a rank may hold, in M_a (default: one more than it holds in `table`, as two
             micro-batches are under way).
         steady: whether to compare orders by the time that a following step adds.
@@ -95,8 +95,10 @@ class _Pairing:
             place = max(0, min(len(row), place + random.choice(_SHIFTS)))
             row.insert(place, code)
             passed = row[min(before, place) : max(before, place) + 1]
-            if any(other != code and self._is_alike(other, code) for other in passed):
-                continue
+            own = self._actions[code]
+            same = [self._actions[other] for other in passed if other != code]
+            if any((one.stage, one.kind) == (own.stage, own.kind) for one in same):
+                continue  # gradients are added in the order of micro-batches
             pairs = {first: second for first, second in self.pairs.items() if code not in (first, second)}
             if any(one in pairs and row[at + 1 : at + 2] != [pairs[one]] for at, one in enumerate(row)):
                 continue  # another pair was torn apart
@@ -123,11 +125,6 @@ class _Pairing:
             made[rank][at : at + 2] = [forward, backward]
             pairs[forward] = backward
         return made, pairs
-
-    def _is_alike(self, first: int, second: int) -> bool:
-        """Whether they do the same on a stage: gradients are added in the order of micro-batches."""
-        one, other = self._actions[first], self._actions[second]
-        return (one.stage, one.kind) == (other.stage, other.kind)
 
     def _fits(self, first: int, second: int) -> bool:
         one, other = self._actions[first], self._actions[second]

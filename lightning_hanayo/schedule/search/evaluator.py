@@ -1,6 +1,6 @@
 """Evaluator: computes when each action of a table starts and ends, fast enough for thousands of tables.
 
-An action is one whole number, its code. What it waits for has a code at a fixed distance, for every micro-batch:
+An action is one whole number, its code. The actions it waits for have codes at fixed distances, for every micro-batch:
 
     code = (kind * S + stage) * B + microbatch        kinds in the order F, I, W, B
 
@@ -53,7 +53,7 @@ class Evaluator:
         stages = range(shape.num_stages)
         self._nodes = [_node(shape, costs, Action(stage, kind, 0)) for kind in _KINDS for stage in stages]
         self._pair_ends = cache(lambda first, second: costs.pair(shape, self._at(first), self._at(second)))
-        self._pairs = self.encode_pairs(shape.pairs)
+        self._pairs = {self.code(first): self.code(second) for first, second in shape.pairs}
 
     def code(self, action: Action) -> int:
         """The number of a compute action of this shape."""
@@ -68,10 +68,6 @@ class Evaluator:
 
     def _at(self, node: int) -> Action:
         return self.action(node * self._num_microbatches)
-
-    def encode_pairs(self, pairs: Iterable[tuple[Action, Action]]) -> dict[int, int]:
-        """Of each pair the code of its first action, and that of its second."""
-        return {self.code(first): self.code(second) for first, second in pairs}
 
     def encode(self, rows: Iterable[Iterable[Action]]) -> list[list[int]]:
         """The codes of a table's actions."""
@@ -94,9 +90,9 @@ class Evaluator:
     def run(
         self, rows: CodeRows, begin: Sequence[float] | None = None, pairs: Mapping[int, int] | None = None
     ) -> ActionTimes | None:
-        """Start each action as soon as its rank is free and what it waits for has arrived. None: the ranks deadlock.
+        """Start each action as soon as its rank is free and its inputs have arrived. None: the ranks deadlock.
 
-        A pair starts when what both wait for has arrived. Linear: a rank that waits is woken by what it waits for. Of
+        A pair starts when the inputs of both have arrived. Linear: a rank that waits is woken by the missing input. Of
         the table only dependencies are checked.
 
         Args:
@@ -163,9 +159,9 @@ class Evaluator:
                     asleep.setdefault(missing, []).append(rank)
                     break
                 start = max([last[rank], *(done[source] + hop for source, hop in sources)])
-                takes = (
-                    [nodes[code // count][0]] if len(cell) == 1 else self._pair_ends(*(one // count for one in cell))
-                )
+                takes: Sequence[float] = (nodes[code // count][0],)
+                if len(cell) > 1:
+                    takes = self._pair_ends(*(one // count for one in cell))
                 for one, seconds in zip(cell, takes, strict=True):
                     starts[rank].append(start)
                     row_ends.append(start + seconds)
@@ -178,7 +174,7 @@ class Evaluator:
 
 
 Node = tuple[float, int, tuple[tuple[int, float], ...]]
-"""What all micro-batches of a (stage, kind) share: its time; the distance from its code to the slot that holds its end;
+"""Common to all micro-batches of a (stage, kind): its time; the distance from its code to the slot that holds its end;
 and, for each thing it waits for, the distance to that slot and the time of the hop from there."""
 
 

@@ -24,9 +24,9 @@ class FillPolicy:
     reach: float = 0.0
     """how many positions ahead in the plan a forward or input gradient may be taken from"""
     tolerance: float = 0.0
-    """the part of the action's time that must fit the gap: 0, any may start; 1, only what ends before the gap does"""
+    """the part of the action's time that must fit the gap: 0, any may start; 1, only those that end in it"""
     weights_first: bool = False
-    """whether a weight gradient is tried before what is ahead in the plan"""
+    """whether a weight gradient is tried before actions that are ahead in the plan"""
 
 
 class ListScheduler:
@@ -84,7 +84,7 @@ class ListScheduler:
         return True
 
     def _arrive(self, code: int) -> int:
-        """Note that what `code` (an F or I) waits for has arrived. Returns its rank."""
+        """Note that the input of `code` (an F or I) has arrived. Returns its rank."""
         rank = self._problem.stage_ranks[code // self._microbatches % self._stages]
         heappush(self._ready[rank], self._positions[code])
         return rank
@@ -101,7 +101,9 @@ class ListScheduler:
                 if 0 <= self._ends[code - self._kind] <= now:
                     return heappop(self._weights[rank])[1]
             elif not ready or ready[0] != position:
-                gap = self._arrival(code) - now + 2 * self._tick  # `now` is a tick late, and what fits exactly fits
+                gap = (
+                    self._arrival(code) - now + 2 * self._tick
+                )  # `now` is a tick late, and an action that fits exactly fits
             elif code >= self._kind or self._budgets[rank].allows(code % self._microbatches):
                 return row[heappop(ready)]
         longest = gap / self._policy.tolerance if self._policy.tolerance else inf
@@ -112,7 +114,7 @@ class ListScheduler:
         return self._weight(rank, longest) if ahead is None else ahead
 
     def _arrival(self, code: int) -> float:
-        """When what `code` (an F or I) waits for will have arrived; infinity if that isn't known yet."""
+        """When the input of `code` (an F or I) will have arrived; infinity if that isn't known yet."""
         stage = code // self._microbatches % self._stages
         if code < self._kind:
             if stage == 0:

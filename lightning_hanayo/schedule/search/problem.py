@@ -1,16 +1,4 @@
-"""SchedulingProblem: the sizes, costs and activation limit for which a search orders actions, as numbers.
-
-Budget: decides whether a rank may hold one more activation, so that no micro-batch under way can get stuck.
-
-A micro-batch needs memory for all of a rank's stages before its backward frees any of it. So memory is reserved for the
-oldest micro-batch first, then for the next; each may count on what the older ones will free:
-
-    capacity 4, two stages per rank         held + still needed by m, and held by the younger ones
-      m = 0 holds 1, needs 1                1 + 1 + 2 = 4    fits
-      m = 1 holds 2                         2 + 0     = 2    fits;  so m = 2 must wait: one more would leave m = 0 none
-
-So the oldest micro-batch can always go on, on every rank, and no rank waits for memory forever.
-"""
+"""SchedulingProblem: the sizes, costs and activation limit for which a search orders actions, as numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +62,17 @@ class SchedulingProblem:
 
 
 class Budget:
-    """The activations that one rank holds, counted in stages, at most `capacity`."""
+    """The activations that one rank holds, counted in stages, at most `capacity`.
+
+    A micro-batch needs memory for all of a rank's stages before its backward frees any of it. So memory is reserved for
+    the oldest micro-batch first, then for the next; each may count on the memory that the older ones will free:
+
+        capacity 4, two stages per rank         held + still needed by m, and held by the younger ones
+          m = 0 holds 1, needs 1                1 + 1 + 2 = 4    fits
+          m = 1 holds 2                         2 + 0     = 2    fits;  so m = 2 must wait: m = 0 would get none
+
+    So the oldest micro-batch can always go on, on every rank, and no rank waits for memory forever.
+    """
 
     __slots__ = ("_capacity", "_oldest_growing", "_held", "_held_by_older", "_needed", "total")
 

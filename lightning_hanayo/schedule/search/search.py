@@ -33,7 +33,7 @@ MAX_RUNS = 1000
 """how many orders a search runs at most: enough for a small table, where `EFFORT` would allow many more"""
 
 Score = tuple[float, float]
-"""of an order, the lower the better: the time of one step and what a following step adds, or the other way round"""
+"""of an order, the lower the better: the times of one step and of each following one, or the other way round"""
 
 
 class Search:
@@ -80,17 +80,16 @@ class Search:
         makespan = _rounded(makespan)
         if not self.steady and (makespan > self.score[0] or (makespan == self.score[0] and self.actions_left <= 0)):
             return makespan, inf
-        score = self._score(makespan, self._following(rows) if self.steady or self.actions_left > 0 else inf)
+        following = inf
+        if self.steady or self.actions_left > 0:  # each rank begins a second step as soon as its own first one is done
+            first = self._times(rows)
+            following = _rounded(self._times(rows, first.last).makespan - first.makespan)
+        score = self._score(makespan, following)
         if score < self.score:
             self.best, self.score = rows, score
         if self.score[0] <= self._enough:  # there is little left to gain
             self.actions_left = min(self.actions_left, self.effort // 8, MAX_RUNS // 25 * self.problem.num_actions)
         return score
-
-    def _following(self, rows: list[list[int]]) -> float:
-        """By how much a second step ends later, if each rank begins it as soon as its own first step is done."""
-        first = self._times(rows)
-        return _rounded(self._times(rows, first.last).makespan - first.makespan)
 
     def _times(self, rows: list[list[int]], begin: list[float] | None = None) -> ActionTimes:
         times = self.evaluator.run(rows, begin)
@@ -106,7 +105,7 @@ class Search:
         return self._keep(scheduler.rows, makespan), scheduler.rows
 
     def improve(self) -> None:
-        """Change the best order a little and run it again, while effort is left; keep what is no worse."""
+        """Change the best order a little and run it again, while effort is left; keep orders that are no worse."""
         if not self.can_improve() or self.score[0] <= self._enough:
             return
         random = Random(0)
@@ -130,7 +129,7 @@ class Search:
 
 
 def lower_bounds(problem: SchedulingProblem) -> tuple[float, float]:
-    """The least time of one step (a rank's work and what must run before it), and of each following one (its work)."""
+    """The least time of one step (a rank's work and the actions before it), and of each following one (its work)."""
     lead = bound = 0.0
     work = [0.0] * problem.num_ranks
     for stage, rank in enumerate(problem.stage_ranks):

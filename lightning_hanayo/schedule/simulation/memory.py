@@ -15,7 +15,7 @@ Bytes = float | tuple[float, ...]
 _Change = tuple[float, str, float]
 """a time, what changes then, and by how much"""
 _STANDING = ("weights", "gradients", "optimizer", "gathered", "send_buffers")
-"""what a rank holds all the time"""
+"""held all the time"""
 _WORKSPACE = {
     Kind.F: "forward_workspace",
     Kind.B: "backward_workspace",
@@ -66,7 +66,7 @@ class MemoryModel:
     """
 
     activation: Bytes
-    """what a stage's blocks keep of one micro-batch for their backward"""
+    """of one micro-batch, which a stage's blocks keep for their backward"""
     weights: Bytes = 0.0
     gradients: Bytes = 0.0
     """those that are kept from step to step"""
@@ -75,22 +75,22 @@ class MemoryModel:
     new_gradients: Bytes = 0.0
     """those that a stage's first backward makes, and that are freed before the next step"""
     gathered: Bytes = 0.0
-    """what a cube holds whole while a batch runs: parameters outside the stack, weights that are kept, and gradients of
+    """whole tensors of a cube while a batch runs: parameters outside the stack, weights that are kept, and gradients of
     both"""
     suspended: Bytes = 0.0
-    """what the user's code outside the stack keeps of one micro-batch: before it in the first stage, after it in the
-    last one"""
+    """of one micro-batch in the user's code outside the stack: before it in the first stage, after it in the last
+    one"""
     tied: float = 0.0
     """the gradient of weights that both use, from the backward of the last stage to that of the first one"""
     queue: Bytes | None = None
-    """what is left for `W` when `I` has freed the activations; None: they are kept until then"""
+    """left for `W` when `I` has freed the activations; None: they are kept until then"""
     message: Bytes = 0.0
     """a stage's output, which the next stage's rank holds until that uses it; then it is in its `activation`. And the
     gradient of this output, until the stage's backward has ended"""
     send_buffers: Bytes = 0.0
     """for the messages that a stage sends, where buffers are kept for the next ones"""
     forward_workspace: Bytes = 0.0
-    """what `F` takes besides, while it runs"""
+    """of `F` besides, while it runs"""
     backward_workspace: Bytes = 0.0
     """the same of `B` and `I`"""
     weight_workspace: Bytes = 0.0
@@ -100,7 +100,7 @@ class MemoryModel:
         check_numbers(self, "expected a finite number of bytes of at least 0, or one per stage")
 
     def peaks(self, timeline: Timeline) -> tuple[RankMemory, ...]:
-        """What each rank holds when it holds the most."""
+        """The bytes of each rank at its peak."""
         peaks = []
         for rank in range(timeline.num_ranks):
             most = max((held for _, held in self._held(timeline, rank)), key=lambda held: sum(held.values()))
@@ -112,7 +112,7 @@ class MemoryModel:
         return tuple((time, sum(held.values())) for time, held in self._held(timeline, rank))
 
     def _held(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, dict[str, float]]]:
-        """What a rank holds from each time on, by purpose."""
+        """The bytes of a rank from each time on, by purpose."""
         now: defaultdict[str, float] = defaultdict(float)
         for name in _STANDING:
             values = self._of_stages(name, timeline)
@@ -126,7 +126,7 @@ class MemoryModel:
             yield time, {kind: round(held, 9) for kind, held in now.items()}
 
     def _changes(self, timeline: Timeline, rank: int) -> Iterator[_Change]:
-        """What changes on a rank, in no order of time."""
+        """The changes on a rank, in no order of time."""
         names = (field.name for field in fields(self) if field.name not in (*_STANDING, "tied", "queue"))
         sizes = {name: self._of_stages(name, timeline) for name in names}
         queue = None if self.queue is None else self._of_stages("queue", timeline)
@@ -135,8 +135,16 @@ class MemoryModel:
             own = [span for span in spans.values() if span.rank == rank]
             for span in own:
                 yield from _of_action(span, sizes, queue)
-                yield from _of_input(span, spans, sizes["message"])
-                yield from _of_tied_weights(span, spans, self.tied)
+                stage, kind, microbatch = span.action.stage, span.action.kind, span.action.microbatch
+                if kind is Kind.F and (source := spans.get(Action(stage - 1, Kind.F, microbatch))):
+                    # then the message is a part of the activations
+                    yield from _while(source.end, span.start, "messages", sizes["message"][stage - 1])
+                elif kind in (Kind.B, Kind.I) and (source := _backward(spans, stage + 1, microbatch)):
+                    yield from _while(source.end, span.end, "messages", sizes["message"][stage])
+                if self.tied and stage == 0 and kind in (Kind.B, Kind.I):
+                    last = max(action.stage for action in spans)
+                    if source := _backward(spans, last, microbatch):
+                        yield from _while(source.end, span.end, "gradients", self.tied)
             first = {span.action.stage: span for span in reversed(own) if span.action.kind in (Kind.B, Kind.W)}
             for stage, span in first.items():
                 yield from _while(span.start, step.begin + step.makespan, "gradients", sizes["new_gradients"][stage])
@@ -153,7 +161,7 @@ class MemoryModel:
 
 
 def _of_action(span: Span, sizes: Mapping[str, Sequence[float]], queue: Sequence[float] | None) -> Iterator[_Change]:
-    """What an action keeps, frees, and takes while it runs."""
+    """Memory that an action keeps, frees, and takes while it runs."""
     stage, kind = span.action.stage, span.action.kind
     activation, suspended = sizes["activation"][stage], sizes["suspended"][stage]
     if kind is Kind.F:
@@ -166,23 +174,6 @@ def _of_action(span: Span, sizes: Mapping[str, Sequence[float]], queue: Sequence
     if queue is not None and kind in (Kind.I, Kind.W):
         yield span.end, "queue", queue[stage] if kind is Kind.I else -queue[stage]
     yield from _while(span.start, span.end, "workspace", sizes[_WORKSPACE[kind]][stage])
-
-
-def _of_input(span: Span, spans: Mapping[Action, Span], message: Sequence[float]) -> Iterator[_Change]:
-    """The message that an action uses: a forward's input becomes part of the activations."""
-    stage, kind, microbatch = span.action.stage, span.action.kind, span.action.microbatch
-    if kind is Kind.F and (source := spans.get(Action(stage - 1, Kind.F, microbatch))):
-        yield from _while(source.end, span.start, "messages", message[stage - 1])
-    elif kind in (Kind.B, Kind.I) and (source := _backward(spans, stage + 1, microbatch)):
-        yield from _while(source.end, span.end, "messages", message[stage])
-
-
-def _of_tied_weights(span: Span, spans: Mapping[Action, Span], num_bytes: float) -> Iterator[_Change]:
-    """A gradient that waits from the last stage's backward to the end of this one, if this is the first stage's."""
-    if num_bytes and span.action.stage == 0 and span.action.kind in (Kind.B, Kind.I):
-        last = max(action.stage for action in spans)
-        if source := _backward(spans, last, span.action.microbatch):
-            yield from _while(source.end, span.end, "gradients", num_bytes)
 
 
 def _backward(spans: Mapping[Action, Span], stage: int, microbatch: int | None) -> Span | None:

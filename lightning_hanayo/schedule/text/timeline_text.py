@@ -70,7 +70,11 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
         rows[span.rank].append(span)
     cells = [list(_cells(row)) for row in rows]
     longest = max(cell.size for row in cells for cell in row)
-    scale = min(_ideal_scale(compute, cells), MAX_COLUMNS / timeline.makespan)
+    too_short = SHORT * max(span.end - span.start for span in compute)
+    whole = [cell for row in cells for cell in row if cell.end - cell.start >= too_short]
+    # characters per unit of time with which all labels fit, but those of very short cells
+    scale = max(((cell.size + 1) / (cell.end - cell.start) for cell in whole), default=1 / too_short)
+    scale = min(scale, MAX_COLUMNS / timeline.makespan)
     if columns is not None and not wrap:
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))
@@ -80,7 +84,9 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
             yield Line("", ())
         columns_here = range(start, min(width, start + band))
         for rank, own in enumerate(cells):
-            yield Line(f"rank {rank}".ljust(margin), tuple(_pieces(_row(own, timeline.begin, scale, columns_here))))
+            runs = groupby(_row(own, timeline.begin, scale, columns_here), key=itemgetter(1))
+            pieces = tuple(Piece("".join(character for character, _ in run), span) for span, run in runs)
+            yield Line(f"rank {rank}".ljust(margin), pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +123,15 @@ def _cells(spans: Sequence[Span]) -> Iterator[_Cell]:
     """
     running: list[Span] = []
     for span, following in zip_longest(spans, spans[1:]):
-        running = [other for other in running if _are_at_once(other, span)] + [span]
+        length = span.end - span.start
+        # spans at once share a tenth of the shorter one: measured spans may touch by a little
+        shared = [(other, min(other.end, span.end) - span.start) for other in running]
+        running = [other for other, one in shared if one > 0.1 * min(other.end - other.start, length)] + [span]
         end = max(other.end for other in running)
         if following is not None:
             end = min(end, following.start)
         if end > span.start:
             yield _Cell(span.start, end, tuple(running))
-
-
-def _are_at_once(earlier: Span, later: Span) -> bool:
-    """Whether two spans share a tenth of the shorter one. Measured spans may touch by a little."""
-    shorter = min(span.end - span.start for span in (earlier, later))
-    return min(earlier.end, later.end) - later.start > 0.1 * shorter
-
-
-def _ideal_scale(compute: Sequence[Span], cells: Sequence[Sequence[_Cell]]) -> float:
-    """The characters per unit of time with which all labels fit, but those of very short cells."""
-    too_short = SHORT * max(span.end - span.start for span in compute)
-    whole = [cell for row in cells for cell in row if cell.end - cell.start >= too_short]
-    return max(((cell.size + 1) / (cell.end - cell.start) for cell in whole), default=1 / too_short)
 
 
 _Character = tuple[str, Span | None]
@@ -153,8 +149,3 @@ def _row(cells: Sequence[_Cell], begin: float, scale: float, columns: range) -> 
         for column in range(max(first, columns.start), min(last, columns.stop)):
             row[column - columns.start] = text[column - first]
     return row
-
-
-def _pieces(row: Sequence[_Character]) -> Iterator[Piece]:
-    for span, run in groupby(row, key=itemgetter(1)):
-        yield Piece("".join(character for character, _ in run), span)

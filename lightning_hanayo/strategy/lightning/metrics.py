@@ -24,7 +24,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_hanayo.errors import NotAvailableError, UnsupportedError
-from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun
+from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
 from lightning_hanayo.pipeline_parallel.transport import MessageKind, Relay
@@ -370,21 +370,12 @@ Call = list[Any]
 _NOT_SENT = ("sync_dist_fn", "sync_dist_group")
 
 
-class BlockLogs:
+class BlockLogs(Carrier):
     """Carries log calls, on one rank; in some cubes it `rejects` them, as blocks compute with parts of values there."""
 
     def __init__(self, module: Any, *, rejects: bool = False) -> None:
         self._module = module
         self._rejects = rejects
-
-    def begin_batch(self) -> None:
-        """Do nothing."""
-
-    enter = undo = begin_recording = begin_batch
-
-    def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[None, None]:
-        """Leave nothing: blocks in the step's thread have logged like the step itself."""
-        return None, None
 
     @contextmanager
     def running(self, tree: list[Call] | None, run: BlockRun) -> Iterator[list[list[Call] | None]]:
@@ -410,9 +401,6 @@ class BlockLogs:
             results: Any = self._module.trainer._results
             for hook, name, value, options in tree:
                 results.log(hook, name, value, sync_dist_fn=reduce, sync_dist_group=None, **options)
-
-    def end(self, delivered: Any) -> None:
-        """Do nothing."""
 
     def _call(self, hook: str, name: str, value: Any, options: dict[str, Any]) -> Call:
         """The call, as far as it can be sent.

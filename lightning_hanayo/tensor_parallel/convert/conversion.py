@@ -1,15 +1,7 @@
-"""Which linear layers can be sharded, and why others can't.
-
-The report of a conversion: what became of each layer of a stack, and why.
+"""Which linear layers can be sharded, the report of a conversion, and how a conversion is undone.
 
 model.layers.0..11.mlp.up_proj      nn.Linear 768->3072     3-D, column-parallel
 model.layers.0..11.norm             nn.LayerNorm            not converted           no linear layer
-
-Records what a conversion changes on modules, so that a trained model can become an ordinary one again.
-
-before    Linear     {in_features: 8}
-after     Linear3D   {in_features: 8, sharding: ..., _shards: ...}
-undo      Linear     {in_features: 8}
 """
 
 from collections import Counter
@@ -73,7 +65,7 @@ def has_instance_forward(module: nn.Module) -> bool:
 
 
 def has_module_hooks(module: nn.Module) -> bool:
-    """Returns whether hooks see what goes through the module."""
+    """Returns whether hooks see the module's inputs or outputs."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -84,7 +76,7 @@ NOT_CONVERTED = "not converted"
 
 @dataclass(frozen=True)
 class ReportRow:
-    """What became of one module of block number `block`, and the reason why it couldn't be converted."""
+    """The outcome of one module of block number `block`, and the reason why it couldn't be converted."""
 
     block: int
     path: str
@@ -150,13 +142,16 @@ _MISSING = object()
 
 @dataclass
 class ModuleChanges:
-    """The class of each module, and those of its attributes that were changed, as they were before."""
+    """The class of each module, and those of its attributes that were changed, as they were before.
+
+    So a trained model can become an ordinary one again.
+    """
 
     _before: dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]] = field(default_factory=dict)
 
     @contextmanager
     def recorded(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Record what happens to these modules inside the context, except in their parameters and buffers."""
+        """Record changes of these modules inside the context, except of their parameters and buffers."""
         before = {module: (type(module), dict(vars(module))) for module in modules}
         yield
         for module, (kind, attributes) in before.items():

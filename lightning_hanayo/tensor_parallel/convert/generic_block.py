@@ -10,15 +10,14 @@ tokens: all pad theirs to the largest. Where tokens are few compared with featur
 
 own tokens [m, K]  --product with the whole W, of which each rank stores [N/(x y z), K]-->  own tokens [m, N]
 
-Gives the code of a generic block whole parameters where it computes with those of a 3-D layer itself.
+The code of a generic block gets whole parameters where it computes with those of a 3-D layer itself, as in DoRA and
+Mamba. For the time of the block's forward they have a class of their own:
 
     W [8, 4] on two ranks, [4, 4] each     x @ self.up.weight            the ranks gather W for this one use; the
                                                                          backward sums its gradient over them
                                            self.up.weight.shape          (8, 4), without communication
                                            self.up.weight.clamp_(0)      on each rank's part, as on the whole
                                            self.up.weight[0].zero_()     refused: other changes in place
-
-DoRA and Mamba do it. For the time of the block's forward these parameters have a class of their own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,26 +33,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from lightning_hanayo import partial_values
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
-from lightning_hanayo.partial_values import (
-    METADATA,
-    PartialParameter,
-    PartialValues,
-    compute_on_parts,
-    in_place_target,
-    name_of,
-    plain_alias,
-)
 from lightning_hanayo.tensor_parallel.collectives import END, all_to_all, padded, split_dim
-from lightning_hanayo.tensor_parallel.convert.conversion import (
-    NOT_CONVERTED,
-    ParameterOwners,
-    ReportRow,
-    describe,
-    reason_ineligible,
-)
+from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
 from lightning_hanayo.tensor_parallel.mesh import Mesh
@@ -65,7 +50,7 @@ from lightning_hanayo.versions import version_of
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 Communicated = Literal["activations", "weight"]
-"""what ranks send each other: activations, and parts of the weight; or the weight alone"""
+"""by ranks to each other: activations, and parts of the weight; or the weight alone"""
 
 _OUTCOMES: dict[Communicated, str] = {
     "activations": "3-D, activations exchanged around it",
@@ -76,13 +61,15 @@ _OUTCOMES: dict[Communicated, str] = {
 class GenericBlock:
     """Block `number` of a stack, on a mesh of these `sizes`. `tokens` estimates how many a micro-batch has."""
 
-    def __init__(self, block: nn.Module, number: int, owners: ParameterOwners, sizes: MeshSizes, tokens: int) -> None:
+    def __init__(
+        self, block: nn.Module, number: int, owners: conversion.ParameterOwners, sizes: MeshSizes, tokens: int
+    ) -> None:
         self.block = block
         self.number = number
         self._reasons: dict[str, str] = {}
         self._communicated: dict[str, Communicated] = {}
         for path, module in block.named_modules():
-            if is_linear(module) and (reason := reason_ineligible(module, owners)) is None:
+            if is_linear(module) and (reason := conversion.reason_ineligible(module, owners)) is None:
                 self._communicated[path] = cheapest(features(module), tokens, sizes)
             elif is_linear(module):
                 self._reasons[path] = str(reason)
@@ -94,28 +81,36 @@ class GenericBlock:
         yield from (((path,), False) for path in self._communicated)
 
     def divisibility(self) -> Iterator[Divisibility]:
-        """What must divide over the mesh: nothing, since what doesn't is padded."""
+        """Sizes that must divide over the mesh: none, since all are padded."""
         yield from ()
 
-    def report_rows(self) -> Iterator[ReportRow]:
-        """What becomes of each module with parameters, and of dropouts."""
+    def report_rows(self) -> Iterator[conversion.ReportRow]:
+        """The outcome of each module with parameters, and of dropouts."""
         for path, module in self.block.named_modules():
             if path in self._communicated:
-                yield ReportRow(self.number, path, describe(module), _OUTCOMES[self._communicated[path]])
+                yield conversion.ReportRow(
+                    self.number, path, conversion.describe(module), _OUTCOMES[self._communicated[path]]
+                )
             elif path in self._reasons:
-                yield ReportRow(self.number, path, describe(module), NOT_CONVERTED, self._reasons[path])
+                yield conversion.ReportRow(
+                    self.number, path, conversion.describe(module), conversion.NOT_CONVERTED, self._reasons[path]
+                )
             elif type(module) is nn.Dropout:
-                yield ReportRow(self.number, path, describe(module), "random stream of each rank")
+                yield conversion.ReportRow(self.number, path, conversion.describe(module), "random stream of each rank")
 
     def install(self, context: StageContext) -> None:
-        """Convert what can be, in place."""
+        """Convert all eligible layers, in place."""
         for path, communicated in self._communicated.items():
             parallelize_generic_linear(self.block.get_submodule(path), context, communicated)
         for module in self.block.modules():
             if type(module) is nn.Dropout:
                 parallelize_dropout(module, context)
         if any(self._communicated):  # not where the block is a linear layer itself, whose path is empty
-            give_whole_parameters(self.block, context)
+            # wrap the forward of this instance: its class, names and repr stay
+            object.__setattr__(self.block, "_stage_context", context)
+            object.__setattr__(self.block, "_num_layers_so_far", context.call_order.num_layers)
+            object.__setattr__(self.block, _ORIGINAL, vars(self.block).get("forward"))
+            object.__setattr__(self.block, "forward", MethodType(forward, self.block))
 
 
 class _CalledByUserCode(LinearSharding):
@@ -128,7 +123,15 @@ class _CalledByUserCode(LinearSharding):
 
     @override
     def parameter(self, module: ShardedLinear, name: str) -> Tensor | None:
-        return whole_on_use(module, name)
+        parameter, shard = module._parameters[name], module.shards.get(name)
+        if (
+            parameter is None
+            or shard is None
+            or isinstance(parameter, partial_values.PartialParameter)
+            or not _is_part(module, shard)
+        ):
+            return parameter
+        return _alias(parameter, parameter, _Source(self.context, self.number, shard))
 
 
 class _ExchangedActivations(_CalledByUserCode):
@@ -179,7 +182,7 @@ def parallelize_generic_linear(module: nn.Module, context: StageContext, communi
 
 
 def cheapest(sizes: tuple[int, int], tokens: int, mesh: MeshSizes) -> Communicated:
-    """Returns what to communicate, by the elements that each rank receives in a forward and a backward.
+    """Returns the cheaper way to communicate, by the elements that each rank receives in a forward and a backward.
 
     M tokens [M, K] times W [N, K], P = x y z ranks:
     activations    2 [(y-1) M K + (x-1) K N + (z-1) M N + (1 - 1/z) M K + (1 - 1/y) M N] / P
@@ -216,9 +219,11 @@ class _Source:
 
 
 class _OnUse:
-    """What both classes have in common."""
+    """The base class of both."""
 
     _source: _Source | None = None
+    _parameter: nn.Parameter | None = None
+    """gets the gradient; None: the tensor itself"""
 
     @classmethod
     def __torch_function__(
@@ -228,34 +233,17 @@ class _OnUse:
         return _compute_on_whole(func, args, kwargs or {})
 
     def _whole(self) -> Tensor:
-        raise NotImplementedError
+        assert self._source is not None
+        own: Any = self
+        return self._source.gather(own if self._parameter is None else self._parameter)
 
 
-class WholeOnUse(_OnUse, PartialParameter):
+class WholeOnUse(_OnUse, partial_values.PartialParameter):
     """A parameter of a 3-D layer while the block's code runs."""
 
-    def _whole(self) -> Tensor:
-        assert self._source is not None
-        return self._source.gather(self)
 
-
-class WholeValuesOnUse(_OnUse, PartialValues):
-    """What `.data` of such a parameter returns; and `layer.weight`, where a backward runs the block's code again."""
-
-    _parameter: nn.Parameter | None = None
-    """what gets the gradient; None: nothing does"""
-
-    def _whole(self) -> Tensor:
-        assert self._source is not None
-        return self._source.gather(self if self._parameter is None else self._parameter)
-
-
-def give_whole_parameters(block: nn.Module, context: StageContext) -> None:
-    """Wrap the forward of this instance, whose linear layers are converted. Its class, names and repr stay."""
-    object.__setattr__(block, "_stage_context", context)
-    object.__setattr__(block, "_num_layers_so_far", context.call_order.num_layers)
-    object.__setattr__(block, _ORIGINAL, vars(block).get("forward"))
-    object.__setattr__(block, "forward", MethodType(forward, block))
+class WholeValuesOnUse(_OnUse, partial_values.PartialValues):
+    """The `.data` of such a parameter; and `layer.weight`, where a backward runs the block's code again."""
 
 
 def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +266,13 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
     Raises:
         UnsupportedError: one was changed in place by way of a view of it.
     """
-    changed = [(parameter, type(parameter), source) for parameter, source in _parts_of(block)]
+    changed: list[tuple[nn.Parameter, type[nn.Parameter], _Source]] = []
+    for module in [module for module in block.modules() if isinstance(module, ShardedLinear)]:
+        for name, shard in module.shards.items():
+            parameter = module._parameters[name]
+            if parameter is not None and _is_part(module, shard):
+                source = _Source(module.sharding.context, module.sharding.number, shard)
+                changed.append((parameter, type(parameter), source))
     for parameter, _, source in changed:
         parameter.__class__ = WholeOnUse
         vars(parameter)["_source"] = source
@@ -301,7 +295,7 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _whole_arguments() -> Iterator[None]:
-    """Gather what is passed to autograd.Function, scripted functions, torch.func and torch.tensor.
+    """Gather arguments of autograd.Function, scripted functions, torch.func and torch.tensor.
 
     They ask no `__torch_function__`.
     """
@@ -309,10 +303,9 @@ def _whole_arguments() -> Iterator[None]:
         (torch.autograd.Function, "apply"),
         (torch.jit.ScriptFunction, "__call__"),
         (torch._functorch.vmap, "_process_batched_inputs"),
-        *(
-            (torch._functorch.eager_transforms, f)
-            for f in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")
-        ),
+        (torch._functorch.eager_transforms, "grad_and_value_impl"),
+        (torch._functorch.eager_transforms, "_vjp_with_argnums"),
+        (torch._functorch.eager_transforms, "_jvp_with_argnums"),
         (torch, "tensor"),
     )
     originals = [vars(owner)[name] for owner, name in entries]
@@ -345,25 +338,8 @@ def _whole_leaves(tree: Any) -> Any:
         return tree_map(whole, tree)
 
 
-def whole_on_use(module: ShardedLinear, name: str) -> Tensor | None:
-    """The getter of a layer's weight or bias, of which this rank may hold a part."""
-    parameter, shard = module._parameters[name], module.shards.get(name)
-    if parameter is None or shard is None or isinstance(parameter, PartialParameter) or not _is_part(module, shard):
-        return parameter
-    return _alias(parameter, parameter, _Source(module.sharding.context, module.sharding.number, shard))
-
-
 def _is_part(module: ShardedLinear, shard: Shard) -> bool:
     return module.sharding.context.mesh.size(shard.axes) > 1
-
-
-def _parts_of(block: nn.Module) -> Iterator[tuple[nn.Parameter, _Source]]:
-    for module in block.modules():
-        if isinstance(module, ShardedLinear):
-            for name, shard in module.shards.items():
-                parameter = module._parameters[name]
-                if parameter is not None and _is_part(module, shard):
-                    yield parameter, _Source(module.sharding.context, module.sharding.number, shard)
 
 
 def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,12 +348,16 @@ def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     Raises:
         UnsupportedError: a change in place isn't exact on parts, or `func` needs memory of the whole.
     """
-    name = name_of(func, args, kwargs)
-    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialParameter | PartialValues)]
-    changes_part = any(in_place_target(name, args, kwargs) is part for part in parts)
-    is_of_part = name in METADATA or name in _OF_THE_PART or name.startswith("set ") or changes_part
+    name = partial_values.name_of(func, args, kwargs)
+    parts = [
+        leaf
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, partial_values.PartialParameter | partial_values.PartialValues)
+    ]
+    changes_part = any(partial_values.in_place_target(name, args, kwargs) is part for part in parts)
+    is_of_part = name in partial_values.METADATA or name in _OF_THE_PART or name.startswith("set ") or changes_part
     if is_of_part or not all(isinstance(part, _OnUse) and part._source is not None for part in parts):
-        return compute_on_parts(func, args, kwargs)
+        return partial_values.compute_on_parts(func, args, kwargs)
     if name in _ALIASES:
         return _alias(args[0], None, args[0]._source)
     args, kwargs = _whole_leaves((args, kwargs))
@@ -387,7 +367,7 @@ def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 def _alias(part: Any, parameter: nn.Parameter | None, source: "_Source | None") -> WholeValuesOnUse:
     with torch._C.DisableTorchFunctionSubclass():
-        alias: WholeValuesOnUse = plain_alias(part).as_subclass(WholeValuesOnUse)
+        alias: WholeValuesOnUse = partial_values.plain_alias(part).as_subclass(WholeValuesOnUse)
         alias._part, alias._source, alias._parameter = vars(part).get("_part"), source, parameter
         alias.requires_grad_(parameter is not None and parameter.requires_grad)
         return alias

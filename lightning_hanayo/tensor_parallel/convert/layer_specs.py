@@ -19,12 +19,12 @@ ParallelizeLayer = Callable[[Any, StageContext], None]
 """parallelizes one module in place"""
 
 LayerSizes = tuple[tuple[str, int, str], ...]
-"""what must divide: what is counted, how many there are, over which axes they are sharded"""
+"""sizes that must divide: their unit, their number, and the axes over which they are sharded"""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How one class of layers is parallelized, and what must hold for a layer: None is no reason."""
+    """How one class of layers is parallelized, and the conditions for a layer: None is no reason."""
 
     parallelize: ParallelizeLayer
     sizes: Callable[[Any], LayerSizes] = lambda module: ()

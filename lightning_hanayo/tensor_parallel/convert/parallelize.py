@@ -27,7 +27,7 @@ DEFAULT_TOKENS = 2048
 
 
 class ParallelizePlan:
-    """What becomes of a stack. Made by `plan_parallelize`, alike on all ranks."""
+    """The plan for a stack. Made by `plan_parallelize`, alike on all ranks."""
 
     def __init__(self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: ConversionReport) -> None:
         self._blocks = {block.block: block for block in blocks}
@@ -46,7 +46,7 @@ class ParallelizePlan:
         return list(self._blocks[block].products())
 
     def divisibility(self) -> list[Divisibility]:
-        """Returns what must divide over the mesh."""
+        """Returns the sizes that must divide over the mesh."""
         return [one for block in self._blocks.values() for one in block.divisibility()]
 
     def install(self, blocks: Sequence[nn.Module], context: StageContext) -> None:
@@ -69,7 +69,7 @@ def plan_parallelize(
     outside: Collection[Tensor] = (),
     exclude: Collection[str] = (),
 ) -> ParallelizePlan:
-    """Decide what becomes of each layer. Needs no process group.
+    """Plan the conversion of each layer. Needs no process group.
 
     Example:
         >>> plan = plan_parallelize(list(model.layers), "layers", mesh.sizes)
@@ -80,9 +80,9 @@ def plan_parallelize(
         blocks: the whole stack.
         name: its qualified name.
         sizes: the mesh's.
-        tokens: an estimate of the tokens of a micro-batch, by which generic blocks choose what is communicated.
+        tokens: an estimate of the tokens of a micro-batch, by which generic blocks choose the tensors to communicate.
         outside: parameters that are used outside the stack too. The layers in blocks that hold them aren't converted.
-        exclude: names of modules in blocks, such as "experts" or "mlp.extra": neither they nor what is inside them is
+        exclude: names of modules in blocks, such as "experts" or "mlp.extra": neither they nor modules inside them are
             converted.
 
     Raises:

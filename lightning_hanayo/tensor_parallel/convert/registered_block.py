@@ -1,10 +1,10 @@
 """Converts a block whose class is registered: checks it against its spec, and parallelizes it with its own code.
 
-Wraps a module's forward, which then runs on whole sequences and on this rank's heads or features.
+The forward of a module that shares an input is wrapped. It runs on whole sequences, on this rank's heads or features:
 
 forward(module, x, ...)    x [batch/x, seq/y, h/z]  --all-gather-->  [batch/x, seq, h/z]  -->  its class's forward
 
-What the forward draws itself, as an attention its dropout, comes from this rank's own random stream.
+Random numbers that the forward draws itself, as an attention for its dropout, come from this rank's own stream.
 """
 
 from collections.abc import Iterator
@@ -18,21 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.linear_modules import as_autocast, is_linear
-from lightning_hanayo.tensor_parallel.convert.conversion import (
-    ParameterOwners,
-    ReportRow,
-    describe,
-    has_instance_forward,
-    has_module_hooks,
-    reason_ineligible,
-    short_class_name,
-)
-from lightning_hanayo.tensor_parallel.convert.layer_specs import (
-    LayerSpec,
-    elementwise,
-    is_elementwise_function,
-    layer_spec,
-)
+from lightning_hanayo.tensor_parallel.convert import conversion, layer_specs
 from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, attribute, joined, set_attribute
 from lightning_hanayo.tensor_parallel.layers.dropout import rank_random_stream
 from lightning_hanayo.tensor_parallel.layers.linear import SharedInput, features, parallelize_linear
@@ -43,12 +29,12 @@ from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-_Layer = tuple[str, nn.Module, LayerSpec]
+_Layer = tuple[str, nn.Module, layer_specs.LayerSpec]
 """a layer with its path in the block"""
 
 
 class SpecMismatch(Exception):
-    """A block isn't what its spec describes. The message says which part, and why."""
+    """A block differs from its spec. The message says in which part, and why."""
 
 
 class RegisteredBlock:
@@ -65,16 +51,22 @@ class RegisteredBlock:
         """Whether the residual streams are [batch, seq, h]."""
         return self.spec.batch_first is None or self.spec.batch_first(self.block)
 
-    def check(self, owners: ParameterOwners) -> None:
-        """Check that the block is in all parts what its spec describes.
+    def check(self, owners: conversion.ParameterOwners) -> None:
+        """Check that the block agrees with its spec in all parts.
 
         Raises:
             SpecMismatch: it isn't.
         """
         for path in (*self._column_parallel(), *self.spec.row_parallel):
-            self._check_linear(path, owners)
+            module = self._attribute(path)
+            if not is_linear(module):
+                raise SpecMismatch(
+                    f"{self._named(path)} is a {conversion.short_class_name(type(module))}, not an nn.Linear"
+                )
+            if reason := conversion.reason_ineligible(module, owners):
+                raise SpecMismatch(f"{self._named(path)}: {reason}")
         for path, module in self.block.named_modules():
-            if has_module_hooks(module) or has_instance_forward(module):
+            if conversion.has_module_hooks(module) or conversion.has_instance_forward(module):
                 raise SpecMismatch(
                     f"{self._named(path)} has hooks or a forward of its own, which would see parts of tensors"
                 )
@@ -84,7 +76,10 @@ class RegisteredBlock:
             if reason := spec.reason_ineligible(module):
                 raise SpecMismatch(f"{self._named(path)}: {reason}")
         for path in self.spec.elementwise_functions:
-            self._check_function(path)
+            function = self._attribute(path)
+            if not layer_specs.is_elementwise_function(function):
+                shown = getattr(function, "__qualname__", conversion.short_class_name(type(function)))
+                raise SpecMismatch(f"{self._named(path)} is {shown}, which isn't known to compute each entry by itself")
         for path, expected in self.spec.required_values.items():
             if (got := self._attribute(path)) != expected:
                 raise SpecMismatch(f"{self._named(path)} is {got!r}, where {expected!r} is expected")
@@ -98,7 +93,9 @@ class RegisteredBlock:
                 out, in_ = features(self.block.get_submodule(layer))
                 what, size = "features", out // group.num_fused
                 if group.head_size is not None:
-                    what, size = "heads", size // _head_size(owner, group)
+                    read: Any = group.head_size
+                    head_size = attribute(owner, read) if isinstance(read, str) else read(owner)
+                    what, size = "heads", size // int(head_size)
                 yield Divisibility(self._named(layer), what, size, "yz")
                 yield Divisibility(self._named(layer), "in-features", in_, "z")
         for path in self.spec.row_parallel:
@@ -116,15 +113,15 @@ class RegisteredBlock:
             yield from [(paths, False)] if group.input is not None else [((path,), False) for path in paths]
         yield from (((path,), True) for path in self.spec.row_parallel)
 
-    def report_rows(self) -> Iterator[ReportRow]:
-        """What becomes of each layer, in the block's order."""
+    def report_rows(self) -> Iterator[conversion.ReportRow]:
+        """The outcome of each layer, in the block's order."""
         outcomes = dict.fromkeys(self._column_parallel(), "3-D, column-parallel")
         outcomes |= dict.fromkeys(self.spec.row_parallel, "3-D, row-parallel")
         outcomes |= dict.fromkeys(self._replicated_norms(), "replicated")
-        outcomes |= {path: "3-D" for path, _, spec in self._layers() if spec.parallelize is not elementwise}
+        outcomes |= {path: "3-D" for path, _, spec in self._layers() if spec.parallelize is not layer_specs.elementwise}
         for path, module in self.block.named_modules():
             if path in outcomes:
-                yield ReportRow(self.number, path, describe(module), outcomes[path])
+                yield conversion.ReportRow(self.number, path, conversion.describe(module), outcomes[path])
 
     def install(self, context: StageContext) -> None:
         """Parallelize it in place."""
@@ -154,42 +151,28 @@ class RegisteredBlock:
         except AttributeError:
             raise SpecMismatch(f"{self.name} has no {path}") from None
 
-    def _check_linear(self, path: str, owners: ParameterOwners) -> None:
-        module = self._attribute(path)
-        if not is_linear(module):
-            raise SpecMismatch(f"{self._named(path)} is a {short_class_name(type(module))}, not an nn.Linear")
-        if reason := reason_ineligible(module, owners):
-            raise SpecMismatch(f"{self._named(path)}: {reason}")
-
-    def _check_function(self, path: str) -> None:
-        function = self._attribute(path)
-        if not is_elementwise_function(function):
-            shown = getattr(function, "__qualname__", short_class_name(type(function)))
-            raise SpecMismatch(f"{self._named(path)} is {shown}, which isn't known to compute each entry by itself")
-
     def _layers(self, path: str = "") -> Iterator[_Layer]:
-        """Yields what is neither a linear layer of the spec nor made of other modules."""
+        """Yields the layers that are neither linear ones of the spec nor made of other modules."""
         in_spec = {*self._column_parallel(), *self._replicated_norms(), *self.spec.row_parallel}
         module = self.block.get_submodule(path)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 raise SpecMismatch(f"{self._named(joined(path, name))} is a parameter that isn't a layer's")
         for name, child in module.named_children():
-            child_path = joined(path, name)
+            child_path, kind = joined(path, name), type(child)
             if child_path in in_spec:
                 continue
-            if (spec := layer_spec(child)) is not None:
+            if (spec := layer_specs.layer_spec(child)) is not None:
                 yield child_path, child, spec
-            elif self._is_container(child):
+            elif (
+                kind in (*_CONTAINERS, *self.spec.containers)
+                or kind.__module__ == type(self.block).__module__
+                and any(True for _ in child.children())
+            ):
                 yield from self._layers(child_path)
             else:
-                shown = short_class_name(type(child))
+                shown = conversion.short_class_name(kind)
                 raise SpecMismatch(f"{self._named(child_path)} is a {shown}, which isn't a registered layer")
-
-    def _is_container(self, module: nn.Module) -> bool:
-        cls = type(module)
-        is_own = cls.__module__ == type(self.block).__module__ and any(True for _ in module.children())
-        return is_own or cls in _CONTAINERS or cls in self.spec.containers
 
 
 def _parallelize_group(module: Any, group: ProjectionGroup, context: StageContext, style: ParallelStyle) -> None:
@@ -208,19 +191,13 @@ def _parallelize_group(module: Any, group: ProjectionGroup, context: StageContex
         wrap_forward(module, context, shared_input, group.input, group.dropout)
 
 
-def _head_size(module: nn.Module, group: ProjectionGroup) -> int:
-    assert group.head_size is not None
-    size = attribute(module, group.head_size) if isinstance(group.head_size, str) else group.head_size(module)
-    return int(size)
-
-
 @dataclass(frozen=True)
 class GatheredForward:
-    """What happens before and after a module's own forward.
+    """The wrapper of a module's own forward.
 
     `shared_input` gathers the argument `input`, which may be given at position `index`, and multiplies it. None: linear
     layers gather it.
-    `dropout` is the attribute with the probability of what the forward drops. None: it drops nothing itself.
+    `dropout` is the attribute with the forward's own dropout probability. None: it drops nothing itself.
     """
 
     context: StageContext
@@ -228,16 +205,6 @@ class GatheredForward:
     input: str
     index: int
     dropout: str | None
-
-    def gather_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments, with the input gathered."""
-        if self.shared_input is None:
-            return args, kwargs
-        x = kwargs[self.input] if self.input in kwargs else args[self.index]
-        gathered = self.shared_input.all_gather(as_autocast(x))  # cast once, not by each linear layer that reads it
-        if self.input in kwargs:
-            return args, kwargs | {self.input: gathered}
-        return (*args[: self.index], gathered, *args[self.index + 1 :]), kwargs
 
     def drops(self, module: nn.Module) -> bool:
         """Whether the forward draws random numbers."""
@@ -264,12 +231,18 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper: Any = module._gathered_forward
-    args, kwargs = wrapper.gather_input(args, kwargs)
+    if wrapper.shared_input is None:
+        return type(module).forward(module, *args, **kwargs)
+    x = kwargs[wrapper.input] if wrapper.input in kwargs else args[wrapper.index]
+    gathered = wrapper.shared_input.all_gather(as_autocast(x))  # cast once, not by each linear layer that reads it
+    if wrapper.input in kwargs:
+        kwargs |= {wrapper.input: gathered}
+    else:
+        args = (*args[: wrapper.index], gathered, *args[wrapper.index + 1 :])
     try:
         return type(module).forward(module, *args, **kwargs)
     finally:
-        if wrapper.shared_input is not None:
-            wrapper.shared_input.clear()
+        wrapper.shared_input.clear()
 
 
 @torch.compiler.disable

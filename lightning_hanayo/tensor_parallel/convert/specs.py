@@ -4,11 +4,8 @@ residual stream              [batch/x, seq/y, h/z]      norms, dropouts, sums; r
 between the linear layers    [batch/x, seq, n/(y z)]    column-parallel ones lead here, row-parallel ones lead back:
                                                         heads, activations
 
-Paths are those of submodules, as "attn.c_attn". This module imports no torch: describing a block costs nothing.
-
-The blocks that are parallelized whole: torch's, Hugging Face's GPT-2, BERT, and Llama with its like, and the user's.
-
-They are registered by class name: what isn't installed needn't be imported, and `transformers` and torch aren't.
+Paths are those of submodules, as "attn.c_attn". Blocks are registered by class name: torch's, Hugging Face's GPT-2,
+BERT, and Llama with its like, and the user's. This module imports no torch: describing a block costs nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +55,7 @@ class BlockSpec:
         row_parallel: the linear layers that lead back to the residual stream, paths in the block.
         batch_first: whether a block's streams are [batch, seq, h]; None: all are.
         elementwise_functions: attributes with functions that are applied to sharded features.
-        required_values: attributes that must have these values, or the block isn't what is described here.
+        required_values: attributes that must have these values, or the block isn't the described one.
         overrides: attributes that get these values when the block is parallelized.
         containers: classes of submodules that are defined elsewhere than in the block's own Python module.
     """

@@ -2,12 +2,6 @@
 
 x [batch/x, seq/y, E/z]  --all-gather once-->  [batch/x, seq, E/z]  -->  q, k, v [batch/x, seq, E/(y z)]
                          --attention of heads/(y z)-->  [batch/x, seq, E/(y z)]  --out_proj-->  [batch/x, seq/y, E/z]
-
-An attention's q, k and v projections, of which each rank holds those of its own heads.
-
-`in_proj_weight` holds the three weights one after the other. On each rank it holds its parts of the three:
-
-whole      q0 q1 k0 k1 v0 v1            y=0   q0 k0 v0            y=1   q1 k1 v1
 """
 
 import math
@@ -37,7 +31,12 @@ _READERS = (0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)
 
 
 class AttentionProjections:
-    """The three projections of one `nn.MultiheadAttention`, which isn't sharded yet. `style` is that of all three."""
+    """The q, k and v projections of one `nn.MultiheadAttention`, which isn't sharded yet. All have this `style`.
+
+    Each rank holds those of its own heads. `in_proj_weight` holds the three weights one after the other:
+
+        whole      q0 q1 k0 k1 v0 v1            y=0   q0 k0 v0            y=1   q1 k1 v1
+    """
 
     def __init__(self, module: Any, context: StageContext, style: ParallelStyle, num_kv_heads: int) -> None:
         self.context = context
@@ -58,30 +57,24 @@ class AttentionProjections:
                 name: Shard((DimShard(out, style.out_axes), DimShard(in_, style.in_axes)))
                 for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True)
             } | {"in_proj_bias": bias}
-        self._stored = self._stored_weights(module)
-        self._products: dict[tuple[int, ...], ShardedProduct] = {which: self._product(which) for which in _READERS}
+        stored, start, size = [], 0, mesh.size
+        for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True):
+            stop = start + out // size(style.out_axes)
+            shape = out // size(style.all_gather.axis), in_ // size(style.in_axes)
+            if "in_proj_weight" in self.shards:
+                stored.append(StoredWeight(module, shape, name="in_proj_weight", rows=slice(start, stop)))
+            else:
+                stored.append(StoredWeight(module, shape, name=name))
+            start = stop
+        self._products: dict[tuple[int, ...], ShardedProduct] = {}
+        for which in _READERS:  # only the query has the run's sequence length
+            weight = context.weight(*(stored[i] for i in which))
+            along = style.all_gather if which[0] == 0 else replace(style.all_gather, is_sequence=False)
+            self._products[which] = ShardedProduct(weight, context, along, style.reduce_scatter)
 
     def _fused(self, axes: str) -> DimShard:
         """How the out-features of q, k and v are sharded over `axes`: each rank gets its part of all three."""
         return DimShard(sum(self.outs), axes, fused_order(self.outs, self.context.mesh.size(axes)))
-
-    def _stored_weights(self, module: nn.Module) -> list[StoredWeight]:
-        weights, start, size = [], 0, self.context.mesh.size
-        for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True):
-            stop = start + out // size(self.style.out_axes)
-            shape = out // size(self.style.all_gather.axis), in_ // size(self.style.in_axes)
-            if "in_proj_weight" in self.shards:
-                weights.append(StoredWeight(module, shape, name="in_proj_weight", rows=slice(start, stop)))
-            else:
-                weights.append(StoredWeight(module, shape, name=name))
-            start = stop
-        return weights
-
-    def _product(self, which: tuple[int, ...]) -> ShardedProduct:
-        """The product of those projections that read one tensor. Only the query has the run's sequence length."""
-        weight, along = self.context.weight(*(self._stored[i] for i in which)), self.style.all_gather
-        along = along if which[0] == 0 else replace(along, is_sequence=False)
-        return ShardedProduct(weight, self.context, along, self.style.reduce_scatter)
 
     def project(self, inputs: Sequence[Tensor], bias: Tensor | None) -> list[Tensor]:
         """Query, key and value to this rank's heads of q, k and v. A tensor that is several of them is gathered once.
@@ -141,7 +134,7 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         embed_dim: features of the residual stream.
         num_heads: of the whole attention.
         *args: those of `nn.MultiheadAttention`.
-        context: what the layers of a stage share.
+        context: of the stage.
         style: of q, k and v; None: sequences are sharded along y, whichever dimension they are.
         num_kv_heads: where several q heads share each k and v head; None: as many as `num_heads`.
         **kwargs: those of `nn.MultiheadAttention`.
@@ -217,34 +210,28 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         weights = None
         with rank_random_stream(own.context, q.device) if p > 0 else nullcontext():
             if need_weights:
-                y, weights = _attention_with_weights(q, k, v, mask, p)
+                group = q.shape[1] // k.shape[1]
+                k, v = (x.repeat_interleave(group, 1) for x in (k, v)) if group > 1 else (k, v)
+                scores = (q / math.sqrt(q.shape[-1])) @ k.mT
+                weights = (scores if mask is None else scores + mask).softmax(-1)
+                weights = dropout(weights, p) if p > 0 else weights
+                y = weights @ v
             else:
                 is_grouped = q.shape[1] != k.shape[1]
                 y = scaled_dot_product_attention(q, k, v, mask, p, is_causal, enable_gqa=is_grouped)
         y = y.transpose(1, 2) if self.batch_first else y.permute(2, 0, 1, 3)
         out: Tensor = self.out_proj(y.flatten(-2))
-        return out, None if weights is None else self._all_heads(weights, average_attn_weights)
+        if weights is None:
+            return out, None
+        axis = own.context.mesh.axis(own.axes)
+        if average_attn_weights:
+            return out, all_reduce(weights.mean(1) / axis.size, axis)
+        return out, all_gather_replicated(weights, axis, 1)
 
     def _split_heads(self, x: Tensor, count: int) -> Tensor:
         """[batch, seq, heads * d], or sequence first, to [batch, heads, seq, d]."""
         heads: Tensor = x.unflatten(-1, (count, -1))
         return heads.permute(0, 2, 1, 3) if self.batch_first else heads.permute(1, 2, 0, 3)
-
-    def _all_heads(self, weights: Tensor, average: bool) -> Tensor:
-        axis = self.projections.context.mesh.axis(self.projections.axes)
-        if average:
-            return all_reduce(weights.mean(1) / axis.size, axis)
-        return all_gather_replicated(weights, axis, 1)
-
-
-def _attention_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
-    """Returns the output [batch, heads, seq, d], and the weights [batch, heads, seq, S] after dropout."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v)) if group > 1 else (k, v)
-    scores = (q / math.sqrt(q.shape[-1])) @ k.mT
-    weights = (scores if mask is None else scores + mask).softmax(-1)
-    weights = dropout(weights, p) if p > 0 else weights
-    return weights @ v, weights
 
 
 def parallelize_attention(
@@ -266,20 +253,17 @@ def parallelize_attention(
         raise UnsupportedError("attention whose batch is sharded along y and z needs batch_first=True")
     num_kv_heads = module._kv_heads if isinstance(module, MultiheadAttention3D) else module.num_heads
     projections = AttentionProjections(module, context, style, num_kv_heads)
-    _check(module, projections, num_kv_heads)
+    out_axes, in_axes, name = style.out_axes, style.in_axes, type(module).__name__
+    outs, ins = zip("qkv", projections.outs, strict=True), zip("qkv", projections.ins, strict=True)
+    required = [
+        Divisibility(name, "heads", module.num_heads, projections.axes),
+        Divisibility(name, "heads of k and v", num_kv_heads, projections.axes),
+        *(Divisibility(name, f"features of {one}", size, out_axes) for one, size in outs),
+        *(Divisibility(name, f"features into {one}", size, in_axes) for one, size in ins),
+    ]
+    check_divisibility(required, context.mesh.sizes)
     if not isinstance(module, MultiheadAttention3D):
         module.__class__ = MultiheadAttention3D
     module.projections = projections  # type: ignore[assignment]
     shard_parameters(module, projections.shards, context.mesh)  # out_proj is a sharded module itself
     parallelize_linear(module.out_proj, context, style.row_parallel())
-
-
-def _check(module: nn.MultiheadAttention, own: AttentionProjections, num_kv_heads: int) -> None:
-    out_axes, in_axes, name = own.style.out_axes, own.style.in_axes, type(module).__name__
-    required = [
-        Divisibility(name, "heads", module.num_heads, own.axes),
-        Divisibility(name, "heads of k and v", num_kv_heads, own.axes),
-        *(Divisibility(name, f"features of {one}", size, out_axes) for one, size in zip("qkv", own.outs, strict=True)),
-        *(Divisibility(name, f"features into {one}", size, in_axes) for one, size in zip("qkv", own.ins, strict=True)),
-    ]
-    check_divisibility(required, own.context.mesh.sizes)

@@ -64,7 +64,7 @@ class Embedding3D(ShardedModule, nn.Embedding):
 
     Args:
         *args: those of `nn.Embedding`: sizes of the whole table.
-        context: what the layers of a stage share.
+        context: of the stage.
         style: of the linear layer that reads its output.
         **kwargs: those of `nn.Embedding`.
 
@@ -201,7 +201,7 @@ def cross_entropy3d(
         >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, mesh)
 
     Args:
-        logits: [..., V/n], or longer: what follows this rank's part of the vocabulary isn't read.
+        logits: [..., V/n], or longer: entries behind this rank's part of the vocabulary aren't read.
         labels: [...], ids of the whole vocabulary, the same along the axes that it is sharded over.
         vocabulary: how the logits are sharded: a `Head3D`'s `vocabulary`.
         mesh: all its ranks along the vocabulary's axes and along `batch_axes` call this.

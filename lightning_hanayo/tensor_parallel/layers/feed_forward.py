@@ -30,7 +30,7 @@ class FeedForward3D(nn.Module):
         activation: a function that computes each entry from itself alone.
         dropout: the probability.
         bias: whether both linear layers have one.
-        context: what the layers of a stage share.
+        context: of the stage.
         style: of `up`; `down` is its row-parallel counterpart.
         **factory: device and dtype.
     """
@@ -69,7 +69,7 @@ class SwiGLU3D(nn.Module):
         features: of the residual stream.
         inner_features: of gate and up, each.
         bias: whether all three linear layers have one.
-        context: what the layers of a stage share.
+        context: of the stage.
         style: of `gate` and `up`; `down` is its row-parallel counterpart.
         **factory: device and dtype.
     """

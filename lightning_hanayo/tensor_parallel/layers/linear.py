@@ -3,10 +3,6 @@
 Several layers that read one input gather it once, and are one product:
 
 x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z] times (Wq, Wk, Wv)^T  -->  q, k, v [batch/x, seq, N/(y z)]
-
-Guards a 3-D layer's `weight` against code outside the layer, which may read shape and dtype, but not the values.
-
-The product of a layer, or of several that read one input, with their sharded weights: alone, or in compiled code.
 """
 
 import math
@@ -98,17 +94,8 @@ class ShardedProduct:
         if self._args is None or self._args[0] != length:
             bind = self._context.bind
             before, after = (None if one is None else bind(one) for one in (self._all_gather, self._reduce_scatter))
-            self._args = (
-                length,
-                ProductArgs(
-                    self.weight,
-                    before,
-                    after,
-                    self._context.keep,
-                    self._context.num_pieces,
-                    has_empty_pieces=self._context.has_pairs,
-                ),
-            )
+            keep, num_pieces, has_pairs = self._context.keep, self._context.num_pieces, self._context.has_pairs
+            self._args = length, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
         return self._args[1]
 
     def following(self) -> Sequence[ShardedWeight]:
@@ -117,28 +104,23 @@ class ShardedProduct:
 
     def _call_compiled(self, x: Tensor) -> tuple[Tensor, ...]:
         gathers, keeps, weight = self._num_gathered > 1, self._context.keep == "gathered", self.weight
-        gathered = self._gathered_shape(x)
-        outputs = [size for count in weight.sizes for size in self._output_shape(gathered, count)]
+        gathered = list(x.shape)
+        if self._all_gather is not None and gathers:
+            dim = self._all_gather.dim % x.dim()
+            length = self._context.sequence_length if self._all_gather.is_sequence else None
+            gathered[dim] = gathered[dim] * self._num_gathered if length is None else length
+        outputs: list[int] = []
+        for features in weight.sizes:
+            shape = [*gathered[:-1], features]
+            if self._reduce_scatter is not None:
+                dim = self._reduce_scatter.dim % len(shape)
+                shape[dim] = -(-shape[dim] // self._num_scattered)
+            outputs += shape
         rows = None
         if keeps and weight.is_gathered and not self._context.batch_weights.is_on:  # the graph may overwrite its own
             rows = [sum(weight.sizes)] if weight.is_one_matrix else weight.sizes
         results = compiled_product(x, self._handle, gathers, keeps, gathered, outputs, rows)
         return (results[0] if gathers else x), *results[int(gathers) : int(gathers) + len(weight.sizes)]
-
-    def _gathered_shape(self, x: Tensor) -> list[int]:
-        shape = list(x.shape)
-        if self._all_gather is not None and self._num_gathered > 1:
-            dim = self._all_gather.dim % x.dim()
-            length = self._context.sequence_length if self._all_gather.is_sequence else None
-            shape[dim] = shape[dim] * self._num_gathered if length is None else length
-        return shape
-
-    def _output_shape(self, gathered: list[int], features: int) -> list[int]:
-        shape = [*gathered[:-1], features]
-        if self._reduce_scatter is not None:
-            dim = self._reduce_scatter.dim % len(shape)
-            shape[dim] = -(-shape[dim] // self._num_scattered)
-        return shape
 
 
 class SharedInput:
@@ -163,7 +145,7 @@ class SharedInput:
         return len(self._parts) - 1
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[.., n, ..] to the whole, without what pads its parts."""
+        """[.., n, ..] to the whole, without padding."""
         assert self._product is not None
         gathered, *outputs = self._product(x)
         if not torch.compiler.is_dynamo_compiling() and gathered.is_inference():
@@ -173,7 +155,7 @@ class SharedInput:
         return gathered
 
     def output(self, x: Tensor, number: int) -> Tensor | None:
-        """Returns the product of `x` with a layer's weight, if `x` is what was gathered last. Returned once only."""
+        """Returns the product of `x` with a layer's weight, if `x` was gathered last. Returned once only."""
         if self._last is None or self._last[0] is not x or self._last[1] != _version(x):
             return None
         return self._last[2].pop(number, None)
@@ -252,7 +234,7 @@ class LinearSharding:
 
 
 class ShardedLinear(ShardedModule):
-    """What all 3-D linear layers have in common, whichever class they were converted from."""
+    """The base class of all 3-D linear layers, whichever class they were converted from."""
 
     sharding: LinearSharding
     weight = property(lambda self: self.sharding.parameter(self, "weight"))
@@ -293,10 +275,10 @@ class Linear3D(ShardedLinear, nn.Linear):
         in_features: of the whole layer.
         out_features: of the whole layer; both must divide as `style` shards them.
         bias: whether there is one. Its gradient is a partial sum, which `all_reduce_partial_gradients` completes.
-        context: what the layers of a stage share.
-        style: column- or row-parallel, and what is sharded between layers.
+        context: of the stage.
+        style: column- or row-parallel, and the sharding between layers.
         order: the out-features in the order in which they are sharded: fused projections head by head.
-        shared_input: what gathers the input for several layers.
+        shared_input: gathers the input for several layers.
         **factory: device and dtype.
 
     Raises:

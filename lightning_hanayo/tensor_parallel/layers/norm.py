@@ -121,16 +121,8 @@ class _Norm(torch.autograd.Function):
 _dtypes_of_norms: dict[tuple[torch.dtype, str, torch.dtype | None], torch.dtype] = {}
 
 
-def _dtype_of_norms(dtype: torch.dtype, device: str, autocast: torch.dtype | None) -> torch.dtype:
-    """What torch's norms return for this dtype of input, with autocast as it is: asked once for each."""
-    key = dtype, device, autocast
-    if torch.compiler.is_dynamo_compiling() or key not in _dtypes_of_norms:
-        return _dtypes_of_norms.setdefault(key, layer_norm(torch.empty(0, 1, dtype=dtype, device=device), (1,)).dtype)
-    return _dtypes_of_norms[key]
-
-
 class ShardedNorm(ShardedModule):
-    """What all 3-D norms have in common. Arguments are those of the norm; gradients are partial sums over x and y.
+    """The base class of all 3-D norms. Arguments are those of the norm; gradients are partial sums over x and y.
 
     In compiled code it is written in plain operations, which the compiler fuses, and differentiates.
     """
@@ -150,25 +142,27 @@ class ShardedNorm(ShardedModule):
             return super().forward(x)  # type: ignore[no-any-return]
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         if torch.compiler.is_dynamo_compiling():
-            return self._forward_compiled(x, weight, bias)
+            norm, handle, num_parts = self._normalization(x), self._axis_handle, self._num_parts
+            wide = norm.wide(x)
+            mean, scale = norm.statistics(
+                wide, lambda x: compiled_all_gather(x, handle, num_parts), lambda x: compiled_all_reduce(x, handle)
+            )
+            return norm.output(norm.normalize(wide, mean, scale), weight, bias)
         axis = self.context.mesh.axis("z")
         y: Tensor = _Norm.apply(x, weight, bias, self._normalization(x), axis)
         return y
-
-    def _forward_compiled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        norm, handle, num_parts = self._normalization(x), self._axis_handle, self._num_parts
-        wide = norm.wide(x)
-        mean, scale = norm.statistics(
-            wide, lambda x: compiled_all_gather(x, handle, num_parts), lambda x: compiled_all_reduce(x, handle)
-        )
-        return norm.output(norm.normalize(wide, mean, scale), weight, bias)
 
     def _normalization(self, x: Tensor) -> _Normalization:
         """As torch's norms: in fp32 at least, and to the dtype that they return, with autocast or without."""
         compute = torch.promote_types(x.dtype, torch.float32)
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        out = _dtype_of_norms(x.dtype, device, autocast)
+        key = x.dtype, device, autocast
+        if torch.compiler.is_dynamo_compiling() or key not in _dtypes_of_norms:  # torch is asked once for each
+            made = layer_norm(torch.empty(0, 1, dtype=x.dtype, device=device), (1,))
+            out = _dtypes_of_norms.setdefault(key, made.dtype)
+        else:
+            out = _dtypes_of_norms[key]
         return _Normalization(self._num_parts, self.eps, isinstance(self, nn.LayerNorm), compute, out)
 
 
@@ -221,7 +215,7 @@ def parallelize_norm(module: nn.Module, context: StageContext) -> None:
 
 
 def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | None = None) -> None:
-    """Parallelize an RMSNorm in place: torch's, or one that computes what Hugging Face's `LlamaRMSNorm` does.
+    """Parallelize an RMSNorm in place: torch's, or one that computes the same as Hugging Face's `LlamaRMSNorm`.
 
     Args:
         module: has a `weight`, and no other parameter.

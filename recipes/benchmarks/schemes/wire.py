@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.overlap.link_queue import LinkQueue
-from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending, Transfers, Waitable
+from lightning_hanayo.overlap.link_queue import LinkQueue, Work
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending, Transfers
 from recipes.benchmarks.schemes.log import Log
 
 
 class _LoggedTransfers:
     """Transfers whose waits are logged."""
 
-    def __init__(self, works: Waitable, log: Log, number: int) -> None:
+    def __init__(self, works: Work, log: Log, number: int) -> None:
         self._works, self._log, self._number = works, log, number
 
     def wait(self) -> None:
@@ -43,7 +43,7 @@ class Wire(MeshAxis):
         self._log = log
 
     @override
-    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Waitable:
+    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Work:
         number = self._log.start(sum(into[0].numel() for _, into in exchanges) * (self.size - 1))
         works = Transfers([]) if self.group is None else super()._exchange(exchanges)
         return _LoggedTransfers(works, self._log, number)
@@ -64,7 +64,7 @@ class Wire(MeshAxis):
         received, group = torch.empty_like(own), self.group
         number = self._log.start(own.numel())
 
-        def post() -> Waitable:
+        def post() -> Work:
             assert group is not None
             works = [group.recv([received], (self.rank + step) % self.size, 0)]
             works.append(group.send([own], (self.rank - step) % self.size, 0))

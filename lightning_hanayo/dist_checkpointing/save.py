@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.commit import FolderSave
-from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, RankPart, RanksLost, SavingRanks, TensorPart
+from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, RankPart, RanksLost, SavingRanks
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.target import AtPoint, go_on, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
@@ -92,26 +92,22 @@ class HostBuffers:
 
     def snapshot(self, part: RankPart) -> Snapshot:
         """Copy the part's tensors, on the streams that compute with them."""
-        self._buffers = {_key(one): self._buffer(one) for one in part.tensors}  # others are freed
+        buffers = {}
         for one in part.tensors:
-            self._buffers[_key(one)].copy_(one.tensor.detach(), non_blocking=True)
-        tensors = tuple(replace(one, tensor=self._buffers[_key(one)]) for one in part.tensors)
+            key, tensor = (one.name, one.region), one.tensor
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            buffers[key] = buffer
+        self._buffers = buffers  # others are freed
+        for buffer, one in zip(buffers.values(), part.tensors, strict=True):
+            buffer.copy_(one.tensor.detach(), non_blocking=True)
+        tensors = [replace(one, tensor=buffer) for buffer, one in zip(buffers.values(), part.tensors, strict=True)]
         devices = dict.fromkeys(one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu")
         events = {device: torch.Event(device) for device in devices}
         for device, event in events.items():
             event.record(torch.accelerator.current_stream(device))
         return Snapshot(replace(part, tensors=tensors), tuple(events.values()))
-
-    def _buffer(self, part: TensorPart) -> Tensor:
-        tensor, is_pinned = part.tensor, part.tensor.is_cuda
-        buffer = self._buffers.get(_key(part))
-        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
-        return buffer
-
-
-def _key(part: TensorPart) -> tuple[str, Region]:
-    return part.name, part.region
 
 
 _DONE, _WRITES, _FAILED = range(3)

@@ -24,7 +24,7 @@ many ranks as there are: 4 read by 2 are 0 + 2 and 1 + 3.
 """
 
 import re
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,8 +146,8 @@ class ResumeState:
 
     document: Mapping[str, Any]
     """of the whole run; rank 0's counts"""
-    data_document: Mapping[str, Any] | None
-    """of this data rank, on the rank that reads its data; None on the others, and where there is nothing"""
+    data: Mapping[int, Mapping[str, Any]]
+    """the document of this data rank by its number, on the rank that reads its data; empty where there is nothing"""
     tensors: Sequence[TensorPart]
 
 
@@ -223,8 +223,9 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         for when in random
         for name, state in random[when].items()
     ]
-    data_document = {"loaders": states, "have_more": have_more(trainer)} if states else None
-    return ResumeState(document, data_document, [*tensors, *gradients])
+    data_rank = session.topology.coordinates(rank)[0]
+    data = {data_rank: {"loaders": states, "have_more": have_more(trainer)}} if states else {}
+    return ResumeState(document, data, [*tensors, *gradients])
 
 
 class Resume:
@@ -420,13 +421,13 @@ def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradient
     return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
 
 
-def with_resume(part: RankPart, state: ResumeState, data_rank: int) -> RankPart:
+def with_resume(part: RankPart, state: ResumeState) -> RankPart:
     """What this rank writes into a folder, with what a resume needs; not the document of the run, `run_entry`.
 
     Raises:
         UnsupportedError: a loader's state can't be stored without pickle.
     """
-    tensors, texts = ([], {}) if state.data_document is None else data_parts(data_rank, state.data_document)
+    tensors, texts = data_parts(state.data)
     return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts={**part.texts, **texts})
 
 
@@ -440,23 +441,21 @@ def saved_in_folder(folder: CheckpointFolder, entry: Mapping[str, Any]) -> Saved
     return SavedRun(entry["run"], partial(data_document, folder), folder.manifest.tensors.keys(), folder.read)
 
 
-def gathered(state: ResumeState, data_rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+def gathered(state: ResumeState, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
     """The entry of the file, on rank 0.
 
     Args:
         state: of this rank.
-        data_rank: this rank's.
         gather: gives every rank's value on rank 0. Called by all ranks.
     """
     own = [replace(part, tensor=part.tensor.detach().cpu()) for part in state.tensors]
-    ranks = gather((data_rank, state.data_document, own))
-    documents = {number: document for number, document, _ in ranks if document is not None}
+    ranks = gather((state.data, own))
     wholes: dict[str, Tensor] = {}
-    for part in (part for *_, parts in ranks for part in parts):
+    for part in (part for _, parts in ranks for part in parts):
         whole = wholes.setdefault(part.name, torch.zeros(part.shape, dtype=part.tensor.dtype))
         indices = [np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)]) for runs in part.region.runs]
         whole[tuple(map(torch.from_numpy, np.ix_(*indices))) if indices else ...] = part.tensor
-    return {"run": dict(state.document), "data": documents, "tensors": wholes}
+    return {"run": dict(state.document), "data": dict(ChainMap(*(data for data, _ in ranks))), "tensors": wholes}
 
 
 def saved_run(checkpoint: Mapping[str, Any]) -> SavedRun | None:

@@ -162,10 +162,12 @@ class CheckpointFolder:
         for file in self.manifest.files if files is None else files:
             self.verify_file(file, advance=advance)
 
-    def verify_share(self, rank: int, num_ranks: int) -> None:
-        """Verify what begins in a rank's part of all bytes. Raises as `verify` does."""
+    def verify_share(self, rank: int, num_ranks: int, kind: str = "") -> None:
+        """Verify what begins in a rank's part of all bytes, or of tensors such as "model/". Raises as `verify` does."""
         for file, keys in share(self, rank, num_ranks).items():
-            self.verify_file(file, keys)
+            of_kind = {key for key in keys if self.parts[file][key].name.startswith(kind)}
+            if of_kind or not kind:
+                self.verify_file(file, of_kind)
 
     def verify_file(self, file: str, keys: Collection[str] | None = None, advance: Advance = int) -> None:
         """Read a text, or the header of a file and these tensors in it (None: all). Raises as `verify` does."""

@@ -240,8 +240,15 @@ class Resume:
         self._session = session
         self._saved = saved
         # Read now: a Tuner removes its checkpoint before training starts.
-        self._loader_states, self._have_more = self._states()
-        self._set_random = self._random_states()
+        topology, rank = session.topology, session.rank
+        data_rank, reads_data = topology.coordinates(rank)[0], _reads_data(topology, rank)
+        document: Mapping[str, Any] = {}
+        if reads_data and saved is not None:
+            document = saved.data_document(data_rank)
+        elif reads_data and topology.data == 1:  # a plain Trainer stores those of one process
+            document = {"loaders": resumed_loops.plain_loader_states(trainer)}
+        self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
+        self._set_random = self._random_states(data_rank, reads_data=reads_data)
         self._is_before_plateau = resumed_loops.is_before_plateau(trainer)
         self._is_after_last_batch = resumed_loops.is_after_last_batch(trainer)
         resumed_loops.correct_loops(trainer)
@@ -275,31 +282,19 @@ class Resume:
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
-    def _random_states(self) -> Callable[[str], None]:
+    def _random_states(self, data_rank: int, *, reads_data: bool) -> Callable[[str], None]:
         """A function that sets the generators to their states "now" or "before". It holds no more than those."""
-        saved, device, rank, topology = self._saved, self._session.device, self._session.rank, self._session.topology
-        data_rank = topology.coordinates(rank)[0]
+        saved, device, trainer = self._saved, self._session.device, self._trainer
         states = {} if saved is None else {when: saved.random_states(data_rank, when) for when in _WHEN}
-        trainer = self._trainer
 
         def set_states(when: str) -> None:
             found = states.get(when, {})
             set_generators(found, device)
-            of_loaders = generators_of_loaders(trainer) if _reads_data(topology, rank) else {}
+            of_loaders = generators_of_loaders(trainer) if reads_data else {}
             for name in of_loaders.keys() & found.keys():
                 of_loaders[name].set_state(found[name])
 
         return set_states
-
-    def _states(self) -> tuple[Sequence[Any], Sequence[bool]]:
-        """Those of the loaders that this rank reads, and whether they have more."""
-        topology, rank = self._session.topology, self._session.rank
-        if not _reads_data(topology, rank):
-            return (), ()
-        if self._saved is None:  # a plain Trainer stores those of one process
-            return (resumed_loops.plain_loader_states(self._trainer), ()) if topology.data == 1 else ((), ())
-        document = self._saved.data_document(topology.coordinates(rank)[0])
-        return document.get("loaders", ()), document.get("have_more", ())
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, session = self._trainer, self._session

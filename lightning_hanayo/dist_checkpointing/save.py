@@ -9,7 +9,7 @@ writing thread                                  | waits for the copies | writes,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 
@@ -66,32 +66,17 @@ class Background:
         return self.is_idle
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A rank's part in host memory, which may still be on its way there."""
-
-    part: RankPart
-    copied: tuple[torch.Event, ...]
-    """on each device, after its copies"""
-
-    def wait(self) -> RankPart:
-        """Wait until all copies have ended, and return the part."""
-        for event in self.copied:
-            event.synchronize()
-        return self.part
-
-
 class HostBuffers:
-    """Takes one snapshot after another into the same memory; on CUDA it is pinned, so that no host waits for a copy.
-
-    A snapshot is overwritten by the next one.
-    """
+    """Takes one snapshot after another into the same memory; on CUDA it is pinned, so that no host waits for a copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, Region], Tensor] = {}
 
-    def snapshot(self, part: RankPart) -> Snapshot:
-        """Copy the part's tensors, on the streams that compute with them."""
+    def snapshot(self, part: RankPart) -> Callable[[], RankPart]:
+        """Copy the part's tensors, on the streams that compute with them; return what waits for that and returns them.
+
+        The next snapshot overwrites this one.
+        """
         buffers = {}
         for one in part.tensors:
             key, tensor = (one.name, one.region), one.tensor
@@ -107,7 +92,14 @@ class HostBuffers:
         events = {device: torch.Event(device) for device in devices}
         for device, event in events.items():
             event.record(torch.accelerator.current_stream(device))
-        return Snapshot(replace(part, tensors=tensors), tuple(events.values()))
+        copied = replace(part, tensors=tensors)  # not made in `wait`, which would hold the tensors of the device
+
+        def wait() -> RankPart:
+            for event in events.values():
+                event.synchronize()
+            return copied
+
+        return wait
 
 
 _DONE, _WRITES, _FAILED = range(3)
@@ -191,8 +183,8 @@ class Saver:
             if peers is not None:
                 peers.close()
 
-    def _write(self, peers: SavingRanks, path: str, snapshot: Snapshot) -> None:
-        FolderSave(peers, path, snapshot.wait(), at=self._at, check=self._check).run()
+    def _write(self, peers: SavingRanks, path: str, snapshot: Callable[[], RankPart]) -> None:
+        FolderSave(peers, path, snapshot(), at=self._at, check=self._check).run()
 
     def _check(self) -> None:
         if self._is_abandoned.is_set():

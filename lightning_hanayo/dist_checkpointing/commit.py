@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 from warnings import warn
 
 from xxhash import xxh3_128
@@ -83,7 +83,7 @@ def write_files(
         name = f"{kind}-{rank:05d}-{target.save_id}.safetensors"
         tensors = {key: one.tensor for key, one in by_key.items()}
         metadata = {"format": "pt", "file": name}  # so that no two files of any saves have the same header
-        written = write_tensors(_Checked(create(opened, name), check), tensors, metadata=metadata)
+        written = write_tensors(create(opened, name), tensors, metadata=metadata, check=check)
         files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
         for key, one in by_key.items():
             stored = StoredPart(name, key, one.region, written.xxh3_128[key])
@@ -107,18 +107,6 @@ def write_files(
                 target.storage.remove(name)
         raise
     return Written(files, wholes, names)
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """A file that asks before each piece whether to go on."""
-
-    file: BinaryIO
-    check: Callable[[], object]
-
-    def write(self, data: memoryview | bytes) -> None:
-        self.check()
-        self.file.write(data)
 
 
 _T = TypeVar("_T")

@@ -246,23 +246,21 @@ def as_in_a_folder(content: dict[str, Any]) -> tuple[list[TensorPart], dict[str,
     content[RUN] = {key: value for key, value in entry.items() if key not in ("data", "tensors")}
     found = {name: tensor for name, tensor in _items(entry, "tensors") if str(name).startswith(_PREFIXES)}
     parts = [TensorPart.whole(name, tensor, "state") for name, tensor in found.items() if isinstance(tensor, Tensor)]
-    texts: dict[str, Any] = {}
-    for rank, value in _items(entry, "data"):
-        tensors, text = data_parts(rank, value)
-        parts += tensors
-        texts |= text
-    return parts, texts
+    tensors, texts = data_parts(dict(_items(entry, "data")))
+    return [*parts, *tensors], texts
 
 
-def data_parts(data_rank: int, document: Any) -> tuple[list[TensorPart], dict[str, Any]]:
-    """Returns the tensors in the document of a data rank, and the document by its stem.
+def data_parts(documents: Mapping[int, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
+    """Returns the tensors in the documents of data ranks, and the documents by stem.
 
     Raises:
         UnsupportedError: a loader's state can't be stored without pickle.
     """
-    text, tensors = encode(document, "state of the training loaders")
-    parts = [TensorPart.whole(f"data/{data_rank}/{number}", one, "state") for number, one in enumerate(tensors)]
-    return parts, {data_stem(data_rank): text}
+    parts, texts = [], {}
+    for rank, document in documents.items():
+        texts[data_stem(rank)], tensors = encode(document, "state of the training loaders")
+        parts += [TensorPart.whole(f"data/{rank}/{number}", one, "state") for number, one in enumerate(tensors)]
+    return parts, texts
 
 
 def data_document(folder: CheckpointFolder, data_rank: int) -> Mapping[str, Any]:

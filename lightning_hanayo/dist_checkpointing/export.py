@@ -378,10 +378,7 @@ class CheckpointWeights:
         Raises:
             CheckpointError: a byte isn't what was saved. The message names the file and the tensor.
         """
-        tensors = self._folder.manifest.tensors
-        parts = [part for name in tensors if name.startswith("model/") for part in tensors[name].parts]
-        for part in parts[rank::num_ranks]:
-            self._folder.verify_file(part.file, {part.key})
+        self._folder.verify_share(rank, num_ranks, "model/")
 
 
 def open_weights(path: Path) -> SafetensorsFolder | CheckpointWeights:

@@ -20,7 +20,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     LENGTH_BYTES,
     MANIFEST,
     MAX_BYTES,
-    Entry,
+    HeaderEntry,
     ImpossibleError,
     Manifest,
     StoredPart,
@@ -77,7 +77,7 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._storage = storage_of(path)
-        self._headers: dict[str, dict[str, Entry]] = {}
+        self._headers: dict[str, dict[str, HeaderEntry]] = {}
         with self._readable(MANIFEST):
             num_bytes = self._storage.sizes([MANIFEST]).get(MANIFEST)
             if num_bytes is None:
@@ -162,10 +162,12 @@ class CheckpointFolder:
         for file in self.manifest.files if files is None else files:
             self.verify_file(file, advance=advance)
 
-    def verify_share(self, rank: int, num_ranks: int) -> None:
-        """Verify what begins in a rank's part of all bytes. Raises as `verify` does."""
+    def verify_share(self, rank: int, num_ranks: int, kind: str = "") -> None:
+        """Verify what begins in a rank's part of all bytes, or of tensors such as "model/". Raises as `verify` does."""
         for file, keys in share(self, rank, num_ranks).items():
-            self.verify_file(file, keys)
+            of_kind = {key for key in keys if self.parts[file][key].name.startswith(kind)}
+            if of_kind or not kind:
+                self.verify_file(file, of_kind)
 
     def verify_file(self, file: str, keys: Collection[str] | None = None, advance: Advance = int) -> None:
         """Read a text, or the header of a file and these tensors in it (None: all). Raises as `verify` does."""
@@ -181,7 +183,7 @@ class CheckpointFolder:
             with self._readable(file):
                 self._verify_adjacent(file, parts, advance)
 
-    def header(self, file: str) -> Mapping[str, Entry]:
+    def header(self, file: str) -> Mapping[str, HeaderEntry]:
         """Returns where a file has its tensors, by key, in order. Its hash is checked before it is looked at."""
         if file not in self._headers:
             with self._readable(file):
@@ -209,7 +211,7 @@ class CheckpointFolder:
         with self._readable(part.file):
             return self._storage.read(part.file, entry.start + start, entry.start + stop)
 
-    def _read_header(self, file: str) -> dict[str, Entry]:
+    def _read_header(self, file: str) -> dict[str, HeaderEntry]:
         num_bytes = self.manifest.files[file].num_bytes
         try:
             data = bytes(self._storage.read(file, 0, min(_HEADER_BYTES, num_bytes)))

@@ -7,7 +7,7 @@
 Optimizer states have the names of parameters in place of numbers.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,22 +26,18 @@ def folder_content(folder: CheckpointFolder) -> dict[str, Any]:
     Raises:
         CheckpointError: the document and the manifest don't belong together.
     """
-    document = _state_document(folder)
+    where = folder.where(folder.manifest.texts.get(STATE, f"{STATE}.json"))
+    try:
+        document = StateDocument.decode(folder.text(STATE), lambda number: _nested(folder, f"{STATE}/{number}"), where)
+    except KeyError as error:
+        raise damaged(where, f"there is no {error}") from None
     content = {**document.checkpoint, "state_dict": _state_dict(folder, document)}
     if document.optimizers is not None:
         states = _optimizer_tensors(folder)
         content["optimizer_states"] = [
-            _optimizer_state(one, states.get(str(index), {})) for index, one in enumerate(document.optimizers)
+            _optimizer_state(one, states[str(index)]) for index, one in enumerate(document.optimizers)
         ]
     return content
-
-
-def _state_document(folder: CheckpointFolder) -> StateDocument:
-    where = folder.where(folder.manifest.texts.get(STATE, f"{STATE}.json"))
-    try:
-        return StateDocument.decode(folder.text(STATE), lambda number: _nested(folder, f"{STATE}/{number}"), where)
-    except KeyError as error:
-        raise damaged(where, f"there is no {error}") from None
 
 
 def _nested(folder: CheckpointFolder, name: str) -> Tensor:
@@ -64,15 +60,14 @@ def _state_dict(folder: CheckpointFolder, document: StateDocument) -> "OrderedDi
     return state
 
 
-def _optimizer_tensors(folder: CheckpointFolder) -> dict[str, dict[str, dict[str, StoredTensor]]]:
+def _optimizer_tensors(folder: CheckpointFolder) -> Mapping[str, dict[str, dict[str, StoredTensor]]]:
     """The tensors of all optimizers: by the optimizer's number, the parameter and the key."""
-    found: dict[str, dict[str, dict[str, StoredTensor]]] = {}
+    found: Mapping[str, dict[str, dict[str, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))
     for name in folder.manifest.tensors:
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            index, _, place = rest.partition("/")
+        if name.startswith("optimizer/"):
+            index, _, place = name.removeprefix("optimizer/").partition("/")
             parameter, _, key = place.rpartition("/")
-            found.setdefault(index, {}).setdefault(parameter, {})[key] = folder.stored(name)
+            found[index][parameter][key] = folder.stored(name)
     return found
 
 

@@ -82,15 +82,6 @@ def tensor_document(name: str, tensor: WholeTensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": tensor.shape, "parts": parts}
 
 
-def parse_file(name: str, document: Any) -> StoredFile:
-    """Returns the file that a manifest's document describes, or raises an ImpossibleError."""
-    document = typed(document, dict, f"the file {name!r}")
-    return StoredFile(
-        count(document.get("bytes"), f"the size of {name}"),
-        matching(document.get("xxh3_128"), _HASH, f"the hash of {name}"),
-    )
-
-
 def parse_tensor(name: str, document: Any, files: Mapping[str, StoredFile]) -> WholeTensor:
     """Returns the tensor that a manifest's document describes, in these files, or raises an ImpossibleError."""
     require(name.isprintable(), f"the name {name!r} can't be shown")
@@ -285,7 +276,13 @@ def _files(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
-    files = {name: parse_file(name, one) for name, one in _files(document).items()}
+    files = {
+        name: StoredFile(
+            count(typed(one, dict, f"the file {name!r}").get("bytes"), f"the size of {name}"),
+            matching(one.get("xxh3_128"), _HASH, f"the hash of {name}"),
+        )
+        for name, one in _files(document).items()
+    }
     tensors = {name: parse_tensor(name, one, files) for name, one in _dict(document, "tensors").items()}
     texts = {stem: known_file(name, files, ".json") for stem, name in _dict(document, "texts").items()}
     _check_files(files, tensors, texts)
@@ -338,7 +335,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """A tensor in a file. `start` and `stop` count from the file's beginning, in bytes."""
 
     dtype: str
@@ -378,7 +375,7 @@ def header_length(first: bytes | memoryview, num_bytes: int) -> int:
     return length
 
 
-def read_header(data: bytes | memoryview, num_bytes: int) -> dict[str, Entry]:
+def read_header(data: bytes | memoryview, num_bytes: int) -> dict[str, HeaderEntry]:
     """Returns the tensors of a file by key, from its bytes up to where the data begins.
 
     Args:
@@ -402,12 +399,12 @@ def read_header(data: bytes | memoryview, num_bytes: int) -> dict[str, Entry]:
     return entries
 
 
-def _entry(key: str, value: Any, data_start: int) -> Entry:
+def _entry(key: str, value: Any, data_start: int) -> HeaderEntry:
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
             valid = dtype in ITEM_BYTES and all(type(size) is int and size >= 0 for size in shape)
             if valid and start >= 0 and stop - start == ITEM_BYTES[dtype] * math.prod(shape):
-                return Entry(dtype, tuple(shape), data_start + start, data_start + stop)
+                return HeaderEntry(dtype, tuple(shape), data_start + start, data_start + stop)
     raise ImpossibleError(f"the tensor {key!r} is impossible")
 
 

@@ -173,6 +173,9 @@ class Sharding(Protocol):
     def region(self, parameter: Tensor) -> Region:
         """Which entries of a parameter this rank holds."""
 
+    def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
+        """All-gather the full tensor from shards that are laid out as `parameter`. Called by all ranks of the cube."""
+
 
 def entries(module: nn.Module, sharding: Sharding | None, *, has_masters: bool) -> dict[str, Entry | None]:
     """What the module's state dict has in a single process, by name; None for what is no tensor.
@@ -222,10 +225,12 @@ def load(
     Raises:
         CheckpointError: the module refuses them.
     """
+    shapes = {} if sharding is None else sharding.whole_shapes
     hooks = [
         one.register_load_state_dict_pre_hook(partial(_take_parts, sharding))  # type: ignore[no-untyped-call]
         for one in module.modules()
-        if any(_is_elsewhere(tensor, sharding) for tensor in _tensors(one).values())
+        # other ranks have it, or a part of it
+        if any(tensor.is_meta or tensor in shapes for tensor in _tensors(one).values())
     ]
     try:
         module.load_state_dict(state, strict=strict)
@@ -251,11 +256,6 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """The module's own, by name."""
     own: Any = {"recurse": False, "remove_duplicate": False}
     return {**dict(module.named_parameters(**own)), **dict(module.named_buffers(**own))}
-
-
-def _is_elsewhere(tensor: Tensor, sharding: Sharding | None) -> bool:
-    """Whether other ranks have it, or a part of it."""
-    return tensor.is_meta or (sharding is not None and tensor in sharding.whole_shapes)
 
 
 def _is_finite(value: Tensor) -> bool:
@@ -288,18 +288,6 @@ def with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, An
         "state": {keys.get(key, key): values for key, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": [keys.get(key, key) for key in group["params"]]} for group in groups],
     }
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """A saved state dict, by names."""
-
-    groups: Sequence[Mapping[str, Any]]
-    """with names in "params" """
-    states: Mapping[str, Mapping[str, Any]]
-    others: Mapping[Any, Any]
-    """what an optimizer keeps under other keys than its parameters"""
-    without_state: frozenset[str]
 
 
 class OptimizerState:
@@ -340,7 +328,14 @@ class OptimizerState:
                         for group in optimizer.param_groups]  # fmt: skip
         if not optimizer.param_groups:  # Lightning's stand-in for no optimizer
             return
-        self._saved = self._by_name(state)
+        self._saved_groups: Sequence[Mapping[str, Any]] = state["param_groups"]
+        """with names in "params" """
+        self._saved_states: Mapping[Any, Mapping[str, Any]] = state["state"]
+        self._without_state = frozenset(state.get(WITHOUT_STATE, ()))
+        self._others: Mapping[Any, Any] = {}
+        """what an optimizer keeps under other keys than its parameters"""
+        if not any(isinstance(one, str) for one in (*parameters_in(state), *self._saved_states)):
+            self._name_states(state)
         self._check_options()
         self._matches = [self._matching(group) for group in self._groups]
         self._check_states()
@@ -352,25 +347,23 @@ class OptimizerState:
         if not self._optimizer.param_groups:
             self._optimizer.load_state_dict(dict(self._state))
             return
-        states: dict[Any, Any] = dict(self._saved.others)
+        states: dict[Any, Any] = dict(self._others)
         groups, index = [], 0
         for group, match, now in zip(self._groups, self._matches, self._optimizer.param_groups, strict=True):
-            options = self._saved.groups[match] if match is not None else now
+            options = self._saved_groups[match] if match is not None else now
             groups.append({**options, "params": list(range(index, index + len(group)))})
             for name, parameter in group:
-                if name in self._saved.states and not parameter.is_meta:
-                    values = self._saved.states[name].items()
+                if name in self._saved_states and not parameter.is_meta:
+                    values = self._saved_states[name].items()
                     states[index] = {key: _own(value, parameter, sharding) for key, value in values}
                 index += 1
         rest = {key: value for key, value in self._state.items() if key not in (WITHOUT_STATE, CLASS_NAME)}
         self._optimizer.load_state_dict({**rest, "state": states, "param_groups": groups})
 
-    def _by_name(self, state: Mapping[str, Any]) -> _Saved:
-        saved, states = state["param_groups"], state["state"]
-        without_state = frozenset(state.get(WITHOUT_STATE, ()))
-        if any(isinstance(one, str) for group in saved for one in (*group["params"], *states)):
-            return _Saved(saved, states, {}, without_state)
-        sizes, own_sizes = [len(group["params"]) for group in saved], [len(group) for group in self._groups]
+    def _name_states(self, state: Mapping[str, Any]) -> None:
+        """Give the parameters of a plain file the names of the optimizer's, in order."""
+        sizes = [len(group["params"]) for group in self._saved_groups]
+        own_sizes = [len(group) for group in self._groups]
         if sizes != own_sizes:
             self._refuse(
                 f"has groups of {sizes} parameters, this {self._name} has groups of {own_sizes}",
@@ -378,12 +371,11 @@ class OptimizerState:
             )
         own_names = [name for group in self._groups for name, _ in group]
         names = dict(zip(parameters_in(state), own_names, strict=True))
-        return _Saved(
-            with_keys(state, names)["param_groups"],
-            {names[key]: value for key, value in states.items() if key in names},
-            {key: value for key, value in states.items() if key not in names},
-            frozenset(names[number] for number in without_state if number in names),
-        )
+        states = self._saved_states
+        self._saved_groups = with_keys(state, names)["param_groups"]
+        self._saved_states = {names[key]: values for key, values in states.items() if key in names}
+        self._others = {key: value for key, value in states.items() if key not in names}
+        self._without_state = frozenset(names[number] for number in self._without_state if number in names)
 
     @property
     def _name(self) -> str:
@@ -393,9 +385,9 @@ class OptimizerState:
         saved_class = str(self._state.get(CLASS_NAME, "")).rpartition(".")[2]
         if saved_class not in ("", self._name):
             self._refuse(f"has the states of {saved_class}, not of this {self._name}", self._other_optimizer)
-        options = set().union(*self._saved.groups)
+        options = set().union(*self._saved_groups)
         lacking = sorted(getattr(self._optimizer, "defaults", {}).keys() - options - _ADDED_LATER)
-        if lacking and self._saved.groups:
+        if lacking and self._saved_groups:
             self._refuse(
                 f"was saved of another optimizer: its groups lack {listed(lacking)}, which this {self._name} has",
                 self._other_optimizer,
@@ -403,7 +395,7 @@ class OptimizerState:
 
     def _matching(self, group: Sequence[tuple[str, Tensor]]) -> int | None:
         """The number of the saved group that has the parameters of this one; None if none has any."""
-        places = {name: i for i, saved in enumerate(self._saved.groups) for name in saved["params"]}
+        places = {name: i for i, saved in enumerate(self._saved_groups) for name in saved["params"]}
         own = {name for name, _ in group}
         found = sorted({places[name] for name in own if name in places})
         if len(found) > 1:
@@ -413,10 +405,10 @@ class OptimizerState:
                 f"one",
                 "Build the same groups; their order may be another",
             )
-        others = [n for n in self._saved.groups[found[0]]["params"] if n not in own] if found else []
+        others = [n for n in self._saved_groups[found[0]]["params"] if n not in own] if found else []
         elsewhere = [name for name in others if any(name == n for each in self._groups for n, _ in each)]
         if elsewhere:
-            mate = next(name for name in self._saved.groups[found[0]]["params"] if name in own)
+            mate = next(name for name in self._saved_groups[found[0]]["params"] if name in own)
             self._refuse(
                 f"has {mate} and {elsewhere[0]} in one param group of its optimizer, in this {self._name} they are in "
                 f"different ones",
@@ -426,8 +418,8 @@ class OptimizerState:
 
     def _check_states(self) -> None:
         own = {name: parameter for group in self._groups for name, parameter in group}
-        saved_names = {name for group in self._saved.groups for name in group["params"]} | self._saved.states.keys()
-        expects, has_state = bool(self._saved.states), self._saved.states.keys() | self._saved.without_state
+        saved_names = {name for group in self._saved_groups for name in group["params"]} | self._saved_states.keys()
+        expects, has_state = bool(self._saved_states), self._saved_states.keys() | self._without_state
         missing = [
             name
             for name, parameter in own.items()
@@ -449,7 +441,7 @@ class OptimizerState:
     def _check_shapes(self, shapes: Mapping[Tensor, tuple[int, ...]]) -> None:
         for name, parameter in (pair for group in self._groups for pair in group):
             whole = shapes.get(parameter, tuple(parameter.shape))
-            for key, value in self._saved.states.get(name, {}).items():
+            for key, value in self._saved_states.get(name, {}).items():
                 if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != whole:
                     self._refuse(
                         f"has {key} {list(value.shape)} for {name}, which is {list(whole)}",

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from lightning_hanayo.dist_checkpointing.folder import share_of
+from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.dist_checkpointing.target import (
@@ -96,7 +97,9 @@ def load_mapped(path: str | Path, *, weights_only: bool | None) -> Any:
 
 def refusal(path: str | Path, error: Exception) -> CheckpointError:
     """What to say of a file that torch could not read."""
-    classes = _unsafe_classes(path)
+    classes: list[str] = []
+    with suppress(Exception):  # a file that isn't in torch's format, or is damaged; classes are read as names alone
+        classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     if not classes:
         reason = str(error).strip().partition("\n")[0]
         return CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.")
@@ -107,14 +110,6 @@ def refusal(path: str | Path, error: Exception) -> CheckpointError:
         f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
         f"Trainer weights_only=False."
     )
-
-
-def _unsafe_classes(path: str | Path) -> list[str]:
-    """The classes in a file that torch doesn't allow. They are read as names alone."""
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # a file that isn't in torch's format, or is damaged
-        return []
 
 
 def _meaning(path: str | Path, record: zipfile.ZipInfo) -> str:
@@ -187,13 +182,6 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
         raise CheckpointError(
             f"{path} was not saved: {problem_of(error, path)}. What was there before is untouched."
         ) from error
-
-
-class Sharding(Protocol):
-    """How parameters are sharded over the ranks of a cube."""
-
-    def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
-        """All-gather the full tensor from shards that are laid out as `parameter`. Called by all ranks of the cube."""
 
 
 def gather_module_state(

@@ -9,7 +9,7 @@ writing thread                                  | waits for the copies | writes,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.commit import FolderSave
-from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, RankPart, RanksLost, SavingRanks, TensorPart
+from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, RankPart, RanksLost, SavingRanks
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.target import AtPoint, go_on, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
@@ -66,52 +66,40 @@ class Background:
         return self.is_idle
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A rank's part in host memory, which may still be on its way there."""
-
-    part: RankPart
-    copied: tuple[torch.Event, ...]
-    """on each device, after its copies"""
-
-    def wait(self) -> RankPart:
-        """Wait until all copies have ended, and return the part."""
-        for event in self.copied:
-            event.synchronize()
-        return self.part
-
-
 class HostBuffers:
-    """Takes one snapshot after another into the same memory; on CUDA it is pinned, so that no host waits for a copy.
-
-    A snapshot is overwritten by the next one.
-    """
+    """Takes one snapshot after another into the same memory; on CUDA it is pinned, so that no host waits for a copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, Region], Tensor] = {}
 
-    def snapshot(self, part: RankPart) -> Snapshot:
-        """Copy the part's tensors, on the streams that compute with them."""
-        self._buffers = {_key(one): self._buffer(one) for one in part.tensors}  # others are freed
+    def snapshot(self, part: RankPart) -> Callable[[], RankPart]:
+        """Copy the part's tensors, on the streams that compute with them; return what waits for that and returns them.
+
+        The next snapshot overwrites this one.
+        """
+        buffers = {}
         for one in part.tensors:
-            self._buffers[_key(one)].copy_(one.tensor.detach(), non_blocking=True)
-        tensors = tuple(replace(one, tensor=self._buffers[_key(one)]) for one in part.tensors)
+            key, tensor = (one.name, one.region), one.tensor
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            buffers[key] = buffer
+        self._buffers = buffers  # others are freed
+        for buffer, one in zip(buffers.values(), part.tensors, strict=True):
+            buffer.copy_(one.tensor.detach(), non_blocking=True)
+        tensors = [replace(one, tensor=buffer) for buffer, one in zip(buffers.values(), part.tensors, strict=True)]
         devices = dict.fromkeys(one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu")
         events = {device: torch.Event(device) for device in devices}
         for device, event in events.items():
             event.record(torch.accelerator.current_stream(device))
-        return Snapshot(replace(part, tensors=tensors), tuple(events.values()))
+        copied = replace(part, tensors=tensors)  # not made in `wait`, which would hold the tensors of the device
 
-    def _buffer(self, part: TensorPart) -> Tensor:
-        tensor, is_pinned = part.tensor, part.tensor.is_cuda
-        buffer = self._buffers.get(_key(part))
-        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
-        return buffer
+        def wait() -> RankPart:
+            for event in events.values():
+                event.synchronize()
+            return copied
 
-
-def _key(part: TensorPart) -> tuple[str, Region]:
-    return part.name, part.region
+        return wait
 
 
 _DONE, _WRITES, _FAILED = range(3)
@@ -195,8 +183,8 @@ class Saver:
             if peers is not None:
                 peers.close()
 
-    def _write(self, peers: SavingRanks, path: str, snapshot: Snapshot) -> None:
-        FolderSave(peers, path, snapshot.wait(), at=self._at, check=self._check).run()
+    def _write(self, peers: SavingRanks, path: str, snapshot: Callable[[], RankPart]) -> None:
+        FolderSave(peers, path, snapshot(), at=self._at, check=self._check).run()
 
     def _check(self) -> None:
         if self._is_abandoned.is_set():

@@ -1,6 +1,6 @@
 """Writes safetensors files, one tensor after another, hashing what it writes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -74,7 +74,11 @@ def dtype_name(tensor: Tensor, name: str) -> str:
 
 
 def write_tensors(
-    file: Writable | BinaryIO, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+    file: Writable | BinaryIO,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    check: Callable[[], object] = int,
 ) -> WrittenFile:
     """Write a safetensors file. No more than one tensor at a time is copied into host memory.
 
@@ -83,6 +87,7 @@ def write_tensors(
         tensors: by key, on any device. They are written in order of falling element size, so that each is aligned. A
             `StoredTensor` is read when it is written.
         metadata: texts for the header. Default: {"format": "pt"}, which Hugging Face's libraries expect.
+        check: is called before each piece; what it raises ends the writing.
 
     Example:
         >>> with open("model.safetensors", "wb") as file:
@@ -98,16 +103,17 @@ def write_tensors(
     file.write(header)
     num_bytes, hashes = len(header), {}
     for key in keys:
-        hashes[key], length = _write(file, tensors[key])
+        hashes[key], length = _write(file, tensors[key], check)
         num_bytes += length
     return WrittenFile(num_bytes, xxh3_128(header).hexdigest(), hashes)
 
 
-def _write(file: Writable | BinaryIO, tensor: Tensor) -> tuple[str, int]:
+def _write(file: Writable | BinaryIO, tensor: Tensor, check: Callable[[], object]) -> tuple[str, int]:
     """Write a tensor, and return the hash and the number of its bytes."""
     data = bytes_of(tensor)
     hashed = xxh3_128()
     for start in range(0, len(data), _CHUNK):
+        check()
         chunk = data[start : start + _CHUNK]
         hashed.update(chunk)
         file.write(chunk)

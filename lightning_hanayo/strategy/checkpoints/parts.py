@@ -146,13 +146,10 @@ class RankTensors:
             self.values.names = [name for name, value in state.items() if not is_meta(value)]
         self.values.added = list(self.added)
 
-    def add_optimizer(
-        self, index: int, parameters: Mapping[str, nn.Parameter], states: Mapping[int, Mapping[str, Any]]
-    ) -> None:
-        """Add the states of this rank's parameters.
+    def add_optimizer(self, parameters: Mapping[str, nn.Parameter], states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Add the states of this rank's parameters, of one optimizer after another.
 
         Args:
-            index: the optimizer's number.
             parameters: its parameters by name, in its order.
             states: by number of the parameter.
 
@@ -160,19 +157,16 @@ class RankTensors:
             UnsupportedError: a state can't be stored.
         """
         own: dict[str, dict[str, Any]] = {}
-        names = list(parameters)
-        without = [
-            number for number, one in enumerate(parameters.values()) if not one.is_meta and not states.get(number)
-        ]
+        index, names, tensors = len(self.values.optimizers), list(parameters), list(parameters.values())
+        without = [name for n, name in enumerate(names) if not tensors[n].is_meta and not states.get(n)]
         self.values.optimizers.append(own)
-        self.values.without_state.append([names[number] for number in without])
+        self.values.without_state.append(without)
         for number, state in states.items():
-            parameter = names[number]
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    self.share(f"optimizer/{index}/{parameter}/{key}", value, "optimizer")
+                    self.share(f"optimizer/{index}/{names[number]}/{key}", value, "optimizer")
                 elif self._leads:
-                    own.setdefault(parameter, {})[str(key)] = value
+                    own.setdefault(names[number], {})[str(key)] = value
 
     def share(self, name: str, tensor: Tensor, kind: Kind) -> None:
         """Add a tensor if it is this rank's turn among those that have the same one, all of which call this."""
@@ -287,9 +281,8 @@ def rank_part(
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
-        for index, ((one, found), state) in enumerate(zip(listed, checkpoint.get(OPTIMIZERS, ()), strict=False)):
-            by_name = dict(zip(found, parameters_of(one), strict=True))
-            tensors.add_optimizer(index, by_name, state.get("state", {}))
+        for (one, found), state in zip(listed, checkpoint.get(OPTIMIZERS, ()), strict=False):
+            tensors.add_optimizer(dict(zip(found, parameters_of(one), strict=True)), state.get("state", {}))
         return tensors.values
 
     gathered = on_all_ranks(collect)
@@ -314,7 +307,7 @@ def rank_part(
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
         part = RankPart(tensors.parts, texts, about(checkpoint, model, topology, tied) if rank == 0 else {})
-        return part if resume is None else with_resume(part, resume, topology.coordinates(rank)[0])
+        return part if resume is None else with_resume(part, resume)
 
     return with_common_errors(complete)
 

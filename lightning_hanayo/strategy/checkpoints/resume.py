@@ -24,7 +24,7 @@ many ranks as there are: 4 read by 2 are 0 + 2 and 1 + 3.
 """
 
 import re
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,8 +146,8 @@ class ResumeState:
 
     document: Mapping[str, Any]
     """of the whole run; rank 0's counts"""
-    data_document: Mapping[str, Any] | None
-    """of this data rank, on the rank that reads its data; None on the others, and where there is nothing"""
+    data: Mapping[int, Mapping[str, Any]]
+    """the document of this data rank by its number, on the rank that reads its data; empty where there is nothing"""
     tensors: Sequence[TensorPart]
 
 
@@ -223,8 +223,9 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         for when in random
         for name, state in random[when].items()
     ]
-    data_document = {"loaders": states, "have_more": have_more(trainer)} if states else None
-    return ResumeState(document, data_document, [*tensors, *gradients])
+    data_rank = session.topology.coordinates(rank)[0]
+    data = {data_rank: {"loaders": states, "have_more": have_more(trainer)}} if states else {}
+    return ResumeState(document, data, [*tensors, *gradients])
 
 
 class Resume:
@@ -239,8 +240,15 @@ class Resume:
         self._session = session
         self._saved = saved
         # Read now: a Tuner removes its checkpoint before training starts.
-        self._loader_states, self._have_more = self._states()
-        self._set_random = self._random_states()
+        topology, rank = session.topology, session.rank
+        data_rank, reads_data = topology.coordinates(rank)[0], _reads_data(topology, rank)
+        document: Mapping[str, Any] = {}
+        if reads_data and saved is not None:
+            document = saved.data_document(data_rank)
+        elif reads_data and topology.data == 1:  # a plain Trainer stores those of one process
+            document = {"loaders": resumed_loops.plain_loader_states(trainer)}
+        self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
+        self._set_random = self._random_states(data_rank, reads_data=reads_data)
         self._is_before_plateau = resumed_loops.is_before_plateau(trainer)
         self._is_after_last_batch = resumed_loops.is_after_last_batch(trainer)
         resumed_loops.correct_loops(trainer)
@@ -274,31 +282,19 @@ class Resume:
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
-    def _random_states(self) -> Callable[[str], None]:
+    def _random_states(self, data_rank: int, *, reads_data: bool) -> Callable[[str], None]:
         """A function that sets the generators to their states "now" or "before". It holds no more than those."""
-        saved, device, rank, topology = self._saved, self._session.device, self._session.rank, self._session.topology
-        data_rank = topology.coordinates(rank)[0]
+        saved, device, trainer = self._saved, self._session.device, self._trainer
         states = {} if saved is None else {when: saved.random_states(data_rank, when) for when in _WHEN}
-        trainer = self._trainer
 
         def set_states(when: str) -> None:
             found = states.get(when, {})
             set_generators(found, device)
-            of_loaders = generators_of_loaders(trainer) if _reads_data(topology, rank) else {}
+            of_loaders = generators_of_loaders(trainer) if reads_data else {}
             for name in of_loaders.keys() & found.keys():
                 of_loaders[name].set_state(found[name])
 
         return set_states
-
-    def _states(self) -> tuple[Sequence[Any], Sequence[bool]]:
-        """Those of the loaders that this rank reads, and whether they have more."""
-        topology, rank = self._session.topology, self._session.rank
-        if not _reads_data(topology, rank):
-            return (), ()
-        if self._saved is None:  # a plain Trainer stores those of one process
-            return (resumed_loops.plain_loader_states(self._trainer), ()) if topology.data == 1 else ((), ())
-        document = self._saved.data_document(topology.coordinates(rank)[0])
-        return document.get("loaders", ()), document.get("have_more", ())
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, session = self._trainer, self._session
@@ -420,13 +416,13 @@ def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradient
     return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
 
 
-def with_resume(part: RankPart, state: ResumeState, data_rank: int) -> RankPart:
+def with_resume(part: RankPart, state: ResumeState) -> RankPart:
     """What this rank writes into a folder, with what a resume needs; not the document of the run, `run_entry`.
 
     Raises:
         UnsupportedError: a loader's state can't be stored without pickle.
     """
-    tensors, texts = ([], {}) if state.data_document is None else data_parts(data_rank, state.data_document)
+    tensors, texts = data_parts(state.data)
     return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts={**part.texts, **texts})
 
 
@@ -440,23 +436,21 @@ def saved_in_folder(folder: CheckpointFolder, entry: Mapping[str, Any]) -> Saved
     return SavedRun(entry["run"], partial(data_document, folder), folder.manifest.tensors.keys(), folder.read)
 
 
-def gathered(state: ResumeState, data_rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+def gathered(state: ResumeState, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
     """The entry of the file, on rank 0.
 
     Args:
         state: of this rank.
-        data_rank: this rank's.
         gather: gives every rank's value on rank 0. Called by all ranks.
     """
     own = [replace(part, tensor=part.tensor.detach().cpu()) for part in state.tensors]
-    ranks = gather((data_rank, state.data_document, own))
-    documents = {number: document for number, document, _ in ranks if document is not None}
+    ranks = gather((state.data, own))
     wholes: dict[str, Tensor] = {}
-    for part in (part for *_, parts in ranks for part in parts):
+    for part in (part for _, parts in ranks for part in parts):
         whole = wholes.setdefault(part.name, torch.zeros(part.shape, dtype=part.tensor.dtype))
         indices = [np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)]) for runs in part.region.runs]
         whole[tuple(map(torch.from_numpy, np.ix_(*indices))) if indices else ...] = part.tensor
-    return {"run": dict(state.document), "data": documents, "tensors": wholes}
+    return {"run": dict(state.document), "data": dict(ChainMap(*(data for data, _ in ranks))), "tensors": wholes}
 
 
 def saved_run(checkpoint: Mapping[str, Any]) -> SavedRun | None:

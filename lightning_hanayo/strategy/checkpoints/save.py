@@ -112,9 +112,16 @@ class Checkpoints:
             self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
             return
         if resume is not None:
-            state = gathered(resume, self._topology.coordinates(self._rank)[0], self._peers.gather)
-            checkpoint = {**checkpoint, KEY: state}  # hooks may have kept the dictionary that they were given
-        on_all_ranks(partial(self._write_file, checkpoint, fspath(path), storage_options))
+            # hooks may have kept the dictionary that they were given
+            checkpoint = {**checkpoint, KEY: gathered(resume, self._peers.gather)}
+
+        def write() -> None:
+            if self._rank == 0 and self.uses_own_files:
+                write_file(fspath(path), partial(torch.save, checkpoint))
+            elif self._rank == 0:
+                self._io.save_checkpoint(checkpoint, fspath(path), storage_options=storage_options)
+
+        on_all_ranks(write)
         self.newest = fspath(path)
 
     def remove(self, path: str | Path) -> None:
@@ -124,12 +131,6 @@ class Checkpoints:
             self._saver.remove(fspath(path))
         elif self._rank == 0:
             self._io.remove_checkpoint(path)
-
-    def _write_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        if self._rank == 0 and self.uses_own_files:
-            write_file(path, partial(torch.save, checkpoint))
-        elif self._rank == 0:
-            self._io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
 _ONE_FILE = "or save one file: HanayoStrategy(save_full=True)."
@@ -228,7 +229,13 @@ _TYPES = (LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, LightningDataModule.CHEC
 
 def unstorable(values: Mapping[str, Any]) -> dict[str, str]:
     """Of hyperparameters that can't be stored the names, and in short what they are."""
-    return {name: type(value).__name__ for name, value in values.items() if not _is_storable(name, value)}
+    found = {}
+    for name, value in values.items():
+        try:
+            encode(value, name)
+        except HanayoError:
+            found[name] = type(value).__name__
+    return found
 
 
 def without_unstorable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,14 +260,6 @@ def warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
             f"load_from_checkpoint(path, {arguments}). To leave them out yourself: "
             f"save_hyperparameters(ignore={[*left_out]})."
         )
-
-
-def _is_storable(name: str, value: Any) -> bool:
-    try:
-        encode(value, name)
-    except HanayoError:
-        return False
-    return True
 
 
 _SLURM_PREFIX = "hpc_ckpt_"

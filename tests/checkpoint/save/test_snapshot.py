@@ -19,7 +19,7 @@ def test_a_snapshot_keeps_the_values_while_training_changes_them() -> None:
     snapshot = HostBuffers().snapshot(part_of(weight=weight))
     with torch.no_grad():
         weight.zero_()
-    copied = snapshot.wait()
+    copied = snapshot()
     assert copied.tensors[0].tensor.equal(torch.ones(2, 3))
     assert not copied.tensors[0].tensor.requires_grad
     assert copied.texts == {"state": {"loops": 1}}
@@ -27,8 +27,8 @@ def test_a_snapshot_keeps_the_values_while_training_changes_them() -> None:
 
 def test_the_next_snapshot_is_in_the_same_memory_where_shapes_are_equal() -> None:
     buffers = HostBuffers()
-    first = buffers.snapshot(part_of(a=torch.zeros(4), b=torch.zeros(2))).part
-    second = buffers.snapshot(part_of(a=torch.ones(4), b=torch.ones(3))).part
+    first = buffers.snapshot(part_of(a=torch.zeros(4), b=torch.zeros(2)))()
+    second = buffers.snapshot(part_of(a=torch.ones(4), b=torch.ones(3)))()
     same, other = (
         one.tensor.data_ptr() == two.tensor.data_ptr() for one, two in zip(first.tensors, second.tensors, strict=True)
     )
@@ -45,6 +45,6 @@ def test_memory_of_tensors_that_are_gone_is_freed() -> None:
 
 def test_rows_out_of_order_in_memory_are_copied_in_their_order() -> None:
     transposed = torch.arange(6.0).reshape(2, 3).T
-    copied = HostBuffers().snapshot(part_of(a=transposed)).wait().tensors[0].tensor
+    copied = HostBuffers().snapshot(part_of(a=transposed))().tensors[0].tensor
     assert copied.equal(transposed)
     assert copied.is_contiguous()

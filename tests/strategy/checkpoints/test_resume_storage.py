@@ -39,14 +39,14 @@ def state_of(rank: int) -> ResumeState:
     rows = GRADIENT[rank::2].clone()
     random = TensorPart.whole(f"random/{rank}/now/torch", torch.full((2,), rank, dtype=torch.uint8), "state")
     gradient = TensorPart("gradient/0/w", rows, (4, 3), region, "optimizer")
-    return ResumeState(RUN, {"loaders": [LOADER]} if rank == 0 else None, [random, gradient])
+    return ResumeState(RUN, {0: {"loaders": [LOADER]}} if rank == 0 else {}, [random, gradient])
 
 
 def of_folder(folder: Path) -> SavedRun:
     """One process writes the parts of both ranks."""
     both = RankPart()
     for rank in (0, 1):
-        both = with_resume(both, state_of(rank), 0)
+        both = with_resume(both, state_of(rank))
     tensors = [part for part in both.tensors if part.name != "gradient/0/w"]
     whole = TensorPart("gradient/0/w", GRADIENT, (4, 3), Region.whole((4, 3)), "optimizer")
     Saver(SavingRanks()).save(
@@ -59,9 +59,9 @@ def of_file(path: Path) -> SavedRun:
     """Two ranks' states come to rank 0."""
 
     def gather(own: Any) -> list[Any]:
-        return [own, (0, None, state_of(1).tensors)]
+        return [own, ({}, state_of(1).tensors)]
 
-    torch.save({KEY: gathered(state_of(0), 0, gather)}, path)
+    torch.save({KEY: gathered(state_of(0), gather)}, path)
     saved = saved_run(torch.load(path, weights_only=True))
     assert saved is not None
     return saved
@@ -92,9 +92,9 @@ def test_a_checkpoint_of_a_plain_trainer_says_nothing() -> None:
 
 
 def test_a_loader_state_that_needs_pickle_is_refused_by_name() -> None:
-    state = ResumeState(RUN, {"loaders": [{"sampler": object()}]}, [])
+    state = ResumeState(RUN, {0: {"loaders": [{"sampler": object()}]}}, [])
     with pytest.raises(UnsupportedError, match=r"training loaders.*sampler"):
-        with_resume(RankPart(), state, 0)
+        with_resume(RankPart(), state)
 
 
 @pytest.mark.parametrize(

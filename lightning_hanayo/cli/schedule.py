@@ -316,11 +316,6 @@ def run_compare(options: Options) -> int:
     return 0
 
 
-def _result(one: Candidate, budget: float | None) -> dict[str, Any]:
-    result = summary_dict(one.schedule, one.timeline)
-    return result if budget is None else {**result, "inside_budget": one.within_budget}
-
-
 def _print_comparison(comparison: Comparison, budget: float | None) -> None:
     columns = ["schedule", "makespan", "bubble", "activations [M_a]", "messages / micro-batch"]
     has_steps = comparison.candidates[0].timeline.num_steps > 1

@@ -512,7 +512,7 @@ def print_timeline(timeline: Timeline, columns: int | None) -> None:
     if columns is None and is_terminal:
         columns = shutil.get_terminal_size().columns
     lines = timeline_lines(timeline, columns, wrap=True)
-    show = _printer(timeline) if is_terminal else lambda line: print(_plain(line))
+    show = _printer(timeline) if is_terminal else _print_plain
     for line in islice(lines, MAX_LINES):
         show(line)
     if next(lines, None) is not None:
@@ -521,8 +521,8 @@ def print_timeline(timeline: Timeline, columns: int | None) -> None:
         _print_legend(timeline)
 
 
-def _plain(line: Line) -> str:
-    return (line.head + "".join(piece.text for piece in line.pieces)).rstrip()
+def _print_plain(line: Line) -> None:
+    print((line.head + "".join(piece.text for piece in line.pieces)).rstrip())
 
 
 def _printer(timeline: Timeline) -> Callable[[Line], None]:

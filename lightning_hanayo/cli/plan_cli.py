@@ -5,7 +5,6 @@ Shows a plan: a table, what it was made of, what was left out, and how to run it
 
 import argparse
 import json
-import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -161,8 +160,6 @@ _PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
 
 def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
     """Plan what the options of `hanayo fit` in `rest` describe, and return the exit code."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # which accelerators there are; tips
     if options.devices % options.nodes:
         raise HanayoError(f"--devices {options.devices}: they don't divide over --nodes {options.nodes}")
     rates = machine(options.device) if options.device is not None else Machine.load(options.machine)

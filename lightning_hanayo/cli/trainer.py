@@ -4,6 +4,7 @@ Sets Weights & Biases to offline mode if the user has no account, so that a run 
 """
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -30,12 +31,19 @@ Command = TypeVar("Command", bound="WaveCLI")
 
 def run(argv: list[str]) -> int:
     """Run one of the four commands."""
-    run_cli(lambda: WaveCLI(argv))
+    run_cli(lambda: WaveCLI(argv), is_quiet=False)
     return 0
 
 
-def run_cli(build: Callable[[], Command]) -> Command:
-    """Build a command line, which runs its command. A class path may name a module in the current directory."""
+def run_cli(build: Callable[[], Command], *, is_quiet: bool = True) -> Command:
+    """Build a command line, which runs its command. A class path may name a module in the current directory.
+
+    Args:
+        build: makes the command line.
+        is_quiet: whether Lightning doesn't log tips and which accelerators there are.
+    """
+    for name in ("lightning.pytorch", "lightning.fabric") if is_quiet else ():
+        logging.getLogger(name).setLevel(logging.ERROR)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     default_to_offline(os.environ)

@@ -77,8 +77,6 @@ class Estimate:
     """bytes of the rank that needs the most"""
     exposed: float = 0.0
     """seconds of the step that wait for sums and gathers over data ranks"""
-    optimizer: float = 0.0
-    """seconds of the optimizer's step"""
 
 
 class StepModel:
@@ -160,7 +158,7 @@ class StepModel:
         optimizer = each * updated / self.machine.memory_bandwidth
         seconds = candidate.accumulate * batch + exposed + optimizer
         bubble = 1 - (busy - hidden) / batch
-        return Estimate(candidate, seconds, bubble, self.memory(candidate), exposed, optimizer)
+        return Estimate(candidate, seconds, bubble, self.memory(candidate), exposed)
 
     # a micro-batch's work
 

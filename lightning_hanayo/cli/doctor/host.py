@@ -507,11 +507,12 @@ def look_at_devices() -> Seen:
     if find_spec("torch") is None:
         return Seen((), driver=driver)
     import torch
-    from torch.cuda.nccl import version as nccl_version
 
     if not torch.cuda.is_available():
         return Seen((), torch.version.cuda or "", driver=driver)
-    nccl = ".".join(map(str, nccl_version())) if torch.distributed.is_nccl_available() else ""
+    nccl = ""
+    if torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     count = torch.cuda.device_count()
     built = torch.cuda.get_arch_list()
     gpus = []

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import sys
 from typing import Any
 
@@ -25,8 +24,6 @@ _COLUMNS = 120
 def run_check(options: argparse.Namespace, rest: list[str]) -> int:
     """Check what the options of `hanayo fit` in `rest` describe, and return the exit code."""
     console = Console(highlight=False, stderr=options.json, width=None if sys.stdout.isatty() else _COLUMNS)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # which accelerators there are; tips
     command = run_cli(lambda: CheckCLI(options, console, ["fit", *rest]))
     return command.exit_code
 

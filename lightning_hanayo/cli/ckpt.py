@@ -195,18 +195,17 @@ def run_ls(options: Namespace) -> int:
         print(json.dumps([asdict(one) for one in found]))
     elif found:
         columns = ["checkpoint", "step", "epoch", "size", "kind", "layout"]
-        print_table(columns, [_row(one) for one in found], [bool(one.problem) for one in found])
+        rows = []
+        for one in found:
+            numbers = ["" if number is None else str(number) for number in (one.step, one.epoch)]
+            rows.append([one.path, *numbers, size_text(one.num_bytes), one.kind, one.layout])
+        print_table(columns, rows, [bool(one.problem) for one in found])
         for one in found:
             if one.problem:
                 print(f"{one.path}: {one.problem}")
     else:
         print(f"no checkpoints in {options.folder}")
     return int(any(one.kind == "incomplete" for one in found))
-
-
-def _row(one: Found) -> list[str]:
-    numbers = ["" if number is None else str(number) for number in (one.step, one.epoch)]
-    return [one.path, *numbers, size_text(one.num_bytes), one.kind, one.layout]
 
 
 def rm_options(parser: ArgumentParser) -> None:
@@ -224,7 +223,11 @@ def run_rm(options: Namespace) -> int:
     Exit codes: 0, 1 if the answer was no or something was kept, 2 if a path isn't a checkpoint; then nothing is
     removed.
     """
-    found = [_removable(path) for path in dict.fromkeys(options.checkpoints)]
+    found = []
+    for path in dict.fromkeys(options.checkpoints):
+        if (one := look_at(existing(path))) is None:
+            raise HanayoError(f"{path} is no checkpoint, so it isn't removed")
+        found.append(one)
     if not options.yes and not _agreed(found):
         return 1
     kept = [problem for one in found for problem in _remove(one)]
@@ -235,13 +238,6 @@ def run_rm(options: Namespace) -> int:
     elif not kept:
         print(f"removed {size_text(sum(one.num_bytes for one in found))}")
     return int(bool(kept))
-
-
-def _removable(path: str) -> Found:
-    found = look_at(existing(path))
-    if found is None:
-        raise HanayoError(f"{path} is no checkpoint, so it isn't removed")
-    return found
 
 
 def _agreed(found: list[Found]) -> bool:
@@ -311,6 +307,9 @@ def _facts(folder: CheckpointFolder, num_tensors: int) -> dict[str, Any]:
     num_bytes: Counter[str] = Counter()
     for name, tensor in manifest.tensors.items():
         num_bytes[name.partition("/")[0]] += tensor.num_bytes
+    # the keys of Lightning's checkpoint besides tensors, and of each the keys in it, such as names of callbacks
+    state = _items(folder.text("state")) if "state" in manifest.texts else {}
+    sections = {key: [*map(str, _items(value))] for key, value in _items(state.get("checkpoint")).items()}
     largest = sorted(manifest.tensors.items(), key=lambda item: -item[1].num_bytes)[: max(0, num_tensors)]
     return {
         "path": folder.path,
@@ -323,7 +322,7 @@ def _facts(folder: CheckpointFolder, num_tensors: int) -> dict[str, Any]:
         "num_files": len(manifest.files),
         "bytes_by_kind": dict(num_bytes),
         "about": dict(manifest.about),
-        "state": _sections(folder),
+        "state": sections,
         "num_tensors": len(manifest.tensors),
         "largest": [
             {
@@ -338,14 +337,6 @@ def _facts(folder: CheckpointFolder, num_tensors: int) -> dict[str, Any]:
     }
 
 
-def _sections(folder: CheckpointFolder) -> dict[str, list[str]]:
-    """The keys of Lightning's checkpoint besides tensors, and of each the keys in it, such as names of callbacks."""
-    if "state" not in folder.manifest.texts:
-        return {}
-    checkpoint = _items(_items(folder.text("state")).get("checkpoint"))
-    return {key: [str(inner) for inner in _items(value)] for key, value in checkpoint.items()}
-
-
 def _items(document: Any) -> Mapping[str, Any]:
     """The entries of an encoded dictionary whose keys are texts; none for other values."""
     content = document.get("dict") if isinstance(document, dict) else None
@@ -354,12 +345,14 @@ def _items(document: Any) -> Mapping[str, Any]:
 
 def _print(facts: Mapping[str, Any]) -> None:
     about = facts["about"]
-    versions = about.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
+    given = about.get("versions")
+    versions = given if isinstance(given, dict) else {}
+    count = about.get("num_parameters")
+    parameters = f"{count:,}" if isinstance(count, int) else "unknown"
     rows = {
         "saved": f"{facts['created']}, save {facts['save_id']}",
         "step, epoch": f"{facts['step']}, {facts['epoch']}",
-        "module": f"{about.get('module', 'unknown')}, {_thousands(about.get('num_parameters'))} parameters",
+        "module": f"{about.get('module', 'unknown')}, {parameters} parameters",
         "layout": layout_text(facts["layout"]) or "one process",
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
         "size": f"{size_text(facts['num_bytes'])} in {facts['num_files']} files",
@@ -381,10 +374,6 @@ def _print(facts: Mapping[str, Any]) -> None:
                 for one in facts["largest"]
             ],
         )
-
-
-def _thousands(number: object) -> str:
-    return f"{number:,}" if isinstance(number, int) else "unknown"
 
 
 _CHUNK = 2**20

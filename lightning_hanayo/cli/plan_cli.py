@@ -5,10 +5,9 @@ Shows a plan: a table, what it was made of, what was left out, and how to run it
 
 import argparse
 import json
-import logging
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule
 from lightning_hanayo.planner.candidates import Choices
 from lightning_hanayo.planner.communication_volume import CubeWeights
-from lightning_hanayo.planner.estimates import Estimate, Measured, StepModel
+from lightning_hanayo.planner.estimates import Measured, StepModel
 from lightning_hanayo.planner.files import Profile
-from lightning_hanayo.planner.machine import Machine, machine, with_nodes
+from lightning_hanayo.planner.machine import Machine, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import overlay, save_plan
 from lightning_hanayo.planner.ranking import TOO_LARGE, Plan, bytes_of, count_of, make_plan
@@ -62,7 +61,8 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
     print(
         f"{count_of(facts.parameters)} parameters, {len(facts.blocks)} blocks ({facts.stack}), "
         f"{facts.tokens} tokens per sample, {facts.flops / 1e12:.3g} TFLOP per sample, products in {facts.dtype}\n"
-        f"{plan.num_devices} x {machine.name}, {machine.ranks_per_node} per node; {_source(machine)}\n"
+        f"{plan.num_devices} x {machine.name}, {machine.ranks_per_node} per node; "
+        f"{machine.source or 'rates of unknown origin'}\n"
         f"{plan.global_batch} samples per step; at most {bytes_of(plan.memory)} per device\n"
     )
     print_table(COLUMNS, rows(plan))
@@ -77,12 +77,18 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
     for reason, count in plan.refused.most_common():
         if reason != TOO_LARGE:
             print(f"not considered: {count:,}, {reason}")
-    print(f"\n{_summary(plan)}\n")
+    first, own = plan.first, plan.first.candidate
+    batches = f" x {own.accumulate} batches" if own.accumulate > 1 else ""
+    print(
+        f"\nfastest: {first.seconds:.3g} s, {plan.global_batch / first.seconds * facts.tokens:,.0f} tokens/s. "
+        f"{own.data} data ranks x {own.num_microbatches} micro-batches x {own.samples} samples{batches} = "
+        f"{own.samples_per_step} samples per step; each data rank's DataLoader gives {own.batch_size}\n"
+    )
     print(f"written: {written.output}, {written.picture}")
     configs = " ".join(f"--config {shlex.quote(path)}" for path in (*written.configs, written.output))
     print(f"run it: hanayo fit {configs}")
     if not written.sets_batch_size:
-        print(f"and set the DataLoader's batch_size to {plan.first.candidate.batch_size}, which the plan can't")
+        print(f"and set the DataLoader's batch_size to {own.batch_size}, which the plan can't")
 
 
 def plain(plan: Plan) -> dict[str, Any]:
@@ -100,66 +106,47 @@ def plain(plan: Plan) -> dict[str, Any]:
         "considered": plan.num_considered,
         "fit": len(plan.fitting),
         "left_out": dict(plan.refused),
-        "layouts": [_plain(one, plan) for one in plan.best],
-    }
-
-
-def _plain(estimate: Estimate, plan: Plan) -> dict[str, Any]:
-    candidate = estimate.candidate
-    return asdict(candidate) | {
-        "batch_size": candidate.batch_size,
-        "seconds": estimate.seconds,
-        "samples_per_second": plan.global_batch / estimate.seconds,
-        "bubble": estimate.bubble,
-        "exposed": estimate.exposed,
-        "memory": asdict(estimate.memory) | {"total": estimate.memory.total},
-        "of_peak": plan.flops_share(estimate),
+        "layouts": [
+            asdict(one.candidate)
+            | {
+                "batch_size": one.candidate.batch_size,
+                "seconds": one.seconds,
+                "samples_per_second": plan.global_batch / one.seconds,
+                "bubble": one.bubble,
+                "exposed": one.exposed,
+                "memory": asdict(one.memory) | {"total": one.memory.total},
+                "of_peak": plan.flops_share(one),
+            }
+            for one in plan.best
+        ],
     }
 
 
 def rows(plan: Plan) -> list[list[str]]:
     """The table of the fastest layouts."""
-    return [_row(number, one, plan) for number, one in enumerate(plan.best, 1)]
-
-
-def _row(number: int, one: Estimate, plan: Plan) -> list[str]:
-    own = one.candidate
-    return [
-        str(number),
-        str(own.pipe),
-        str(own.num_waves) if own.pipe > 1 else "-",
-        str(own.data),
-        "x".join(map(str, own.mesh)) if own.cube_size > 1 else "-",
-        str(own.num_microbatches),
-        str(own.samples),
-        str(own.accumulate),
-        own.schedule if own.pipe > 1 else "-",
-        "blocks" if own.recompute else "-",
-        "yes" if own.shard_optimizer else "-",
-        f"per {own.cube_weights}" if own.mesh[0] > 1 else "-",
-        "yes" if own.pairs else "-",
-        f"{one.seconds:.3g}",
-        f"{plan.global_batch / one.seconds:.4g}",
-        f"{one.bubble:.1%}",
-        f"{one.exposed / one.seconds:.1%}",
-        bytes_of(one.memory.total),
-        f"{plan.flops_share(one):.1%}",
-    ]
-
-
-def _summary(plan: Plan) -> str:
-    """What the first is, in words."""
-    first, own = plan.first, plan.first.candidate
-    batches = f" x {own.accumulate} batches" if own.accumulate > 1 else ""
-    return (
-        f"fastest: {first.seconds:.3g} s, {plan.global_batch / first.seconds * plan.facts.tokens:,.0f} tokens/s. "
-        f"{own.data} data ranks x {own.num_microbatches} micro-batches x {own.samples} samples{batches} = "
-        f"{own.samples_per_step} samples per step; each data rank's DataLoader gives {own.batch_size}"
-    )
-
-
-def _source(machine: Machine) -> str:
-    return machine.source or "rates of unknown origin"
+    found = []
+    for number, one in enumerate(plan.best, 1):
+        own = one.candidate
+        sizes = own.data, "x".join(map(str, own.mesh)) if own.cube_size > 1 else "-", own.num_microbatches
+        choices = (
+            own.schedule if own.pipe > 1 else "-",
+            "blocks" if own.recompute else "-",
+            "yes" if own.shard_optimizer else "-",
+            f"per {own.cube_weights}" if own.mesh[0] > 1 else "-",
+            "yes" if own.pairs else "-",
+        )
+        predicted = (
+            f"{one.seconds:.3g}",
+            f"{plan.global_batch / one.seconds:.4g}",
+            f"{one.bubble:.1%}",
+            f"{one.exposed / one.seconds:.1%}",
+            bytes_of(one.memory.total),
+            f"{plan.flops_share(one):.1%}",
+        )
+        waves = own.num_waves if own.pipe > 1 else "-"
+        row = number, own.pipe, waves, *sizes, own.samples, own.accumulate, *choices, *predicted
+        found.append(list(map(str, row)))
+    return found
 
 
 _WEIGHTS: dict[str, tuple[CubeWeights, ...]] = {
@@ -173,17 +160,12 @@ _PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
 
 def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
     """Plan what the options of `hanayo fit` in `rest` describe, and return the exit code."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # which accelerators there are; tips
     if options.devices % options.nodes:
         raise HanayoError(f"--devices {options.devices}: they don't divide over --nodes {options.nodes}")
-    rates = with_nodes(_machine(options), options.devices // options.nodes)
+    rates = machine(options.device) if options.device is not None else Machine.load(options.machine)
+    rates = replace(rates, ranks_per_node=options.devices // options.nodes)
     run_cli(lambda: PlanCLI(options, rates, ["fit", *rest]))
     return 0
-
-
-def _machine(options: argparse.Namespace) -> Machine:
-    return machine(options.device) if options.device is not None else Machine.load(options.machine)
 
 
 class PlanCLI(WaveCLI):
@@ -243,17 +225,13 @@ class PlanCLI(WaveCLI):
                 facts,
                 self._machine,
                 num_devices=options.devices,
-                global_batch=options.global_batch or self._global_batch(num_samples),
+                global_batch=options.global_batch or num_samples * self._accumulate * self._data_ranks(),
                 memory=options.memory,
                 top=options.top,
                 model=step_model,
                 choices=Choices(_WEIGHTS[options.cube_weights], _pairs(options.pairs, facts, own)),
             )
         show(plan, self._write(plan), as_json=options.json)
-
-    def _global_batch(self, num_samples: int) -> int:
-        """Samples per optimizer step of the configuration, as far as it says."""
-        return num_samples * self._accumulate * self._data_ranks()
 
     def _data_ranks(self) -> int:
         """Those of the configuration; where it doesn't say how many processes it has, one."""

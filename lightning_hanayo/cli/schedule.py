@@ -39,7 +39,7 @@ from lightning_hanayo.schedule import (
     with_loss_stage,
 )
 from lightning_hanayo.schedule.communication import messages_per_microbatch
-from lightning_hanayo.schedule.comparison import Candidate, Comparison, compare
+from lightning_hanayo.schedule.comparison import Comparison, compare
 from lightning_hanayo.schedule.cost import gather_compute_scatter
 from lightning_hanayo.schedule.schedule import check_csv
 from lightning_hanayo.schedule.text.timeline_text import Line, timeline_lines
@@ -248,8 +248,8 @@ def run_check(options: Options) -> int:
     peak, budget = max(timeline.peak_activations), options.activation_budget
     exceeds_budget = budget is not None and peak > budget + 1e-9
     if options.json:
-        within = {} if budget is None else {"inside_budget": not exceeds_budget}
-        print(json.dumps({"valid": True, **within, **summary_dict(schedule, timeline)}))
+        inside = None if budget is None else not exceeds_budget
+        print(json.dumps({"valid": True, **summary_dict(schedule, timeline, inside)}))
     else:
         print(f"{options.file} is a schedule: {sizes_text(schedule)}, backward {backward_mode(schedule)}")
         print(summary_line(schedule, timeline, options.unit))
@@ -306,7 +306,10 @@ def run_compare(options: Options) -> int:
         with showing(f"drawing {path}"):
             _save_comparison(path, title, comparison, options)
     if options.json:
-        schedules = [_result(one, budget) for one in comparison.candidates]
+        schedules = [
+            summary_dict(one.schedule, one.timeline, None if budget is None else one.within_budget)
+            for one in comparison.candidates
+        ]
         print(json.dumps({"schedules": schedules, "refused": comparison.refused, "files": options.output}))
         return 0
     print(title + (f", activation budget {budget:g} M_a" if budget is not None else ""))
@@ -314,11 +317,6 @@ def run_compare(options: Options) -> int:
     for path in options.output:
         print(f"wrote {path}")
     return 0
-
-
-def _result(one: Candidate, budget: float | None) -> dict[str, Any]:
-    result = summary_dict(one.schedule, one.timeline)
-    return result if budget is None else {**result, "inside_budget": one.within_budget}
 
 
 def _print_comparison(comparison: Comparison, budget: float | None) -> None:
@@ -479,7 +477,7 @@ def summary_line(schedule: Schedule, timeline: Timeline, unit: str) -> str:
     return "; ".join(parts)
 
 
-def summary_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+def summary_dict(schedule: Schedule, timeline: Timeline, inside_budget: bool | None = None) -> dict[str, Any]:
     """The sizes of a schedule and the results of its simulation, for JSON."""
     result = {
         "schedule": schedule.name,
@@ -495,7 +493,7 @@ def summary_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     }
     if timeline.num_steps > 1:
         result |= {"step_times": list(timeline.step_times), "step_bubbles": list(timeline.step_bubbles)}
-    return result
+    return result if inside_budget is None else result | {"inside_budget": inside_budget}
 
 
 def backward_mode(schedule: Schedule) -> str:

@@ -4,11 +4,11 @@ Sets Weights & Biases to offline mode if the user has no account, so that a run 
 """
 
 import json
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, MutableMapping
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -31,12 +31,19 @@ Command = TypeVar("Command", bound="WaveCLI")
 
 def run(argv: list[str]) -> int:
     """Run one of the four commands."""
-    run_cli(lambda: WaveCLI(argv))
+    run_cli(lambda: WaveCLI(argv), is_quiet=False)
     return 0
 
 
-def run_cli(build: Callable[[], Command]) -> Command:
-    """Build a command line, which runs its command. A class path may name a module in the current directory."""
+def run_cli(build: Callable[[], Command], *, is_quiet: bool = True) -> Command:
+    """Build a command line, which runs its command. A class path may name a module in the current directory.
+
+    Args:
+        build: makes the command line.
+        is_quiet: whether Lightning doesn't log tips and which accelerators there are.
+    """
+    for name in ("lightning.pytorch", "lightning.fabric") if is_quiet else ():
+        logging.getLogger(name).setLevel(logging.ERROR)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     default_to_offline(os.environ)
@@ -136,20 +143,10 @@ SERVER = "https://api.wandb.ai"
 
 def default_to_offline(environment: MutableMapping[str, str]) -> None:
     """Set `WANDB_MODE=offline` if the user has chosen no mode and has no API key."""
-    if "WANDB_MODE" in environment or environment.get("WANDB_API_KEY") or _has_login(environment):
-        return
-    environment["WANDB_MODE"] = "offline"
-    environment.setdefault("WANDB_SILENT", "true")
-
-
-def _has_login(environment: MutableMapping[str, str]) -> bool:
-    """Whether the user's netrc file has a key for the server; `wandb login` stores it there."""
-    server = urlsplit(environment.get("WANDB_BASE_URL", SERVER)).hostname or ""
     home = Path(environment.get("HOME", "~")).expanduser()
-    for path in (environment.get("NETRC"), home / ".netrc", home / "_netrc"):
-        if path is not None and Path(path).is_file():
-            try:
-                return netrc(str(path)).authenticators(server) is not None
-            except (NetrcParseError, OSError):
-                return False
-    return False
+    server = urlsplit(environment.get("WANDB_BASE_URL", SERVER)).hostname or SERVER
+    logins = [Path(path) for path in (environment.get("NETRC"), home / ".netrc", home / "_netrc") if path]
+    has_login = any(path.is_file() and server in path.read_text(errors="replace").split() for path in logins)
+    if not ("WANDB_MODE" in environment or environment.get("WANDB_API_KEY") or has_login):
+        environment["WANDB_MODE"] = "offline"
+        environment.setdefault("WANDB_SILENT", "true")

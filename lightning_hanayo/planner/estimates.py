@@ -1,7 +1,7 @@
 """The time and the memory of an optimizer step of a candidate: in closed form, to rank all of them; and simulated.
 
 closed form     A (B work + (P-1) (fill + messages)) + exposed reduction + optimizer      work: of the slowest rank
-simulated       the schedule's own table, with the times of its stages; the memory is that of the closed form
+simulated       the schedule's own table, with the times of its stages, and the micro-batches that it has under way
 
 Both take the times of blocks and pairs from `block_time`. The closed forms of a batch:
 hanayo-zb   B (F+I+W) + (P-1) (F / 2W + (1+2W) T_C)                   (tests/planner/test_step_time.py)
@@ -9,6 +9,7 @@ hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/repr
             + (-B mod P) (1 - 1/W) T_B, as a wave that isn't full keeps ranks as long
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
@@ -20,10 +21,10 @@ from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
 from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.files import Profile
-from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.schedule import CostModel, RankMemory, simulate
+from lightning_hanayo.schedule import CostModel, MemoryModel, RankMemory, simulate
 from lightning_hanayo.schedule.table import COMPUTE
 
 _WAITS = 3.0
@@ -77,8 +78,6 @@ class Estimate:
     """bytes of the rank that needs the most"""
     exposed: float = 0.0
     """seconds of the step that wait for sums and gathers over data ranks"""
-    optimizer: float = 0.0
-    """seconds of the optimizer's step"""
 
 
 class StepModel:
@@ -122,19 +121,26 @@ class StepModel:
         batch = max(batch, _NOT_HIDDEN * count / pipe * work.round_trip)
         reduction = self._reduction(candidate)
         exposed = max(reduction / stages, reduction - work.window)
-        return self._estimate(candidate, batch, count * work.mean, exposed)
+        return self._estimate(candidate, batch, count * work.mean, exposed, self.memory(candidate))
 
     def simulated(self, candidate: Candidate) -> Estimate:
         """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
         sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
-        table = Layout(candidate.schedule, *sizes).table(candidate.num_microbatches)
+        order = RECOMPUTING["blocks"] if candidate.recompute else COSTS
+        table = Layout(candidate.schedule, *sizes, costs=order).table(candidate.num_microbatches)
+        blocks = self._cut(candidate, table.stage_ranks)
         reduction = self._reduction(candidate) / candidate.stages_per_rank
-        costs = replace(self._costs(candidate, table.stage_ranks), gradient_reduce=(reduction,) * table.num_stages)
+        costs = replace(self._costs(candidate, blocks), gradient_reduce=(reduction,) * table.num_stages)
         timeline = simulate(table, costs)
         batch = max(span.end for span in timeline.spans if span.action.kind in COMPUTE) - timeline.begin
-        return self._estimate(candidate, batch, sum(timeline.busy) / candidate.pipe, timeline.makespan - batch)
+        busy, exposed = sum(timeline.busy) / candidate.pipe, timeline.makespan - batch
+        held = MemoryModel(activation=tuple(float(len(one)) for one in blocks)).peaks(timeline)
+        memory = self._bytes.of_fullest(candidate, [one.activations for one in held])
+        return self._estimate(candidate, batch, busy, exposed, memory)
 
-    def _estimate(self, candidate: Candidate, batch: float, busy: float, exposed: float) -> Estimate:
+    def _estimate(
+        self, candidate: Candidate, batch: float, busy: float, exposed: float, memory: RankMemory
+    ) -> Estimate:
         """Add what simulations and closed forms of a batch leave out.
 
         Args:
@@ -142,6 +148,7 @@ class StepModel:
             batch: seconds of a batch whose weights are gathered for each micro-batch, without pairs.
             busy: seconds of it in which the mean rank computes.
             exposed: seconds of its reduction behind the batch.
+            memory: of the fullest rank.
         """
         work, facts = self._work(candidate), self.facts
         paired = candidate.num_microbatches - candidate.pipe
@@ -159,8 +166,7 @@ class StepModel:
         updated = own / (candidate.data if candidate.shard_optimizer else 1)
         optimizer = each * updated / self.machine.memory_bandwidth
         seconds = candidate.accumulate * batch + exposed + optimizer
-        bubble = 1 - (busy - hidden) / batch
-        return Estimate(candidate, seconds, bubble, self.memory(candidate), exposed, optimizer)
+        return Estimate(candidate, seconds, 1 - (busy - hidden) / batch, memory, exposed)
 
     # a micro-batch's work
 
@@ -273,12 +279,15 @@ class StepModel:
 
     # simulation
 
-    def _costs(self, candidate: Candidate, stage_ranks: tuple[int, ...]) -> CostModel:
-        """Seconds of each stage."""
-        facts, outside = self.facts, self._outside(candidate)
-        sizes = [float(block.parameters) for block in facts.blocks]
+    def _cut(self, candidate: Candidate, stage_ranks: Sequence[int]) -> list[range]:
+        """The blocks of each stage."""
+        facts, sizes = self.facts, [float(block.parameters) for block in self.facts.blocks]
         loads = [Load(sizes, one) for one in (facts.computing_parameters, facts.outside_parameters)]
-        stages = cut(loads, stage_ranks) if candidate.pipe > 1 else [range(len(facts.blocks))]
+        return cut(loads, stage_ranks) if candidate.pipe > 1 else [range(len(facts.blocks))]
+
+    def _costs(self, candidate: Candidate, stages: Sequence[range]) -> CostModel:
+        """Seconds of each stage, which has these blocks."""
+        facts, outside = self.facts, self._outside(candidate)
         mean = facts.mean(lambda block: block.flops)
         works = [block.flops / mean if mean else 1.0 for block in facts.blocks]
         times = [self._stage(candidate, sum(works[block] for block in blocks)) for blocks in stages]
@@ -358,14 +367,25 @@ class _StepBytes:
             tuple(one / facts.parameters_per_block for one in (facts.computing_parameters, facts.outside_parameters)),
         )
 
-    def of_fullest(self, candidate: Candidate) -> RankMemory:
-        """Of the rank that needs the most. It has as many micro-batches under way as there are pipeline ranks."""
-        own, others = self.blocks(candidate)
-        peak = min(candidate.num_microbatches, candidate.pipe + candidate.pairs / candidate.stages_per_rank)
-        first = self._rank_memory(candidate, own, peak, has_outside=True)
-        return max(first, self._rank_memory(candidate, others, peak, has_outside=False), key=lambda one: one.total)
+    def of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
+        """Of the rank that needs the most.
 
-    def _rank_memory(self, candidate: Candidate, blocks: float, peak: float, *, has_outside: bool) -> RankMemory:
+        Args:
+            candidate: the layout.
+            held: for each rank, of how many blocks it holds activations at most, without pairs; if none is given, of
+                as many micro-batches as there are pipeline ranks.
+        """
+        own, others = self.blocks(candidate)
+        peak = min(candidate.num_microbatches, candidate.pipe)
+        first, *rest = held or (peak * own, peak * others)
+        more = candidate.pairs / candidate.stages_per_rank * (candidate.num_microbatches > peak)
+        return max(
+            self._rank_memory(candidate, own, first + more * own, has_outside=True),
+            self._rank_memory(candidate, others, max(rest, default=0.0) + more * others, has_outside=False),
+            key=lambda one: one.total,
+        )
+
+    def _rank_memory(self, candidate: Candidate, blocks: float, held: float, *, has_outside: bool) -> RankMemory:
         facts, samples, ranks = self._facts, candidate.samples, candidate.cube_size
         own, trained = self._held(candidate, blocks, has_outside=has_outside)
         saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
@@ -377,11 +397,11 @@ class _StepBytes:
             weights=own * facts.parameter_bytes,
             gradients=trained * facts.gradient_bytes,
             optimizer=trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
-            activations=peak * blocks * (message if candidate.recompute else saved),
+            activations=held * (message if candidate.recompute else saved),
             # parameters outside the stack, and weights that are gathered for the batch, with their gradients
             gathered=has_outside * (ranks > 1) * facts.outside_bytes
             + blocks * (facts.element + facts.gradient_bytes) * kept,
-            suspended=has_outside * (facts.outside_saved * share + peak * message * has_messages),
+            suspended=has_outside * (facts.outside_saved * share + held / max(1.0, blocks) * message * has_messages),
             messages=2 * candidate.stages_per_rank * message * has_messages,
             workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * share),
         )

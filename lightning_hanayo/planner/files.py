@@ -49,7 +49,11 @@ class Profile:
             HanayoError: the file can't be written.
         """
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "costs"}
-        measured = {name: _to_the_nanosecond(getattr(self.costs, name)) for name in _MEASURED}
+        measured = {}
+        for name in _MEASURED:
+            seconds = getattr(self.costs, name)
+            to_the_nanosecond = [round(one, 9) for one in seconds] if isinstance(seconds, tuple) else round(seconds, 9)
+            measured[name] = to_the_nanosecond
         text = ",\n ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (own | measured).items())
         with writing(path):
             Path(path).write_text(f'{{"unit": "s",\n {text}}}\n', encoding="utf-8")
@@ -67,10 +71,6 @@ class Profile:
             costs = CostModel(**{name: data[name] for name in _MEASURED})
             ranks, waves, microbatches = (int(data[name]) for name in ("num_ranks", "num_waves", "num_microbatches"))
             return cls(str(data["schedule"]), ranks, waves, microbatches, tuple(map(int, data["blocks"])), costs)
-
-
-def _to_the_nanosecond(seconds: Any) -> Any:
-    return tuple(round(one, 9) for one in seconds) if isinstance(seconds, tuple) else round(seconds, 9)
 
 
 def costs_from(given: Any) -> CostModel | None:

@@ -113,26 +113,21 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
     sizes: dict[str, Any] = {"num_waves": layout.num_waves}
     if depth == "stages":
         sizes = sizes_for(layout.schedule, layout.num_waves)
+    # what the order depends on: nothing where it is fixed, up to the pairs
+    costs = layout.stage_costs if depth == "waves" else None
+    if depth != "waves" and layout.pairs:
+        costs = replace(COSTS, segments=layout.costs.segments) if layout.costs.is_per_stage else layout.costs
     schedule = build(
         layout.schedule,
         num_ranks=layout.num_ranks,
         num_microbatches=num_microbatches,
-        costs=_costs_of_order(layout, depth),
+        costs=costs,
         activation_budget=layout.activation_budget,
         steady=layout.steady,
         pairs=layout.pairs,
         **sizes,
     )
     return _ending_on_rank_0(schedule, layout.separate_loss_stage)
-
-
-def _costs_of_order(layout: Layout, depth: Depth | None) -> CostModel | None:
-    """What the order depends on: nothing where it is fixed, up to the pairs."""
-    if depth == "waves":
-        return layout.stage_costs
-    if layout.pairs:
-        return replace(COSTS, segments=layout.costs.segments) if layout.costs.is_per_stage else layout.costs
-    return None
 
 
 def _ending_on_rank_0(schedule: Schedule, separate_loss_stage: bool = False) -> Schedule:
@@ -186,11 +181,19 @@ def choose(
             nearest sizes that fit.
     """
     check_schedule(schedule)
-    names = _auto_names(num_ranks, num_waves) if schedule == AUTO else [schedule]
+    names = [schedule]
+    if schedule == AUTO:  # of equally fast ones the first is taken
+        is_one_stage = (num_ranks, num_waves) == (1, "auto")
+        names = [SINGLE_STAGE] if is_one_stage else [one for one in schedule_names() if _depth(one) == "waves"]
     if num_microbatches == "auto":
-        num_microbatches = _microbatches_of_file(schedule) or (2 * num_ranks if num_ranks > 1 else 1)
+        num_microbatches = 2 * num_ranks if num_ranks > 1 else 1
+        if _is_file(schedule):
+            num_microbatches = Schedule.from_csv(schedule).num_microbatches
     waves = [num_waves] if num_waves != "auto" else WAVES if _depth(names[0]) in ("waves", "stages") else [1]
-    relative = COSTS if costs is None else _relative(costs, num_ranks)
+    relative = COSTS
+    if costs is not None:  # with T_F = 1, the unit of `COSTS`: an order depends on the ratios of costs only
+        forward = sum(costs.forward) / num_ranks if isinstance(costs.forward, tuple) else costs.forward
+        relative = costs.scaled(1 / forward) if forward else costs
     if pairs and not relative.segments:
         relative = replace(relative, segments=PAIR_SEGMENTS)
     layouts = [
@@ -214,30 +217,22 @@ def choose(
     return min(_with_costs(fitting), key=Layout.step_time)
 
 
-def _relative(costs: CostModel, num_ranks: int) -> CostModel:
-    """The same costs with T_F = 1, the unit of `COSTS`. An order depends on the ratios of costs only."""
-    forward = sum(costs.forward) / num_ranks if isinstance(costs.forward, tuple) else costs.forward
-    return costs.scaled(1 / forward) if forward else costs
-
-
 def _with_costs(layouts: list[Layout]) -> list[Layout]:
     """The layouts whose stages the given costs are for, or can be added up for."""
-    wrong = [_wrong_costs(layout) for layout in layouts]
-    if all(wrong):
+    fitting, wrong = [], ""
+    for layout in layouts:
+        try:
+            layout.stage_costs  # noqa: B018 - only whether there are any
+            fitting.append(layout)
+        except HanayoError as error:
+            wrong = wrong or str(error)
+    if not fitting:
         raise HanayoError(
-            f"costs: {wrong[0]} of {layouts[0].schedule} over {layouts[0].num_ranks} pipeline ranks with "
+            f"costs: {wrong} of {layouts[0].schedule} over {layouts[0].num_ranks} pipeline ranks with "
             f"num_waves={layouts[0].num_waves}. Measure with as many stages, or 2, 3, ... times as many; or leave "
             "costs out"
         )
-    return [layout for layout, reason in zip(layouts, wrong, strict=True) if not reason]
-
-
-def _wrong_costs(layout: Layout) -> str:
-    try:
-        layout.stage_costs  # noqa: B018 - only whether there are any
-    except HanayoError as error:
-        return str(error)
-    return ""
+    return fitting
 
 
 _CHIMERA = (
@@ -267,17 +262,6 @@ def _is_file(name: str) -> bool:
 def _depth(name: str) -> Depth | None:
     """How many stages per rank the schedule can have; None for a file."""
     return None if _is_file(name) else registered(name).depth
-
-
-def _auto_names(num_ranks: int, num_waves: int | Literal["auto"]) -> list[str]:
-    """The schedules that `"auto"` chooses from. Of equally fast ones it takes the first."""
-    if (num_ranks, num_waves) == (1, "auto"):
-        return [SINGLE_STAGE]
-    return [name for name in schedule_names() if registered(name).depth == "waves"]
-
-
-def _microbatches_of_file(name: str) -> int | None:
-    return Schedule.from_csv(name).num_microbatches if _is_file(name) else None
 
 
 def _check_ranks(layout: Layout) -> Layout:

@@ -8,7 +8,7 @@
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from math import log
 from os import PathLike
 from pathlib import Path
@@ -183,8 +183,3 @@ def machine(name: str) -> Machine:
             f"device {name!r} is unknown; {nearest(name, KNOWN)}. For others measure: hanayo doctor --measure"
         )
     return KNOWN[name]
-
-
-def with_nodes(machine: Machine, ranks_per_node: int) -> Machine:
-    """The machine with other nodes."""
-    return replace(machine, ranks_per_node=ranks_per_node)

@@ -116,7 +116,8 @@ def make_plan(
     for one in fitting:
         own = one.candidate
         distinct.setdefault((own.data, own.pipe, own.mesh, own.num_waves, own.samples), one)
-    best = sorted((model.simulated(one.candidate) for one in islice(distinct.values(), top)), key=_order)
+    simulated = map(model.simulated, (one.candidate for one in distinct.values()))
+    best = sorted(islice((one for one in simulated if one.memory.total <= limit), top), key=_order) or fitting[:1]
     return Plan(facts, machine, num_devices, global_batch, limit, tuple(best), tuple(fitting), len(found), refused)
 
 

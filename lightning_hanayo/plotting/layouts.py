@@ -140,9 +140,17 @@ def save_ranking(
         until = max(one.timeline.makespan for one in candidates)
         for number, one in enumerate(candidates):
             bottom = height - _ABOVE - number * (row + _BETWEEN) - row
-            _draw_name(figure, one, bottom + row / 2, height)
+            right, middle = (_NAME - 0.08) / _WIDTH, bottom + row / 2
+            look: Any = {"ha": "right", "color": DARK if one.within_budget else _GREY}
+            figure.text(right, (middle + 0.02) / height, one.name, va="bottom", weight="bold", fontsize=10, **look)
+            words = f"{one.timeline.makespan:.4g}, bubble {one.timeline.bubble_ratio:.1%}"
+            figure.text(right, (middle - 0.02) / height, words, va="top", fontsize=8, **look)
             axes = figure.add_axes((_NAME / _WIDTH, bottom / height, _TIMELINE / _WIDTH, row / height))
-            _draw_timeline(axes, one, until)
+            draw_actions(one.timeline, axes, window=(0.0, until), numbers=False)
+            axes.axvline(one.timeline.makespan, color=DARK, linewidth=0.8)
+            axes.set_yticks([])
+            axes.tick_params(axis="x", labelbottom=False, bottom=False)
+            axes.spines["bottom"].set_visible(False)
         # The last one, at the bottom, has the time axis.
         axes.tick_params(axis="x", labelbottom=True, bottom=True, labelsize=8)
         axes.spines["bottom"].set_visible(True)
@@ -163,22 +171,6 @@ def _draw_legend(figure: "Figure", candidates: Sequence[Candidate]) -> None:
     if any(wave_legs(one.timeline).num_legs > 1 for one in candidates):
         handles.append(Patch(facecolor="none", label="(lighter: odd legs)"))
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)
-
-
-def _draw_name(figure: "Figure", one: Candidate, middle: float, height: float) -> None:
-    right = (_NAME - 0.08) / _WIDTH
-    look: Any = {"ha": "right", "color": DARK if one.within_budget else _GREY}
-    summary = f"{one.timeline.makespan:.4g}, bubble {one.timeline.bubble_ratio:.1%}"
-    figure.text(right, (middle + 0.02) / height, one.name, va="bottom", weight="bold", fontsize=10, **look)
-    figure.text(right, (middle - 0.02) / height, summary, va="top", fontsize=8, **look)
-
-
-def _draw_timeline(axes: "Axes", one: Candidate, until: float) -> None:
-    draw_actions(one.timeline, axes, window=(0.0, until), numbers=False)
-    axes.axvline(one.timeline.makespan, color=DARK, linewidth=0.8)
-    axes.set_yticks([])
-    axes.tick_params(axis="x", labelbottom=False, bottom=False)
-    axes.spines["bottom"].set_visible(False)
 
 
 def _draw_bars(figure: "Figure", candidates: Sequence[Candidate], row: float, budget: float | None) -> None:

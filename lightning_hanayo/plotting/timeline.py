@@ -428,8 +428,8 @@ def _draw_path(
     path = [span for span in spans if span.action.microbatch == microbatch and span.action.kind in kinds]
     path.sort(key=lambda span: (span.start, span.end))
     middles = [_middle(span, heights, begin) for span in path]
-    times, middle_heights = [time for time, _ in middles], [height for _, height in middles]
-    axes.plot(times, middle_heights, color=palette.DARK, linewidth=1.1, alpha=0.7, zorder=5)
+    times, rows = [time for time, _ in middles], [row for _, row in middles]
+    axes.plot(times, rows, color=palette.DARK, linewidth=1.1, alpha=0.7, zorder=5)
 
 
 def _points(axes: "Axes", length: float) -> float:

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -24,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import is_linear
 from lightning_hanayo.partition.deferred_init import MetaCopy, like
@@ -116,11 +117,15 @@ class Counter(TorchDispatchMode):
             counts.shape = tuple(max(tensors, key=Tensor.numel).shape) if tensors else ()
             self._now = self.outside
 
-        hooks.enter_context(_removed(block.register_forward_pre_hook(begin)))
-        hooks.enter_context(_removed(block.register_forward_hook(end)))
+        def count_rows(path: str, _: nn.Module, inputs: Any, __: Any) -> None:
+            x = inputs[0]
+            counts.tokens[path] = counts.tokens.get(path, 0) + x.numel() // x.shape[-1]
+
+        hooks.callback(block.register_forward_pre_hook(begin).remove)
+        hooks.callback(block.register_forward_hook(end).remove)
         for path, module in block.named_modules():
             if is_linear(module):
-                hooks.enter_context(_removed(module.register_forward_hook(_row_counter(counts, path))))
+                hooks.callback(module.register_forward_hook(partial(count_rows, path)).remove)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._keeps.append(tensor)  # so that no other storage gets its number
@@ -173,14 +178,6 @@ def _attention(
     return y
 
 
-def _row_counter(counts: Counts, path: str) -> Any:
-    def count(module: Any, inputs: Any, _: Any) -> None:
-        x = inputs[0]
-        counts.tokens[path] = counts.tokens.get(path, 0) + x.numel() // x.shape[-1]
-
-    return count
-
-
 @contextmanager
 def fake_tensors(module: nn.Module) -> Iterator[set[int]]:
     """In this context tensors on the meta device are `FakeTensor`s, as while a model is exported or compiled.
@@ -199,14 +196,6 @@ def fake_tensors(module: nn.Module) -> Iterator[set[int]]:
             yield storages(list(module.parameters())) | {one.untyped_storage()._cdata for one in parameters}
     finally:
         log.disabled = before
-
-
-@contextmanager
-def _removed(hook: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def storages(tensors: Sequence[Tensor]) -> set[int]:
@@ -275,12 +264,14 @@ def read_model(
     except Exception as error:  # user code, which may need values
         counter, own, stack = _count_with_values(module, batch, blocks, formats.dtype, error)
         parameters = storages(list(own.parameters()))
-    plan = plan_parallelize(stack.uncompiled.blocks, stack.name, (1, 1, 1), outside=_outside(own, stack))
+    beside = {one for part in modules_outside(own, stack) for one in part.parameters(recurse=False)}
+    plan = plan_parallelize(stack.uncompiled.blocks, stack.name, (1, 1, 1), outside=beside)
     seen: dict[tuple[Any, ...], BlockFacts] = {}
     facts = []
     for block, counts in zip(stack.uncompiled.blocks, counter.blocks, strict=True):
         found = _block(block, counts, plan, num_samples, parameters)
-        facts.append(seen.setdefault(_key(found), found))
+        sizes = found.products, found.parameters, found.frozen
+        facts.append(seen.setdefault((*sizes, *map(round, (found.flops, found.traffic, found.saved))), found))
     outside, last = counter.outside, counter.blocks[-1]
     outside_stack = set(own.parameters()) - stack.parameters
     element = formats.dtype.itemsize
@@ -296,8 +287,8 @@ def read_model(
         outside_calls=outside.calls,
         outside_saved=outside.num_saved(parameters) / num_samples,
         largest_outside=outside.largest / num_samples,
-        required=_required(plan),
-        tokens=_tokens(last.shape, num_samples),
+        required=tuple({(one.what, one.size, one.axes): one for one in plan.divisibility()}.values()),
+        tokens=max(1, prod(last.shape[:-1]) // num_samples),
         dtype=str(formats.dtype).removeprefix("torch."),
         element=element,
         parameter_bytes=formats.parameter_bytes,
@@ -397,15 +388,16 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
-def _outside(module: nn.Module, stack: Stack) -> set[nn.Parameter]:
-    return {one for part in modules_outside(module, stack) for one in part.parameters(recurse=False)}
-
-
 def _block(
     block: nn.Module, counts: Counts, plan: ParallelizePlan, num_samples: int, parameters: set[int]
 ) -> BlockFacts:
     """The facts of one block."""
-    products = sorted(plan.products(block), key=lambda one: _position(counts, one[0]))
+    called = list(counts.tokens)
+
+    def position(paths: Sequence[str]) -> int:
+        return min((called.index(path) for path in paths if path in counts.tokens), default=len(called))
+
+    products = sorted(plan.products(block), key=lambda one: position(one[0]))
     found = [_product(block, paths, counts, num_samples, is_row, plan) for paths, is_row in products]
     own = tuple(one for one in found if one is not None)
     linear = sum(one.flops for one in own)
@@ -424,11 +416,6 @@ def _num_frozen(parameters: Iterable[nn.Parameter]) -> int:
     return sum(one.numel() for one in parameters if not one.requires_grad)
 
 
-def _position(counts: Counts, paths: tuple[str, ...]) -> int:
-    called = list(counts.tokens)
-    return min((called.index(path) for path in paths if path in counts.tokens), default=len(called))
-
-
 def _product(
     block: nn.Module, paths: tuple[str, ...], counts: Counts, num_samples: int, is_row: bool, plan: ParallelizePlan
 ) -> Product | None:
@@ -438,26 +425,6 @@ def _product(
     sizes = [features(block.get_submodule(path)) for path in paths]
     layer = LinearLayer(max(1, rows // num_samples), sizes[0][1], sum(out for out, _ in sizes), is_row)
     return Product(layer, is_generic=not plan.is_registered)
-
-
-def _key(facts: BlockFacts) -> tuple[Any, ...]:
-    return facts.products, facts.parameters, facts.frozen, round(facts.flops), round(facts.traffic), round(facts.saved)
-
-
-def _required(plan: ParallelizePlan) -> tuple[Divisibility, ...]:
-    """Each size once."""
-    sizes: dict[tuple[Any, ...], Divisibility] = {}
-    for one in plan.divisibility():
-        sizes.setdefault((one.what, one.size, one.axes), one)
-    return tuple(sizes.values())
-
-
-def _tokens(shape: tuple[int, ...], num_samples: int) -> int:
-    """What a sample has of all dimensions but the features."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return max(1, rows // num_samples)
 
 
 def _state_bytes(module: "pl.LightningModule", formats: Formats) -> float:

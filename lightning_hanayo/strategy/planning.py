@@ -6,6 +6,7 @@ The option `layout` of `HanayoStrategy`: the file of a plan takes the place of t
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from os import PathLike, fspath
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import WHOLE, Candidate, Choices
-from lightning_hanayo.planner.machine import KNOWN, Machine, with_nodes
+from lightning_hanayo.planner.machine import KNOWN, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import load_plan, strategy_options
 from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
@@ -74,7 +75,7 @@ def plan_at_start(
         master_weights=options.master_weights is not None,
         blocks=options.blocks,
     )
-    machine = with_nodes(_machine(device), ranks_per_node)
+    machine = replace(_machine(device), ranks_per_node=ranks_per_node)
     plan = _best(facts, machine, options, world_size, num_samples * trainer.accumulate_grad_batches, num_samples)
     first = plan.first
     decided = strategy_options(first.candidate)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.machine import KNOWN, Link, Machine, machine, with_nodes
+from lightning_hanayo.planner.machine import KNOWN, Link, Machine, machine
 
 MEASURED = Machine(
     "node07",
@@ -52,7 +52,7 @@ def test_a_link_within_a_node_or_between() -> None:
     within, between = MEASURED.within_node, MEASURED.between_nodes
     assert MEASURED.link(0, 1, 8) == MEASURED.link(0, 2, 4) == within
     assert MEASURED.link(0, 1, 16) == MEASURED.link(0, 8, 2) == between
-    assert with_nodes(MEASURED, 16).link(0, 8, 2) == within
+    assert replace(MEASURED, ranks_per_node=16).link(0, 8, 2) == within
     assert within.seconds(3e11) == pytest.approx(1 + 1e-5)
     assert within.seconds(0) == 0, "nothing is sent"
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -95,34 +95,25 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
         *host.examine_devices(host.look_at_devices()),
         *host.examine_host(host.look_at_host()),
     ]
-    root, of_run = _recipe(rest)
+    root, of_run = ".", list[Finding]()
+    if rest:
+        from lightning_hanayo.cli.doctor import recipe  # Lightning: seconds, which the rest needn't wait for
+
+        root, of_run = recipe.examine(rest)
     findings += host.examine_disk(options.root or root)
     findings += host.examine_network(host.look_at_network())
     findings += host.examine_environment(is_rank=place() is not None)
     findings += of_run
     measured, links, table = _links(options, findings)
     if options.measure and _is_first():
-        links += _measure(measured, options)
+        from lightning_hanayo.cli.doctor.measure import examine, measure
+        from lightning_hanayo.plotting.terminal_status import showing
+
+        with showing("measuring") as say:
+            machine = measure(measured, network=options.network, say=say)
+        machine.save(options.output)
+        links += examine(machine, options.output)
     return [*findings, *links], table
-
-
-def _measure(measured: "Measured | None", options: argparse.Namespace) -> list[Finding]:
-    """Measure the rest, and write the file."""
-    from lightning_hanayo.cli.doctor.measure import examine, measure
-    from lightning_hanayo.plotting.terminal_status import showing
-
-    with showing("measuring") as say:
-        machine = measure(measured, network=options.network, say=say)
-    machine.save(options.output)
-    return list(examine(machine, options.output))
-
-
-def _recipe(arguments: list[str]) -> tuple[str, list[Finding]]:
-    if not arguments:
-        return ".", []
-    from lightning_hanayo.cli.doctor.recipe import examine  # Lightning: seconds, which the rest needn't wait for
-
-    return examine(arguments)
 
 
 def _links(
@@ -141,23 +132,13 @@ def _links(
         return None, [], []
     if isinstance(found, Finding):
         return None, [found], []
-    other = [one for host, own in _by_host(found).items() for one in _differing(host, own, findings)]
+    other = []
+    for host in dict.fromkeys(found.hosts if found.given else ()):
+        for one in found.given[found.hosts.index(host)] or ():  # of its first rank
+            # what isn't well on another host, and versions and devices that aren't those of this one
+            if one not in findings and (one.level != "ok" or one.topic in ("versions", "devices")):
+                other.append(replace(one, topic=f"on {host}", name=f"{one.topic}: {one.name}"))
     return found, [*other, *examine(found)], matrix(found) if len(found.hosts) <= _MOST_COLUMNS else []
-
-
-def _by_host(measured: "Measured") -> dict[str, Sequence[Finding]]:
-    """What the first rank of each host has found; nothing if this process has started the ranks, on its own host."""
-    found: dict[str, Sequence[Finding]] = {}
-    for host, own in zip(measured.hosts, measured.given, strict=False):
-        found.setdefault(host, own or ())
-    return found
-
-
-def _differing(host: str, findings: Sequence[Finding], known: Sequence[Finding]) -> list[Finding]:
-    """What isn't well on another host, and versions and devices that aren't those of this one."""
-    compared = ("versions", "devices")
-    new = [one for one in findings if one not in known and (one.level != "ok" or one.topic in compared)]
-    return [replace(one, topic=f"on {host}", name=f"{one.topic}: {one.name}") for one in new]
 
 
 _MOST_COLUMNS = 8
@@ -168,24 +149,18 @@ def _print(findings: Sequence[Finding], table: list[list[str]], *, as_json: bool
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         return
-    for line in _lines(findings):
-        print(line)
+    width = max(len(finding.name) for finding in findings)
+    topic = ""
+    for finding in findings:
+        if finding.topic != topic:
+            print(f"{os.linesep if topic else ''}{finding.topic}")
+            topic = finding.topic
+        print(f"  {_MARKS[finding.level]:<8}{finding.name:<{width}}  {finding.value}")
+        if finding.advice:
+            print(f"  {'':<8}{'':<{width}}  -> {finding.advice}")
     if table:
         print_table(["rank", *(row[0] for row in table)], table)
     problems = sum(finding.level == "problem" for finding in findings)
     notes = sum(finding.level == "note" for finding in findings)
     print(f"\nproblems: {problems}, notes: {notes}")
     sys.stdout.flush()
-
-
-def _lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Each finding in a line, by topic, with the way out below it."""
-    width = max(len(finding.name) for finding in findings)
-    topic = ""
-    for finding in findings:
-        if finding.topic != topic:
-            topic = finding.topic
-            yield f"{os.linesep if topic != findings[0].topic else ''}{topic}"
-        yield f"  {_MARKS[finding.level]:<8}{finding.name:<{width}}  {finding.value}"
-        if finding.advice:
-            yield f"  {'':<8}{'':<{width}}  -> {finding.advice}"

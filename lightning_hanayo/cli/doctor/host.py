@@ -15,6 +15,7 @@ One line of what `hanayo doctor` has found: what was looked at, what it is, how 
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -29,7 +30,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_hanayo.dist_checkpointing.storage import LocalStorage, storage_of
 
@@ -106,12 +107,15 @@ def look_at_host(root: Path = Path("/")) -> Limits:
     Args:
         root: above sys, proc and dev.
     """
-    shared = root / "dev/shm"
+    shared, group = root / "dev/shm", root / "sys/fs/cgroup"
+    quota = _text(group / "cpu.max").split()
+    most, used = (_text(group / f"memory.{name}").strip() for name in ("max", "current"))
+    available = re.search(r"^MemAvailable: *(\d+)", _text(root / "proc/meminfo"), re.MULTILINE)
     return Limits(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        quota=_quota(root),
-        memory=_available(root),
-        group_memory=_left_in_group(root),
+        quota=int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0].isdigit() else None,
+        memory=int(available[1]) * 1024 if available else None,
+        group_memory=int(most) - int(used) if most.isdigit() and used.isdigit() else None,
         shared=shutil.disk_usage(shared).total if shared.is_dir() else None,
         open_files=_soft(resource.RLIMIT_NOFILE),
         locked=_soft(resource.RLIMIT_MEMLOCK),
@@ -125,52 +129,25 @@ def examine_host(limits: Limits) -> Iterator[Finding]:
     text = f"{limits.cores}" if quota >= limits.cores else f"{limits.cores}, of which a quota allows {quota:g}"
     advice = f"no more than {quota:g} threads run at once: OMP_NUM_THREADS times the number of ranks"
     yield Finding(_HOST, "cores", text).flagged_if(quota < limits.cores, "note", advice)
-    yield from _memory(limits)
+    if free := [one for one in (limits.memory, limits.group_memory) if one is not None]:
+        text = f"{gibibytes(min(free))} available{' in its control group' if limits.group_memory == min(free) else ''}"
+        advice = "end other processes, or give the container more memory"
+        yield Finding(_HOST, "memory", text).flagged_if(min(free) < GIB, "problem", advice)
     if limits.shared is not None:
         advice = "loaders with num_workers > 0 need more: docker run --shm-size=8g, or --ipc=host"
         yield Finding(_HOST, "/dev/shm", gibibytes(limits.shared)).flagged_if(limits.shared < GIB, "note", advice)
-    yield _open_files(limits.open_files)
+    text = "unlimited" if limits.open_files == _UNLIMITED else str(limits.open_files)
+    has_few = _UNLIMITED < limits.open_files < _FEW_FILES
+    advice = "ulimit -n 65536: each rank opens a socket to each other one"
+    yield Finding(_HOST, "open files", text).flagged_if(has_few, "note", advice)
     if limits.has_infiniband and _UNLIMITED < limits.locked < GIB:
         advice = "ulimit -l unlimited: InfiniBand locks the memory that it sends from"
         yield Finding(_HOST, "locked memory", gibibytes(limits.locked), "problem", advice)
 
 
-def _memory(limits: Limits) -> Iterator[Finding]:
-    free = [one for one in (limits.memory, limits.group_memory) if one is not None]
-    if not free:
-        return
-    by_group = limits.group_memory is not None and limits.group_memory == min(free)
-    text = f"{gibibytes(min(free))} available{' in its control group' if by_group else ''}"
-    advice = "end other processes, or give the container more memory"
-    yield Finding(_HOST, "memory", text).flagged_if(min(free) < GIB, "problem", advice)
-
-
-def _open_files(limit: int) -> Finding:
-    text = "unlimited" if limit == _UNLIMITED else str(limit)
-    advice = "ulimit -n 65536: each rank opens a socket to each other one"
-    return Finding(_HOST, "open files", text).flagged_if(_UNLIMITED < limit < _FEW_FILES, "note", advice)
-
-
 def _soft(kind: int) -> int:
     soft, _ = resource.getrlimit(kind)
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
-
-
-def _quota(root: Path) -> float | None:
-    text = _text(root / "sys/fs/cgroup/cpu.max").split()
-    return int(text[0]) / int(text[1]) if len(text) == 2 and text[0].isdigit() else None
-
-
-def _left_in_group(root: Path) -> int | None:
-    most, used = (_text(root / f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    return int(most) - int(used) if most.isdigit() and used.isdigit() else None
-
-
-def _available(root: Path) -> int | None:
-    for line in _text(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _text(path: Path) -> str:
@@ -196,10 +173,13 @@ def examine_disk(root: str) -> Iterator[Finding]:
     places = {"default_root_dir": root, "TMPDIR": tempfile.gettempdir()}
     for what, path in places.items():
         storage = storage_of(path)
-        if storage.is_local:
-            yield from examine_folder(what, _existing(os.path.abspath(storage.path)))
-        else:
+        if not storage.is_local:
             yield Finding(_DISK, what, f"{path}, which isn't looked at")
+            continue
+        folder = os.path.abspath(storage.path)
+        while not os.path.isdir(folder):  # the nearest one above it that is there
+            folder = os.path.dirname(folder)
+        yield from examine_folder(what, folder)
 
 
 def examine_folder(what: str, path: str) -> Iterator[Finding]:
@@ -236,13 +216,6 @@ def _write(storage: LocalStorage, name: str) -> float:
     if storage.sizes([name]) != {name: _BYTES}:
         raise OSError("a file that was written, synced and renamed is not there")
     return seconds
-
-
-def _existing(path: str) -> str:
-    """The folder, or the nearest one above it that is there."""
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
 
 
 _ENVIRONMENT = "environment"
@@ -347,7 +320,7 @@ def _leftovers(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 _VERSIONS = "versions"
-_LEAST = {"torch": (2, 10), "lightning": (2, 6, 6)}
+_LEAST = {"torch": "2.10", "lightning": "2.6.6"}
 _WITHDRAWN = {"lightning": ("2.6.2", "2.6.3")}
 """releases that contained malicious code"""
 _OTHERS = ("lightning-hanayo", "xxhash", "safetensors", "jsonargparse", "torchmetrics", "transformers")
@@ -365,17 +338,22 @@ def examine_versions(
     find: Callable[[str], str | None] = installed, python: str = platform.python_version()
 ) -> Iterator[Finding]:
     """Look at Python and the packages; nothing of them is imported."""
-    is_old = _numbers(python) < (3, 10)
+    is_old = _is_older(python, "3.10")
     yield Finding(_VERSIONS, "python", python).flagged_if(is_old, "problem", "install Python 3.10 or later")
-    for name, least in _LEAST.items():
-        yield _package(name, least, find(name))
+    for name, wanted in _LEAST.items():
+        yield _package(name, wanted, find(name))
     for name in _OTHERS:
         if (found := find(name)) is not None:
             yield Finding(_VERSIONS, name, found)
 
 
-def _package(name: str, least: tuple[int, ...], found: str | None) -> Finding:
-    wanted = ".".join(map(str, least))
+def _is_older(found: str, wanted: str) -> bool:
+    """Whether a version is; 2.13.0+cpu is 2.13.0, and a release candidate counts as its release."""
+    one, other = (tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))) for text in (found, wanted))
+    return one < other
+
+
+def _package(name: str, wanted: str, found: str | None) -> Finding:
     advice = f"pip install '{name}>={wanted}'"
     if found is None:
         return Finding(_VERSIONS, name, "not installed", "problem", advice)
@@ -383,20 +361,9 @@ def _package(name: str, least: tuple[int, ...], found: str | None) -> Finding:
         return Finding(
             _VERSIONS, name, f"{found}, a release with malicious code", "problem", f"{advice}, change all keys"
         )
-    if _numbers(found) < least:
+    if _is_older(found, wanted):
         return Finding(_VERSIONS, name, f"{found}, older than {wanted}", "problem", advice)
     return Finding(_VERSIONS, name, found)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"; a release candidate counts as its release."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = "".join(c for c in part[: len(part) - len(part.lstrip("0123456789"))])
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
 
 
 _NETWORK = "network"
@@ -543,7 +510,9 @@ def look_at_devices() -> Seen:
 
     if not torch.cuda.is_available():
         return Seen((), torch.version.cuda or "", driver=driver)
-    nccl = ".".join(map(str, _nccl_version(torch.cuda.nccl))) if torch.distributed.is_nccl_available() else ""
+    nccl = ""
+    if torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     count = torch.cuda.device_count()
     built = torch.cuda.get_arch_list()
     gpus = []
@@ -556,11 +525,6 @@ def look_at_devices() -> Seen:
         has_kernels = not built or any(_runs(one, capability) for one in built)
         gpus.append(Gpu(properties.name, properties.total_memory, capability, reached, has_kernels))
     return Seen(gpus, torch.version.cuda or "", nccl, driver)
-
-
-def _nccl_version(nccl: Any) -> tuple[int, ...]:
-    found: tuple[int, ...] = nccl.version()
-    return found
 
 
 def _runs(built: str, capability: tuple[int, int]) -> bool:

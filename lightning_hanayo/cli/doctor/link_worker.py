@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -142,7 +142,8 @@ def measure(rank: int, world_size: int, tell: Any = None) -> Measured:
         hosts = all_gather_objects(world, os.uname().nodename)
         links = [link for a, b in pairs_of(world_size) for link in _pair(rank, a, b, device)]
         gathered = all_gather_objects(world, links)
-        reduced = _all_reduce(device)
+        values = torch.zeros(_LARGE // 4, device=device)
+        reduced = _LARGE / _seconds(lambda: dist.all_reduce(values), _LARGE_ROUNDS, device)
         given = all_gather_objects(world, tell)
     finally:
         dist.destroy_process_group()
@@ -153,38 +154,34 @@ def _pair(rank: int, a: int, b: int, device: torch.device) -> Iterator[Link]:
     """Send back and forth between two ranks, while the others wait; rank `a` has the result."""
     if rank in (a, b):
         other = b if rank == a else a
-        latency = _round_trip(_SMALL, _ROUNDS, is_first=rank == a, other=other, device=device) / 2
-        seconds = _round_trip(_LARGE, _LARGE_ROUNDS, is_first=rank == a, other=other, device=device) / 2
+        latency = _one_way(_SMALL, _ROUNDS, is_first=rank == a, other=other, device=device)
+        seconds = _one_way(_LARGE, _LARGE_ROUNDS, is_first=rank == a, other=other, device=device)
         if rank == a:
             yield Link(a, b, latency, _LARGE / max(seconds - latency, 1e-9))
     dist.barrier()
 
 
-def _round_trip(num_bytes: int, rounds: int, *, is_first: bool, other: int, device: torch.device) -> float:
-    """The median of the seconds there and back; the first rounds make the connection, and aren't counted."""
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+def _seconds(run: Callable[[], object], rounds: int, device: torch.device) -> float:
+    """The median of the seconds that it takes; the first rounds make the connection, and aren't counted."""
     times = []
     for _ in range(rounds + 2):
         start = time.perf_counter()
-        for sends in (is_first, not is_first):
-            dist.send(buffer, other) if sends else dist.recv(buffer, other)
+        run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return median(times[2:])
 
 
-def _all_reduce(device: torch.device) -> float:
-    """Bytes of a gradient that are reduced per second."""
-    values = torch.zeros(_LARGE // 4, device=device)
-    times = []
-    for _ in range(_LARGE_ROUNDS + 1):
-        start = time.perf_counter()
-        dist.all_reduce(values)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return _LARGE / median(times[1:])
+def _one_way(num_bytes: int, rounds: int, *, is_first: bool, other: int, device: torch.device) -> float:
+    """Half of the seconds there and back."""
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    def there_and_back() -> None:
+        for sends in (is_first, not is_first):
+            dist.send(buffer, other) if sends else dist.recv(buffer, other)
+
+    return _seconds(there_and_back, rounds, device) / 2
 
 
 def main(path: str) -> None:

@@ -1,6 +1,5 @@
 """Looks at the run that a configuration describes: whether its layout fits, by the checks before every launch."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,8 +25,6 @@ def examine(arguments: Sequence[str]) -> tuple[str, list[Finding]]:
     Raises:
         SystemExit: an option is wrong; the parser has said which.
     """
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         command = run_cli(lambda: _DoctorCLI(["fit", *arguments]))
     except (HanayoError, ImportError) as error:

@@ -76,13 +76,7 @@ class FullParameters:
             if scope == "step":
                 return self._in_step(parameter)
             if scope == "alone":
-                if isinstance(parameter, Placeholder):
-                    name = self._names[parameter]
-                    raise UnsupportedError(
-                        f"full_parameter was called in {hook}, which runs on pipeline rank 0 alone, for {name}, which "
-                        f"is on pipeline rank {self._owners[name]}. Call it in a hook that runs on all ranks, such as "
-                        f"on_validation_epoch_start or on_train_epoch_end."
-                    )
+                self._check_here(parameter, hook)
                 return self._gathered(parameter)
             return self._in_hook(parameter, keeps_gradient=hook == "on_train_batch_start")
 
@@ -131,7 +125,7 @@ class FullParameters:
             return parameter
         whole = self._gathered(parameter) if owner == self._pipe_rank else torch.empty_like(parameter, device="cpu")
         if is_missing:
-            whole = self._broadcast(whole, owner)
+            whole = self._broadcast(whole, parameter, owner)
         return self._new_leaf(parameter, whole, is_everywhere=True) if keeps_gradient else whole
 
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
@@ -141,7 +135,7 @@ class FullParameters:
             whole = cube.unshard(whole, parameter)
         return whole.to(parameter.device, copy=True)
 
-    def _broadcast(self, whole: Tensor, owner: int) -> Tensor:
+    def _broadcast(self, whole: Tensor, parameter: nn.Parameter, owner: int) -> Tensor:
         sent = whole.cpu().contiguous()
         if sent.numel():
             # As bytes: gloo knows neither complex numbers nor 16-bit integers.
@@ -160,6 +154,15 @@ class FullParameters:
             raise UnsupportedError(
                 f"the loss uses what full_parameter returned for {name} in an earlier batch, whose values are old and "
                 f"whose gradient would be lost. Call it again in each on_train_batch_start."
+            )
+
+    def _check_here(self, parameter: nn.Parameter, hook: str) -> None:
+        if isinstance(parameter, Placeholder):
+            name = self._names[parameter]
+            raise UnsupportedError(
+                f"full_parameter was called in {hook}, which runs on pipeline rank 0 alone, for {name}, which is on "
+                f"pipeline rank {self._owners[name]}. Call it in a hook that runs on all ranks, such as "
+                f"on_validation_epoch_start or on_train_epoch_end."
             )
 
     # gradients
@@ -187,27 +190,30 @@ class FullParameters:
         if gradient is None:
             gradient = torch.zeros_like(leaf.whole, dtype=gradient_dtype(leaf.parameter))
         if self._pipe_rank == 0:
-            gradient = gradient.contiguous()
-            if self._cube is not None and self._cube.shares_samples:
-                gradient = self._cube.mesh.axis("xyz").all_reduce(gradient).wait()
+            gradient = self._sum_over_cube(gradient.contiguous())
         if owner != 0:
             gradient = self._send_to(owner, gradient)
-        if self._pipe_rank != owner:
-            return
-        parameter = leaf.parameter
+        if self._pipe_rank == owner:
+            self._accumulate(leaf.parameter, gradient, reduce=reduce)
+
+    def _sum_over_cube(self, tensor: Tensor) -> Tensor:
+        if self._cube is None or not self._cube.shares_samples:
+            return tensor
+        return self._cube.mesh.axis("xyz").all_reduce(tensor).wait()
+
+    def _send_to(self, owner: int, gradient: Tensor) -> Tensor:
+        control, sent = self._groups.control, gradient.detach().cpu().contiguous()
+        as_bytes: Any = sent.view(-1).view(torch.uint8)
+        if self._pipe_rank == 0:
+            dist.send(as_bytes, group=control, group_dst=owner)
+        else:
+            dist.recv(as_bytes, group=control, group_src=0)
+        return sent.to(gradient.device)
+
+    def _accumulate(self, parameter: nn.Parameter, gradient: Tensor, *, reduce: bool) -> None:
         part = gradient if self._cube is None else self._cube.shard(gradient, parameter)
         if reduce and self._groups.data is not None:
             dist.all_reduce(part, group=self._groups.data)
         if not reduce and self._cube is not None and not self._cube.adds_whole_gradient(parameter):
             return  # a later batch sums the ranks' gradients of this parameter, so one of them adds it
         parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
-
-    def _send_to(self, owner: int, gradient: Tensor) -> Tensor:
-        """From pipeline rank 0 to the owner of the parameter. Called by both."""
-        sent = gradient.detach().cpu().contiguous()
-        as_bytes: Any = sent.view(-1).view(torch.uint8)
-        if self._pipe_rank == 0:
-            dist.send(as_bytes, group=self._groups.control, group_dst=owner)
-        else:
-            dist.recv(as_bytes, group=self._groups.control, group_src=0)
-        return sent.to(gradient.device)

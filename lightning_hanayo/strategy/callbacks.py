@@ -1,34 +1,24 @@
 """Lightning's callbacks that average, copy or freeze parameters, of which each rank has its own.
 
-Copies of the module in which callbacks average its weights: each rank averages what it holds of the module.
+Averages: a callback copies the whole module by `deepcopy(module).to(device)`, before it is cut. The copy is cut like
+the module, and the two are computed with parameter by parameter. It is stored in checkpoints like the module.
 
                        rank 0                    rank 1
     module             embedding, block 0  .     .  .  block 1       a dot is a placeholder
     callback's copy    embedding, block 0  .     .  .  block 1       in a cube: the same parts of each parameter
 
-Lightning's callbacks make the copy of the whole module, before it is cut, and compute with the two parameter by
-parameter. What a checkpoint gets of a copy is as what it gets of the module.
+A module that an earlier run has cut, or that is on the meta device, is copied as it is: placeholders stay such.
 
-Lets callbacks copy a module that an earlier run has cut, or that has no values yet, on the meta device.
-
-    module    embedding   .   (a placeholder)   block 1 (a part, guarded since the run before)
-    copy      embedding   .                     block 1
-
-A callback calls `deepcopy(module).to(device)`: what has no values is copied, and stays where it is.
-
-Lets callbacks that freeze and unfreeze parameters do the same on all ranks.
-
-`BaseFinetuning.unfreeze_and_add_param_group` leaves out a parameter whose values equal those of one that the optimizer
-has: it asks `torch.equal` for each pair.
+Finetuning: `BaseFinetuning.unfreeze_and_add_param_group` leaves out a parameter whose values equal those of one that
+the optimizer has, and asks `torch.equal` for each pair. No rank may hold both, so the ranks exchange hashes of whole
+values when the first pair is compared.
 
     optimizer    head.norm.bias   (zeros)      on pipeline rank 0
     unfrozen     blocks.1.norm.bias (zeros)    on pipeline rank 1: left out, as in a single process, on both ranks
-
-No rank may hold both, so the ranks exchange hashes of whole values when the first pair is compared.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cached_property, partial
@@ -62,7 +52,7 @@ from lightning_hanayo.strategy.patches import TemporaryAttributes, replaced
 from lightning_hanayo.strategy.setup.cube import Cube
 
 StateOf = Callable[[nn.Module, "Cube | ShardingOfCopy | None"], dict[str, Any]]
-"""what a checkpoint gets of a cut module, given how its parameters are sharded over a cube"""
+"""returns the state that is saved of a cut module, given how its parameters are sharded over a cube"""
 
 
 class Averages:
@@ -79,14 +69,14 @@ class Averages:
         self._loaded: dict[nn.Module, KeptValues] = {}
 
     def adapt_callbacks(self, trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
-        """Let callbacks copy and load what ranks hold parts of, until `attributes` are restored."""
+        """Let callbacks copy and load a module that ranks hold parts of, until `attributes` are restored."""
         let_callbacks_copy(trainer, attributes)
         for callback in averaging_callbacks(trainer):
             for name in ("on_load_checkpoint", "load_state_dict"):
                 attributes.set(callback, name, partial(self._load, getattr(callback, name), trainer))
 
     def loaded(self, module: nn.Module) -> KeptValues | None:
-        """What a callback has loaded into the module before it was cut; None if nothing."""
+        """The values that a callback has loaded into the module before it was cut; None without any."""
         return self._loaded.pop(module, None)
 
     def cut(self, module: "pl.LightningModule", cube: Cube | None, state_of: StateOf) -> None:
@@ -100,7 +90,12 @@ class Averages:
         for callback, copy in averaged_copies(module.trainer).items():
             guards.release(copy)
             _check_alike(type(callback).__name__, copy, module)
-            _cut(copy, module, cube)
+            with torch.no_grad():
+                for parameter, original in zip(copy.parameters(), module.parameters(), strict=True):
+                    exchange(parameter, _own_part(parameter, original, cube))
+            for copied, own in zip(copy.modules(), module.modules(), strict=True):
+                buffers = {name: one for name, one in own._buffers.items() if one is not None and one.is_meta}
+                copied._buffers.update({name: deepcopy(buffer) for name, buffer in buffers.items()})
             self._copies[copy] = _Copy(copy, module, cube, state_of)
         self._put_in()
 
@@ -167,13 +162,13 @@ class _Copy:
             values.put_in(self._copy, self._sharding)
 
     def close(self) -> None:
-        """Refuse from now on what computes with parts."""
+        """Refuse from now on to compute with parts."""
         self._hook.remove()
         guards.guard(self._partial)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Inside it, `state_dict()` returns what this rank has."""
+        """Inside it, `state_dict()` returns this rank's part."""
         self._is_used = True
         try:
             yield
@@ -181,7 +176,7 @@ class _Copy:
             self._is_used = False
 
     def _give_state(self, copy: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Called at the end of `copy.state_dict()`: user code gets what a checkpoint gets."""
+        """Called at the end of `copy.state_dict()`: user code gets the same as a checkpoint."""
         if self._is_used:
             return
         with self._in_use():
@@ -213,9 +208,10 @@ class ShardingOfCopy:
 
 def _check_alike(callback: str, copy: nn.Module, module: nn.Module) -> None:
     """The callbacks pair parameters and buffers by their places."""
-    for names in (_parameter_names, _buffer_names):
-        if names(copy) != names(module):
-            different = set(names(copy)) ^ set(names(module))
+    for kind in ("named_parameters", "named_buffers"):
+        names, expected = ([name for name, _ in getattr(one, kind)()] for one in (copy, module))
+        if names != expected:
+            different = set(names) ^ set(expected)
             raise UnsupportedError(
                 f"{callback} has a copy of {type(module).__name__} from before it was changed: only one of them has "
                 f"{', '.join(sorted(different)[:3]) or 'this order of names'}. Build all of it in __init__, so that it "
@@ -223,25 +219,8 @@ def _check_alike(callback: str, copy: nn.Module, module: nn.Module) -> None:
             )
 
 
-def _parameter_names(module: nn.Module) -> Sequence[str]:
-    return [name for name, _ in module.named_parameters()]
-
-
-def _buffer_names(module: nn.Module) -> Sequence[str]:
-    return [name for name, _ in module.named_buffers()]
-
-
-def _cut(copy: nn.Module, module: nn.Module, cube: Cube | None) -> None:
-    with torch.no_grad():
-        for parameter, original in zip(copy.parameters(), module.parameters(), strict=True):
-            exchange(parameter, _own_part(parameter, original, cube))
-    for copied, own in zip(copy.modules(), module.modules(), strict=True):
-        missing = {name: buffer for name, buffer in own._buffers.items() if buffer is not None and buffer.is_meta}
-        copied._buffers.update({name: deepcopy(buffer) for name, buffer in missing.items()})
-
-
 def _own_part(copied: nn.Parameter, own: nn.Parameter, cube: Cube | None) -> nn.Parameter:
-    """What this rank holds of a copied parameter."""
+    """This rank's part of a copied parameter."""
     if isinstance(own, Placeholder):
         return deepcopy(own)
     if copied.is_meta:  # built without values: it had none when the copy was made
@@ -319,13 +298,10 @@ class WholeComparison(TorchFunctionMode):
     @cached_property
     def _hashes(self) -> dict[str, str]:
         """Of all parameters by name, gathered from all ranks."""
-        with self._guard.off():
-            gathered = on_all_ranks(self._own_hashes)
-        return {name: value for own in gathered for name, value in own.items()}
-
-    def _own_hashes(self) -> dict[str, str]:
-        with torch._C.DisableTorchFunction():
-            return {name: self._hash(parameter) for parameter, name in self._names.items() if not parameter.is_meta}
+        own = [(parameter, name) for parameter, name in self._names.items() if not parameter.is_meta]
+        with self._guard.off(), torch._C.DisableTorchFunction():
+            gathered = on_all_ranks(lambda: {name: self._hash(parameter) for parameter, name in own})
+        return {name: value for hashes in gathered for name, value in hashes.items()}
 
     def _hash(self, parameter: nn.Parameter) -> str:
         """Equal for equal values. Called by all ranks of a cube, for a parameter of which each may have a part."""

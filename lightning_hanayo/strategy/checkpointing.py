@@ -1,4 +1,4 @@
-"""Checkpoints: Lightning's hooks that save and load, and what user code calls for the whole of the model."""
+"""Checkpoints: Lightning's hooks that save and load, and the methods that give user code the whole model."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +39,7 @@ from lightning_hanayo.strategy.votes import SavesOnException
 
 
 class CheckpointingStrategy(MeshParallelStrategy):
-    """Lightning's hooks that save and load, and the methods that user code calls for what no rank holds alone."""
+    """Lightning's hooks that save and load, and the methods that give user code what no rank holds alone."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -73,7 +73,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @property
     def _prepared_module(self) -> PreparedModel:
-        """What runs have done to the current module."""
+        """The changes that runs have made to the current module."""
         return PreparedModel.of(self.module)
 
     # for user code
@@ -87,9 +87,9 @@ class CheckpointingStrategy(MeshParallelStrategy):
     def full_parameter(self, parameter: Tensor) -> Tensor:
         """Return the whole of a parameter, of which this rank may hold a part or nothing.
 
-        In hooks that run on all ranks: all of them call it, for the same parameters in the same order. What a call in
-        `on_train_batch_start` returns, the steps of that batch may use: its gradient is added to the parameter's at the
-        end of the batch. What other hooks get is a copy of the values.
+        In hooks that run on all ranks: all of them call it, for the same parameters in the same order. The steps of a
+        batch may use the result of a call in `on_train_batch_start`: its gradient is added to the parameter's at the
+        end of the batch. Other hooks get a copy of the values.
 
         In steps: all ranks of the cube call it. It returns parameters of this pipeline rank, with a gradient; those of
         other pipeline ranks only if `on_train_batch_start` has asked for them.
@@ -141,7 +141,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
         return self.session.gather_model(self.module)
 
     def memory_report(self) -> MemoryReport:
-        """Return what each rank holds when it holds the most: predicted by what it is for, and measured, in bytes.
+        """Return the peak memory of each rank, predicted by its parts, and measured, in bytes.
 
         Called by all ranks, with `measure_memory=True`: after `fit`, or in a hook that runs on all of them. Measured is
         every training batch but the first two of an epoch; reported is the one in which a rank held the most.
@@ -209,26 +209,23 @@ class CheckpointingStrategy(MeshParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with self._unguarded():
-            resumes = "optimizer_states" in checkpoint and self.session.is_running
-            state = resume_state(self.module.trainer, self.session) if resumes else None
+            session = self.session
+            resumes = "optimizer_states" in checkpoint and session.is_running
+            state = resume_state(self.module.trainer, session) if resumes else None
             if resumes and self._restarts is not None:
                 self._restarts.note(filepath)
             try:
-                self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
+                cut = None  # before the model is set up
+                if session.has_pipeline:
+                    shards, optimizers = session.steps.shards, self.optimizers
+                    cut = CutModel(self.module, session.pipeline, session.cube, shards, optimizers, self._names)
+                self.checkpoints.save(checkpoint, filepath, cut, state, storage_options)
                 # no batch may follow, before which an error could be raised
-                if not self.session.is_running or save.ends_job(filepath):
+                if not session.is_running or save.ends_job(filepath):
                     self.checkpoints.finish()
             except HanayoError as error:
                 error.is_common = not is_lost_connection(error)
                 raise
-
-    @property
-    def _cut_model(self) -> CutModel | None:
-        """The module and what trains it, as far as this rank has it; None before the model is set up."""
-        session = self.session
-        if not session.has_pipeline:
-            return None
-        return CutModel(self.module, session.pipeline, session.cube, session.steps.shards, self.optimizers, self._names)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -1,36 +1,26 @@
 """The process groups of a topology that one rank belongs to, and the collectives over them.
 
-Channels: a process group for each ordered pair of pipeline ranks between which a schedule sends messages.
-
-A pair is one channel, and its two directions are two: NCCL runs the transfers of one communicator in the order in which
-they were posted, so that a receive that is posted early would hold up a send. Pairs without a rank in common are one
-partition, and so one call of the factory:
-
-    a wave over 4 ranks      0 -- 1 -- 2 -- 3       two partitions: 0-1, 2-3 and 1-2 (0 and 3 are alone in it)
-    a loop over 4 ranks      ... and 3 -- 0         the same two: 3-0 fits to 1-2
-
-The group factory: makes one rank's process groups, a whole partition of the world at a time.
+A factory makes one rank's groups, a whole partition of the world at a time:
 
     partition of 4 ranks along "data"        rank 0 gets 0, 2        made by one call on all ranks, in one order,
     ((0, 2), (1, 3))                         rank 1 gets 1, 3        so that no rank waits for a group that others skip
 
-Two kinds: control groups carry tensors of the CPU and Python objects, always over gloo; tensor groups carry tensors of
-the run's device. On a CPU they are two groups, too: messages of the one have tags that mean others in the other.
-
-Process groups on GPUs: tensor groups over NCCL, each partition split off in one call; control groups over gloo.
+There are two kinds: control groups carry tensors of the CPU and Python objects, always over gloo; tensor groups carry
+tensors of the run's device. On a CPU they are two groups, too: messages of the one have tags that mean others in the
+other. On GPUs each partition of tensor groups is split off in one call (`NativeGroups`):
 
 world (cpu:gloo, cuda:nccl, bound to this rank's device)
-|-- native world (nccl)          its communicator is what the others are split off from
+|-- native world (nccl)          the others are split off from its communicator
 |   |-- data, cube, channel ...  one `split_group` per partition: one call of ncclCommSplit on every rank
 |-- control ...                  gloo, made by their members
 
-torch's `split_group` splits all backends of the parent, so the parent is a group over NCCL alone.
+`Channels` are tensor groups of two pipeline ranks between which a schedule sends messages.
 """
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,7 +47,7 @@ _Kind = Literal["control", "background", "tensors", "up", "down"]
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What a tensor group is for, and how NCCL shall run it."""
+    """The purpose of a tensor group, and how NCCL shall run it."""
 
     name: str
     """in messages of torch and NCCL"""
@@ -85,6 +75,10 @@ ABORT_WITHIN = 5.0
 class GroupFactory(ABC):
     """Makes process groups. All ranks of the world call a method with the same arguments, in the same order.
 
+    A rank takes part in its own group of a partition only: with 128 pipelines that is one rendezvous instead of 128. A
+    rank waits for the members of its group, and no other. All ranks make the same partitions in the same order, so the
+    rank that is the furthest behind has nobody to wait for: it can't hang.
+
     Args:
         device: this rank's.
         timeout: how long a transfer may take.
@@ -96,7 +90,7 @@ class GroupFactory(ABC):
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self.device = device
         self.timeout = timeout
-        self._make = GroupMaker()
+        self.agree_on_names()
         self._world = dist.group.WORLD
         self._tensor_groups: list[dist.ProcessGroup] = []
         self._aborting, self._is_aborted = threading.Lock(), False
@@ -108,8 +102,16 @@ class GroupFactory(ABC):
         return self._world is dist.group.WORLD and not self._is_aborted
 
     def agree_on_names(self) -> None:
-        """Called by all ranks before they make groups, if user code may have made some since the last time."""
-        self._make.agree_on_names()
+        """Called by all ranks before they make groups, if user code may have made some since the last time.
+
+        torch (2.10 to 2.13) names a group that only its members make after their ranks and the number of groups that
+        this process has. Where a user's groups make these numbers differ, all ranks take part in all groups, which are
+        counted.
+        """
+        world = dist.group.WORLD
+        assert world is not None
+        numbers = all_gather_objects(world, len(distributed_c10d._world.pg_names))
+        self._members_only = len(set(numbers)) == 1
 
     def forget_control(self) -> None:
         """Let the next Trainer have control groups of its own.
@@ -131,14 +133,22 @@ class GroupFactory(ABC):
 
         Its ranks are connected: NCCL does that in the first collective, which blocks each rank until all are there.
         """
-        return self._once("tensors", partition, lambda: self._make_connected(partition, settings))
+
+        def connected() -> dist.ProcessGroup:
+            group = self._new_tensors(partition, settings)
+            if self.is_native:
+                with Waiting("the first collective of a group", tuple(dist.get_process_group_ranks(group))):
+                    group.allreduce([torch.zeros(1, device=self.device)]).wait()
+            return group
+
+        return self._once("tensors", partition, connected)
 
     def channel(self, partition: Partition, direction: Literal["up", "down"]) -> dist.ProcessGroup:
         """This rank's tensor group for messages in one direction: to the higher ranks, or to the lower ones."""
         return self._once(direction, partition, lambda: self._new_tensors(partition, CHANNEL))
 
     def abort(self) -> None:
-        """After a failure: end what is under way in native groups, which can't be used afterwards. From any thread.
+        """After a failure: end all transfers in native groups, which can't be used afterwards. From any thread.
 
         All at once: to abort one communicator may wait for the device, where kernels of the others wait for messages
         that never come (https://github.com/pytorch/pytorch/issues/119797).
@@ -157,18 +167,29 @@ class GroupFactory(ABC):
     def _native_groups(self) -> Sequence[dist.ProcessGroup]:
         return self._tensor_groups if self.is_native else ()
 
-    @abstractmethod
-    def _make_control(self, partition: Partition) -> dist.ProcessGroup: ...
+    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
+        return self._make(partition, "gloo", "control")
 
     @abstractmethod
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup: ...
 
-    def _make_connected(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
-        group = self._new_tensors(partition, settings)
-        if self.is_native:
-            with Waiting("the first collective of a group", tuple(dist.get_process_group_ranks(group))):
-                group.allreduce([torch.zeros(1, device=self.device)]).wait()
-        return group
+    def _make(self, partition: Partition, backend: str, name: str, options: Any = None) -> dist.ProcessGroup:
+        """Make the groups of the partition by `dist.new_group`, and return this rank's."""
+        rank = dist.get_rank()
+        own: dist.ProcessGroup | None = None
+        for ranks in partition:
+            if rank in ranks or not self._members_only:
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=self.timeout,
+                    backend=backend,
+                    pg_options=options,
+                    use_local_synchronization=self._members_only,
+                    group_desc=f"hanayo {name}",
+                )
+                own = group if rank in ranks else own
+        assert own is not None, f"rank {rank} is in no group of {name}"
+        return own
 
     def _new_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         group = self._make_tensors(partition, settings)
@@ -193,54 +214,8 @@ class GlooGroups(GroupFactory):
     is_native = False
 
     @override
-    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
-        return self._make(partition, "gloo", "control", self.timeout)
-
-    @override
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
-        return self._make(partition, "gloo", settings.name, self.timeout)
-
-
-class GroupMaker:
-    """Makes a partition's groups by `dist.new_group`. Made by all ranks of the world together.
-
-    A rank takes part in its own group only: with 128 pipelines that is one rendezvous instead of 128. A rank waits for
-    the members of its group, and no other. All ranks make the same partitions in the same order, so the rank that is
-    the furthest behind has nobody to wait for: it can't hang.
-
-    torch (2.10 to 2.13) names a group that only its members make after their ranks and the number of groups that this
-    process has. Where a user's groups make these numbers differ, all ranks take part in all groups, which are counted.
-    """
-
-    def __init__(self) -> None:
-        self.agree_on_names()
-
-    def agree_on_names(self) -> None:
-        """Compare the numbers of groups of all ranks."""
-        world = dist.group.WORLD
-        assert world is not None
-        numbers = all_gather_objects(world, len(distributed_c10d._world.pg_names))
-        self._members_only = len(set(numbers)) == 1
-
-    def __call__(
-        self, partition: Partition, backend: str, name: str, timeout: timedelta, options: Any = None
-    ) -> dist.ProcessGroup:
-        """Make the groups of the partition, and return this rank's."""
-        rank = dist.get_rank()
-        own: dist.ProcessGroup | None = None
-        for ranks in partition:
-            if rank in ranks or not self._members_only:
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=timeout,
-                    backend=backend,
-                    pg_options=options,
-                    use_local_synchronization=self._members_only,
-                    group_desc=f"hanayo {name}",
-                )
-                own = group if rank in ranks else own
-        assert own is not None, f"rank {rank} is in no group of {name}"
-        return own
+        return self._make(partition, "gloo", settings.name)
 
 
 def covering(groups: Partition, world_size: int) -> Partition:
@@ -270,6 +245,13 @@ def matchings(pairs: Iterable[Pair]) -> tuple[tuple[Pair, ...], ...]:
 class Channels:
     """The channels of one rank's pipeline; none where groups aren't native, since gloo tells messages apart by tags.
 
+    A pair is one channel, and its two directions are two: NCCL runs the transfers of one communicator in the order in
+    which they were posted, so that a receive that is posted early would hold up a send. Pairs without a rank in common
+    are one partition, and so one call of the factory:
+
+        a wave over 4 ranks      0 -- 1 -- 2 -- 3       two partitions: 0-1, 2-3 and 1-2 (0 and 3 are alone in it)
+        a loop over 4 ranks      ... and 3 -- 0         the same two: 3-0 fits to 1-2
+
     Args:
         factory: makes the groups.
         pipelines: the global ranks of every pipeline of the world, in pipeline order.
@@ -292,15 +274,10 @@ class Channels:
         if self._factory.is_native and wanted:
             self._known |= wanted
             self._factory.agree_on_names()
-            for channel in self._steps(wanted):
-                self._make(channel)
+            for matching in matchings(wanted):  # in the same order on all ranks
+                self._make(matching)
+                self._make(tuple((high, low) for low, high in matching))
         return self._groups
-
-    def _steps(self, pairs: set[Pair]) -> Iterator[tuple[Pair, ...]]:
-        """Channels that are made together, in the order of all ranks."""
-        for matching in matchings(pairs):
-            yield matching
-            yield tuple((high, low) for low, high in matching)
 
     def _make(self, channels: tuple[Pair, ...]) -> None:
         """Make channels without a rank in common, and send something over each.
@@ -356,7 +333,7 @@ class ProcessGroups:
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
     metrics: dist.ProcessGroup
-    """ranks that see different samples, or this one alone: what torchmetrics syncs over (None would mean the world)"""
+    """over which torchmetrics syncs: ranks that see different samples, or this one alone (None would mean the world)"""
     replica_ranks: tuple[int, ...]
     """all ranks that train one copy of the model: pipeline and cube"""
     replica: dist.ProcessGroup
@@ -437,7 +414,7 @@ def broadcast_values(tensors: Iterable[torch.Tensor], device: torch.device) -> N
 
 
 class AllGather(torch.autograd.Function):
-    """[...] of each rank of a group to [ranks, ...]; a rank's gradient is the sum of what all ranks send back for it.
+    """[...] of each rank of a group to [ranks, ...]; a rank's gradient is the sum of all ranks' gradients of it.
 
     torch's own (2.13) is deprecated, and its backward over gloo mistakes ranks of a group for ranks of the world.
     """
@@ -482,7 +459,7 @@ def group_factory(device: torch.device, timeout: timedelta) -> GroupFactory:
 
 
 def forget_groups() -> None:
-    """After a failure: drop all groups."""
+    """Drop all groups, after a failure."""
     _native.clear()
 
 
@@ -496,6 +473,8 @@ def backend_for(device: torch.device) -> str:
 class NativeGroups(GroupFactory):
     """On GPUs. Where NCCL can't split (an older NCCL, a world that isn't bound to a device, another kind of device),
     groups are made one by one by their members.
+
+    torch's `split_group` splits all backends of the parent, so the parent is a group over NCCL alone.
     """
 
     is_native = True
@@ -521,15 +500,11 @@ class NativeGroups(GroupFactory):
         return parent
 
     @override
-    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
-        return self._make(partition, "gloo", "control", self.timeout)
-
-    @override
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         options = nccl_options(settings, self.timeout) if self._backend == _NCCL else None
         group: dist.ProcessGroup | None
         if self._parent is None:
-            group = self._make(partition, self._backend, settings.name, self.timeout, options)
+            group = self._make(partition, self._backend, settings.name, options)
         else:
             group = dist.split_group(
                 self._parent,

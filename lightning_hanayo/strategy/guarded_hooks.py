@@ -20,8 +20,8 @@ from torch.optim import optimizer as torch_optimizer
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.guards import MissingValues, ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings, user_defines
-from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings
+from lightning_hanayo.strategy.patches import TemporaryAttributes, itself
 
 _STAGES = ("train", "validation", "test", "predict")
 _TIMES = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
@@ -33,34 +33,25 @@ _HOOKS = (
     "configure_gradient_clipping", "optimizer_step", "on_save_checkpoint", "configure_optimizers", "backward",
     "optimizer_zero_grad", "lr_scheduler_step", *_BATCH_HOOKS,
 )  # fmt: skip
-"""in which user code alone runs, or calls what enters `ParameterGuard.off`"""
+"""in which user code alone runs, or calls code that enters `ParameterGuard.off`"""
 _ON_FIRST_RANK = frozenset((*_BATCH_HOOKS, *(f"on_{stage}_epoch_end" for stage in _STAGES[1:])))
 """hooks of the module that the pipeline ranks above 0 skip, as they have no data"""
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")
-"""what a `BasePredictionWriter` does with predictions"""
+"""hooks of a `BasePredictionWriter`, which get predictions"""
 
-_BEFORE_BATCHES = tuple(f"on_{stage}_batch_start" for stage in _STAGES)
-_AFTER_BATCHES = (
-    *_BEFORE_BATCHES, *(f"on_{stage}_batch_end" for stage in _STAGES), "on_before_backward", "backward",
+BEFORE_BATCHES = tuple(f"on_{stage}_batch_start" for stage in _STAGES)
+"""hooks that run on all ranks between the reading of a batch and its steps"""
+AFTER_BATCHES = (
+    *BEFORE_BATCHES, *(f"on_{stage}_batch_end" for stage in _STAGES), "on_before_backward", "backward",
     "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad",
     "configure_gradient_clipping", "lr_scheduler_step",
 )  # fmt: skip
-_AFTER_EPOCHS = (*(f"on_{stage}_{when}" for stage in _STAGES for when in _TIMES if "batch" not in when), "on_fit_end")
-
-
-def run_before_batches(trainer: "pl.Trainer") -> bool:
-    """Whether a hook of the user's runs on all ranks between the reading of a batch and its steps."""
-    return user_defines(trainer, _BEFORE_BATCHES)
-
-
-def read_after_batches(trainer: "pl.Trainer") -> bool:
-    """Whether a hook of the user's may read, on all ranks, what the steps of a batch have left."""
-    return user_defines(trainer, _AFTER_BATCHES)
-
-
-def read_after_epochs(trainer: "pl.Trainer") -> bool:
-    """Whether a hook of the user's may read, on all ranks, what steps have left."""
-    return user_defines(trainer, (*_AFTER_BATCHES, *_AFTER_EPOCHS))
+"""hooks that may read, on all ranks, values that the steps of a batch have set"""
+AFTER_EPOCHS = (
+    *AFTER_BATCHES, "on_fit_end",
+    *(f"on_{stage}_{when}" for stage in _STAGES for when in _TIMES if "batch" not in when),
+)  # fmt: skip
+"""hooks that may read, on all ranks, values that steps have set"""
 
 
 def _ignore() -> None:
@@ -81,7 +72,7 @@ class _GuardedHook:
     def __init__(
         self, name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], None]
     ) -> None:
-        self.__wrapped__ = hook  # what Lightning compares with its own to see whether a hook is overridden
+        self.__wrapped__ = hook  # Lightning compares it with its own hook to see whether that is overridden
         self.__name__ = name
         self._guard = guard
         self._scope = scope
@@ -95,15 +86,11 @@ class _GuardedHook:
         return result
 
     def __reduce__(self) -> Any:
-        return _itself, (self.__wrapped__,)
-
-
-def _itself(hook: Any) -> Any:
-    return hook
+        return itself, (self.__wrapped__,)
 
 
 class _CheckedLog:
-    """Takes the place of `log`: what is logged needs its values on pipeline rank 0, whose metrics all ranks get."""
+    """Takes the place of `log`: logged values are needed on pipeline rank 0, whose metrics all ranks get."""
 
     __name__ = "log"
 
@@ -164,7 +151,11 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, allowed: bool =
         UnsupportedError: there are others, and they aren't allowed.
     """
     replaced = []
-    for hooks in _step_hooks(optimizer):
+    all_hooks: tuple[dict[int, Callable[..., Any]], ...] = ()
+    if isinstance(optimizer, Optimizer):  # Lightning takes other classes, too
+        of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+        all_hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *of_all)
+    for hooks in all_hooks:
         for key, hook in hooks.items():
             if not str(getattr(hook, "__module__", "")).startswith("lightning_hanayo."):
                 if not allowed:
@@ -181,12 +172,6 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, allowed: bool =
         for hooks, key, hook in replaced:
             if key in hooks:  # it may have removed itself
                 hooks[key] = hook
-
-
-def _step_hooks(optimizer: Any) -> Iterator[dict[int, Callable[..., Any]]]:
-    if isinstance(optimizer, Optimizer):  # Lightning takes other classes, too
-        yield from (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        yield from (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
 def guard_hook(

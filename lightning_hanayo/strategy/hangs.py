@@ -5,7 +5,7 @@ lowest rank       no rank made progress for 15 s: asks all, and prints one repor
                   where a run has gone on after a report it is only slow: the next one there comes after a minute
                   asks once more: if some ranks can never go on, the run ends; else it goes on, until `timeout`
 
-What this rank does, for others who ask: read from its stack, its counters and the Trainer's state.
+A rank's own status is read from its stack, its counters and the Trainer's state.
 """
 
 import linecache
@@ -25,7 +25,7 @@ from lightning_hanayo.strategy.waits import Mismatch, Standstill, Status, find_m
 
 @dataclass
 class OwnStatus:
-    """Reads what a rank does, in any thread. Made in the thread that runs the Trainer.
+    """Reads the status of a rank, in any thread. Made in the thread that runs the Trainer.
 
     Args:
         rank: of this process.
@@ -47,7 +47,7 @@ class OwnStatus:
         return runs_trainer(self._thread)
 
     def read(self, still: float, channels: Collection[str] = ()) -> Status:
-        """The status of this rank, which hasn't moved for so many seconds, and what it has done on the channels.
+        """The status of this rank, which hasn't moved for so many seconds, and its operations on the channels.
 
         It holds no tensor and no process group.
         """
@@ -80,11 +80,11 @@ LIMITS = Limits()
 
 
 class HangWatch:
-    """One rank's side of it, for one run. Made in the thread that runs the Trainer.
+    """One rank's part in watching for hangs, for one run. Made in the thread that runs the Trainer.
 
     Args:
         failures: of the run: has the monitor, learns who holds this rank up, and ends the run.
-        own: reads what this rank does.
+        own: reads the status of this rank.
         timeout: how long a transfer may take; the report says so.
         limits: when it looks, and reports.
     """
@@ -96,7 +96,7 @@ class HangWatch:
         self._is_finishing = False
         self._since = self._looked = self._next = time.monotonic()
         self._reported: set[frozenset[str]] = set()
-        """what has held up the run when it was reported"""
+        """the places of the ranks that held up the run when it was reported"""
         self._over = threading.Event()
         self._remove = [
             self._monitor.answer(_QUESTION, self._answer),

@@ -1,7 +1,5 @@
 """Joining: how the ranks of one start find each other, and what they agree on before and after their groups exist.
 
-The store in which the ranks of one start find each other; who is missing there is named.
-
 torchrun --max-restarts starts all ranks again with the same store. A rank that finds the old address of another one
 there waits for it until the time-out. So rank 0 makes up a prefix for the keys of this start, and tells each rank:
 
@@ -9,15 +7,10 @@ there waits for it until the time-out. So rank 0 makes up a prefix for the keys 
     rank 0    reads  hello/1, and sets prefix/<that text>
     rank 1    reads  prefix/<its text>, and sets <prefix>/here/1
 
-What processes of earlier starts have left is answered, too, but nobody reads that.
+Keys that processes of earlier starts have set are answered, too, but nobody reads the answers.
 
-The monitor of the process group of all ranks: linked right after that is made, and kept as long as it is.
-
-The group belongs to the whole process, whatever Trainer has made it, and so does its monitor.
-
-Recognises errors that only say that another rank is gone: they are a consequence, and its cause is elsewhere.
-
-Runs a function on all ranks, and lets all of them raise the error that one has.
+Afterwards the process group of all ranks is made, and linked by their monitors (`monitor_of_world`); `on_all_ranks`
+runs a function on each rank, and lets all of them raise the error that one has.
 """
 
 import ipaddress
@@ -190,7 +183,10 @@ _monitored: list[_Monitored] = []
 
 
 def monitor_of_world(topology: Topology, rank: int, main_address: str) -> Monitor:
-    """The monitor of the world's process group. Called by all ranks; the first time they exchange their addresses."""
+    """The monitor of the world's process group. Called by all ranks; the first time they exchange their addresses.
+
+    The group belongs to the whole process, whatever Trainer has made it, and so does its monitor.
+    """
     world = dist.group.WORLD
     assert world is not None
     for monitored in _monitored:
@@ -264,12 +260,15 @@ _LONGEST = 200
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether the error, or one that it was made of, says no more than that another rank doesn't answer."""
+    """Whether the error, or one that it was made of, says no more than that another rank doesn't answer.
+
+    Then it is a consequence, and its cause is on another rank.
+    """
     return any(_says_so(one) for one in _with_causes(error))
 
 
 def what_was_lost(error: BaseException) -> str:
-    """What such an error says, in one line: without the places in C++ files."""
+    """The text of such an error, in one line: without the places in C++ files."""
     found = next((one for one in _with_causes(error) if _says_so(one)), error)
     line = str(found).strip().partition("\n")[0]
     gloo = _GLOO.search(line)
@@ -297,7 +296,7 @@ _T = TypeVar("_T")
 
 
 def on_all_ranks(function: Callable[[], _T]) -> list[_T]:
-    """What the function returns on each rank, in rank order. Called by all ranks of the world, if there are several.
+    """The results of the function on all ranks, in rank order. Called by all ranks of the world, if there are several.
 
     Raises:
         HanayoError: on all ranks with the same message, if the function has raised one on any.
@@ -325,7 +324,7 @@ def on_all_ranks(function: Callable[[], _T]) -> list[_T]:
 
 
 def with_common_errors(function: Callable[[], _T]) -> _T:
-    """What the function returns here; nothing else is sent. Called and raises as `on_all_ranks`."""
+    """The result of the function here; nothing else is sent. Called and raises as `on_all_ranks`."""
     own: list[_T] = []
     on_all_ranks(lambda: own.append(function()))
     return own[0]

@@ -8,14 +8,13 @@ index in the module    0   1   2   3   4        parameter 4 has no gradient anyw
 rank 0                n0   .   .  n3   .        all-reduce ->  n0 n1 n2 n3  ->  norm, on every rank
 rank 1                 .  n1  n2   .   .
 
-The norms stay on the device. Which rank has what, and in which order, is known in host memory and exchanged over gloo.
+The norms stay on the device. Which rank has which gradients, and in which order, is exchanged over gloo.
 
-Lets torch's and Lightning's functions for norms and clipping see the whole model, for the time of a run.
+For the time of a run, torch's and Lightning's functions for norms and clipping are patched to see the whole model.
+Parameters that belong to no run are treated as always.
 
 clip_grad_norm_(parameters)  ->  of a running module?  yes: GradientNorms, over all ranks
                                                        no:  torch's own code
-
-Parameters that belong to no run are treated as always.
 """
 
 import inspect
@@ -42,7 +41,7 @@ from lightning_hanayo.weight_gradients import gradient_dtype
 
 @dataclass(frozen=True)
 class OwnGradient:
-    """A gradient that this rank holds: its parameter's index in the module, and its place in what the user has passed.
+    """A gradient that this rank holds: its parameter's index in the module, and its place among the user's arguments.
 
     The place decides the order in which norms are added; where users pass placeholders, too, it is that of one process.
     """
@@ -60,7 +59,7 @@ class GradientNorms:
         groups: the ranks that train one copy of the module, for tensors in host memory, and for those of the device;
             None if there is one rank.
         num_replicas: on how many ranks of the groups the same part of a parameter's gradient is taken; None: on one.
-        own_part: of a parameter and its gradient what this rank takes of it; None: all.
+        own_part: returns this rank's part of the gradient of a parameter; None: all of it.
         relay: over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock.
         device: of this rank's gradients.
         unguarded: entered while code runs that knows of parts and placeholders.
@@ -145,15 +144,17 @@ class GradientNorms:
 
     def recognize(self, tensors: Sequence[Tensor]) -> list[OwnGradient | None]:
         """The entries for this rank's gradients, or values of parameters; None for a tensor that is neither."""
-        by_memory, tensors = self._by_memory(), self.without_guards(tensors)
-        indices = [self._indices.get(tensor, by_memory.get(_memory_of(tensor))) for tensor in tensors]
-        return [
-            None if index is None or tensor.is_meta else OwnGradient(index, place, self._part_of(index, tensor))
-            for place, (index, tensor) in enumerate(zip(indices, tensors, strict=True))
-        ]
-
-    def _part_of(self, index: int, tensor: Tensor) -> Tensor:
-        return self._own_part(self._parameters[index], tensor.detach())
+        own = [(i, p) for i, p in enumerate(self._parameters) if not p.is_meta and p.numel()]
+        by_memory = {_memory_of(p): i for i, p in own}
+        by_memory |= {_memory_of(p.grad): i for i, p in own if p.grad is not None}
+        found: list[OwnGradient | None] = []
+        for place, tensor in enumerate(self.without_guards(tensors)):
+            index = self._indices.get(tensor, by_memory.get(_memory_of(tensor)))
+            if index is None or tensor.is_meta:
+                found.append(None)
+            else:
+                found.append(OwnGradient(index, place, self._own_part(self._parameters[index], tensor.detach())))
+        return found
 
     def total(self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None) -> Tensor:
         """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""
@@ -192,7 +193,10 @@ class GradientNorms:
         if self._relay is not None:
             self._relay.broadcast("norm")
         first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
-        present, counts, places, existing = self._everywhere(self._table(gradients, first)).tolist()
+        table = self._table(gradients, first)
+        if self._groups is not None:
+            dist.all_reduce(table, group=self._groups[0])
+        present, counts, places, existing = table.tolist()
         self._was_of_all = all(ranks for ranks, exist in zip(present, existing, strict=True) if exist)
         found = sorted((i for i, ranks in enumerate(present) if ranks), key=lambda i: (places[i] / present[i], i))
         if not found:
@@ -200,12 +204,6 @@ class GradientNorms:
         dtype = reduce(torch.promote_types, {gradient_dtype(self._parameters[i]) for i in found})
         norms = self._exchange(self._own_norms(first, norm_type, foreach), norm_type).to(dtype).unbind()
         return [(i, norms[i]) for i in found for _ in range(counts[i] // present[i])]
-
-    def _by_memory(self) -> dict[tuple[int, int], int]:
-        """The indices of this rank's parameters, by the memory of their values and their gradients."""
-        own = [(i, parameter) for i, parameter in enumerate(self._parameters) if not parameter.is_meta]
-        values = {_memory_of(p): i for i, p in own if p.numel()}
-        return values | {_memory_of(p.grad): i for i, p in own if p.grad is not None and p.numel()}
 
     def _table(self, gradients: Sequence[OwnGradient], first: Mapping[int, OwnGradient]) -> Tensor:
         """[4, parameters], in host memory: 1 for those that are here; how often, and where they were passed.
@@ -219,33 +217,28 @@ class GradientNorms:
         table[3] = torch.tensor([not p.is_meta and p.grad is not None and p.numel() > 0 for p in self._parameters])
         return table
 
-    def _everywhere(self, table: Tensor) -> Tensor:
-        """The sum over all ranks, in host memory."""
-        if self._groups is not None:
-            dist.all_reduce(table, group=self._groups[0])
-        return table
-
     def _own_norms(self, first: Mapping[int, OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
-        """[parameters], on the device in fp64: norms, or their powers of shards; of others what changes nothing."""
+        """[parameters], on the device in fp64: norms, or powers of shards' norms; elsewhere the neutral element."""
         absent = inf if norm_type == -inf and self._num_replicas is not None else 0.0
         table = torch.full((len(self._parameters),), absent, dtype=torch.float64, device=self.device)
         if not first:
             return table
-        norms = _norms([gradient.value for gradient in first.values()], norm_type, foreach).double()
-        index, replicas = self._places_of(tuple(first))
-        if replicas is not None and not isinf(norm_type):
-            norms = norms ** (norm_type or 1) / replicas
-        return table.index_copy_(0, index, norms)
-
-    def _places_of(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """Made once for each set of parameters, because the host waits for a copy to the device."""
-        if indices not in self._places:
+        values = [gradient.value for gradient in first.values()]
+        if foreach is False:  # as torch computes them with this `foreach`
+            listed = [torch.linalg.vector_norm(value, norm_type) for value in values]
+        else:
+            listed = list(torch._foreach_norm(values, norm_type))
+        norms, indices = torch.stack(listed).double(), tuple(first)
+        if indices not in self._places:  # once for each set of parameters: the host waits for a copy to the device
             replicas = None
             if self._num_replicas is not None:
                 numbers = [self._num_replicas(self._parameters[i]) for i in indices]
                 replicas = torch.tensor(numbers, dtype=torch.float64, device=self.device)
             self._places[indices] = torch.tensor(indices, device=self.device), replicas
-        return self._places[indices]
+        index, replicas = self._places[indices]
+        if replicas is not None and not isinf(norm_type):
+            norms = norms ** (norm_type or 1) / replicas
+        return table.index_copy_(0, index, norms)
 
     def _exchange(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norms of all ranks' gradients, on each of them."""
@@ -253,31 +246,18 @@ class GradientNorms:
             return norms
         if self._num_replicas is not None and isinf(norm_type):
             # A reduction by gloo would lose NaN.
-            tables = _all_gather(norms, self._groups[1])
+            parts = [torch.empty_like(norms) for _ in range(self._groups[1].size())]
+            dist.all_gather(parts, norms, group=self._groups[1])
+            tables = torch.stack(parts)
             return tables.amax(0) if norm_type > 0 else tables.amin(0)
         dist.all_reduce(norms, group=self._groups[1])
         return norms if self._num_replicas is None else norms ** (1 / (norm_type or 1))
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """The address and the number of elements: what a tensor has in common with its `.data` and `.detach()`."""
+    """The address and the number of elements, which are the same for a tensor, its `.data` and its `.detach()`."""
     with torch._C.DisableTorchFunctionSubclass():
         return (tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)), tensor.numel()
-
-
-def _norms(gradients: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of each, computed as torch does it with this `foreach`."""
-    if foreach is False:
-        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
-    else:
-        norms = list(torch._foreach_norm(gradients, norm_type))
-    return torch.stack(norms)
-
-
-def _all_gather(table: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(table) for _ in range(group.size())]
-    dist.all_gather(parts, table, group=group)
-    return torch.stack(parts)
 
 
 Original = Callable[..., Any]
@@ -307,7 +287,7 @@ def start(norms: GradientNorms) -> None:
 
 
 def stop(norms: GradientNorms) -> None:
-    """End what `start` has begun. After the last run the functions are as they were. A second call does nothing."""
+    """Undo `start`. After the last run the functions are as they were. A second call does nothing."""
     if norms in _running:
         _running.remove(norms)
         if not _running:
@@ -345,8 +325,7 @@ def _clip_grad_norm(
     listed = _listed(parameters)
     found = _run_of("clip_grad_norm_", listed)
     if found is None:
-        result: Tensor = original(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-        return result
+        return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     run, listed = found
     total = run.total(run.gradients_of(listed), float(norm_type), foreach=foreach)
     _check_finite(total, norm_type, error_if_nonfinite)
@@ -360,8 +339,7 @@ def _get_total_norm(
     listed = _listed(tensors)
     found = _gradients_among(listed)
     if found is None:
-        result: Tensor = original(listed, norm_type, error_if_nonfinite, foreach)
-        return result
+        return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     run, gradients = found
     total = run.total(gradients, float(norm_type), foreach=foreach)
     _check_finite(total, norm_type, error_if_nonfinite)
@@ -385,8 +363,7 @@ def _grad_norm(
     named = list(module.named_parameters())
     found = _run_of("grad_norm", [parameter for _, parameter in named]) if named else None
     if found is None or float(norm_type) <= 0:
-        result: dict[str, float | Tensor] = original(module, norm_type, group_separator)
-        return result
+        return original(module, norm_type, group_separator)  # type: ignore[no-any-return]
     run, parameters = found
     order = float(norm_type)
     of = run.by_parameter(run.gradients_of(parameters), order)
@@ -403,7 +380,7 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     clip_grad_value_: _clip_each("clip_grad_value_"),
     grad_norm: _grad_norm,
 }
-"""what each function does for a run; those that others call come first"""
+"""the code that each function runs for a run; functions that others call come first"""
 
 
 def _listed(tensors: Tensors) -> list[Tensor]:
@@ -418,7 +395,7 @@ def _own(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _run_of(function: str, passed: Sequence[Tensor]) -> tuple[GradientNorms, list[Tensor]] | None:
     """The run to whose module the parameters belong, and the parameters; None: they belong to none.
 
-    An empty list belongs to the run: a rank that holds nothing of what the user has selected takes part, too.
+    An empty list belongs to the run: a rank that holds none of the selected parameters takes part, too.
 
     Raises:
         UnsupportedError: they belong to the run only in part, or a step is running.
@@ -438,7 +415,7 @@ def _run_of(function: str, passed: Sequence[Tensor]) -> tuple[GradientNorms, lis
 def _gradients_among(tensors: Sequence[Tensor]) -> tuple[GradientNorms, list[OwnGradient]] | None:
     """The run to whose module these gradients (or parameters) belong; None: they belong to none.
 
-    What is on the meta device stands for other ranks' gradients.
+    Tensors on the meta device stand for other ranks' gradients.
     """
     for run in reversed(_running):
         found = run.recognize(tensors)

@@ -108,7 +108,7 @@ class OptimizerSteps:
             )
 
     def end_step(self) -> None:
-        """Called after each step of an optimizer: what reads parameters next may not ask whether they are there."""
+        """Called after each step of an optimizer: the next code that reads parameters may not wait for them."""
         if self._gathers_at_once:
             self._finish_gather()
 

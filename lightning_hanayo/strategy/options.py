@@ -21,7 +21,7 @@ from lightning_hanayo.topology import MAX_RANKS, cube_sizes
 
 AutoInt = Literal["auto"] | int
 Recompute = Literal["none", "blocks", "attention"] | int | Callable[[str, nn.Module], bool]
-"""what runs again in the backward"""
+"""modules that run again in the backward"""
 MAX_PIECES = 1024
 """of a 3-D product: each needs collectives of its own"""
 MAX_TIMEOUT = timedelta(days=365)
@@ -29,7 +29,7 @@ MAX_TIMEOUT = timedelta(days=365)
 _FROM_1 = "a whole number from 1 on"
 _SIZES = ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches")
 LOAD_ANYWAY = ("nan", "dtype", "optimizer_state", "samples")
-"""what a checkpoint is refused for unless `load_anyway` accepts it"""
+"""problems for which a checkpoint is refused unless `load_anyway` accepts them"""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Options:
             self._whole("recompute", expected, least=0)
 
     def _check_bounds(self) -> None:
-        """Refuse what no machine has, and schedules that take minutes to make, by the least that is known of them."""
+        """Reject sizes that no machine has, and schedules that would take minutes to build, by lower bounds."""
         sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) != "auto"}
         known = dict.fromkeys(_SIZES, 1) | sizes
         ranks = known["pipeline_parallel_size"] * known["data_parallel_size"] * prod(cube_sizes(self.cube))

@@ -1,11 +1,11 @@
-"""What is patched for the time of a run, and restored afterwards: attributes of instances, and functions of libraries.
+"""Patches for the time of a run, restored afterwards: attributes of instances, and functions of libraries.
 
 module    on_train_epoch_end: f (the user's)          clip_grad_norm_    its own code
 set       on_train_epoch_end: ours, which calls f     start              code that calls ours
 restore   on_train_epoch_end: f                       stop               its own code
 
-Users import functions by name, so replacing them in their modules would come too late. What is replaced is the code
-object of the function itself, under its decorators.
+Users import functions by name, so replacing them in their modules would come too late. It is the code
+object of the function itself, under its decorators, that is replaced.
 """
 
 import inspect
@@ -18,7 +18,7 @@ _MISSING = object()
 
 
 class TemporaryAttributes:
-    """Remembers what each instance held before, and restores it in reverse order.
+    """Remembers the attributes that instances held before, and restores them in reverse order.
 
     It bypasses `__setattr__` of the instances, so that a module never takes a value for a parameter or a child.
     """
@@ -33,7 +33,7 @@ class TemporaryAttributes:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside it, the instances have what they had before: for copies of them."""
+        """Inside it, the instances have their former attributes: for copies of them."""
         current = [(owner, name, new) for owner, name, new, _ in self._set if _instance_value(owner, name) is new]
         self.restore()
         try:
@@ -43,7 +43,7 @@ class TemporaryAttributes:
                 self.set(owner, name, value)
 
     def restore(self) -> None:
-        """Restore everything that still has the value set here: what the user has changed since then stays."""
+        """Restore everything that still has the value set here: later changes of the user stay."""
         while self._set:
             owner, name, value, before = self._set.pop()
             if _instance_value(owner, name) is not value:
@@ -70,7 +70,7 @@ class PatchedFunction:
 
     Args:
         function: a plain function, maybe under decorators, without a closure.
-        instead: what is called, with `original` and the arguments.
+        instead: the function that is called, with `original` and the arguments.
         names: globals that the original finds in place of its module's.
     """
 
@@ -116,7 +116,7 @@ def patched(name: str) -> PatchedFunction:
 
 
 def _replacement(*args: Any, **kwargs: Any) -> Any:
-    """Runs with the globals of the function whose code it replaces: so it imports what it needs."""
+    """Runs with the globals of the function whose code it replaces: so it has its own imports."""
     import sys
 
     from lightning_hanayo.strategy.patches import patched
@@ -132,21 +132,23 @@ class Substitute:
 
     def __init__(self, method: Callable[..., Any], call: Callable[..., Any]) -> None:
         self._method, self._call = method, call
+        self.__name__ = getattr(method, "__name__", type(method).__name__)  # a partial has none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands for the method."""
+        """Call the function that stands for the method."""
         return self._call(self._method, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _itself, (self._method,)
+        return itself, (self._method,)
 
 
-def _itself(method: Any) -> Any:
-    return method
+def itself(value: Any) -> Any:
+    """The argument. For `__reduce__` of wrappers whose copies are the wrapped function."""
+    return value
 
 
 def _instance_value(owner: Any, name: str) -> Any:
-    """What the instance itself holds, not its class; the value of a property."""
+    """The value in the instance itself, not in its class; the value of a property."""
     if name == "__class__" or isinstance(getattr(type(owner), name, None), property):
         return getattr(owner, name)
     return vars(owner).get(name, _MISSING)

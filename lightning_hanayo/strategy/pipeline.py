@@ -42,7 +42,7 @@ from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
 
 Part = Callable[[Schedule, Sequence[int]], Schedule]
-"""What is kept of a table, for some micro-batches."""
+"""Takes a part of a table, for some micro-batches."""
 OUTSIDE = -1
 """stands for a stage where parameters are meant that a cube gathers for a batch"""
 
@@ -79,7 +79,7 @@ class GradientSync:
     shards: OptimizerShards | None = None
 
     def begin_batch(self) -> None:
-        """Gather what is sharded between batches."""
+        """Gather the parameters that are sharded between batches."""
         if self.outside is not None:
             self.finish_gather(OUTSIDE)
             self.outside.all_gather()
@@ -90,7 +90,7 @@ class GradientSync:
             self.shards.finish(stage)
 
     def end_batch(self, *, reduce: bool) -> None:
-        """Wait for the stages' sums, shard what was gathered, and sum that over the data ranks if `reduce`."""
+        """Wait for the stages' sums, shard gathered parameters, and sum theirs over the data ranks if `reduce`."""
         self.stages.finish()
         if self.outside is not None:
             self.outside.reduce_scatter()
@@ -107,7 +107,7 @@ class GradientSync:
         self._reduce_outside()
 
     def forget(self) -> None:
-        """Drop what is under way, after a failure."""
+        """Drop transfers under way, after a failure."""
         self.stages.forget()
         self.full_parameters.forget()
         if self.outside_all_reduce is not None:
@@ -116,7 +116,7 @@ class GradientSync:
             self.outside.discard()
 
     def drop_transfers(self) -> None:
-        """After a failure, when the groups have been left: free what was under way."""
+        """After a failure, when the groups have been left: free the transfers that were under way."""
         for one in (self.stages, self.outside_all_reduce, self.shards):
             if one is not None:
                 one.drop_transfers()
@@ -150,7 +150,7 @@ class Pipeline:
     first_batch: FirstBatch | None = field(default=None, init=False)
     """examines the first training batch; None: no longer, or never"""
     _late_weight: float = field(default=1.0, init=False)
-    """what complete gradients are to be multiplied by: the part of the weights that losses don't have"""
+    """the factor for complete gradients: the part of the weights that losses don't have"""
     _has_sums: bool = field(default=False, init=False)
     """whether gradients are there from earlier batches, which are multiplied together with the next one's"""
     _num_averaged: int = field(default=0, init=False)
@@ -228,7 +228,7 @@ class Pipeline:
         self._has_sums = False
 
     def close(self) -> None:
-        """End the threads, once the other ranks have received what this one sent."""
+        """End the threads, once the other ranks have received this one's messages."""
         self.engine.channel.finish()
         if self.engine.pairs is not None:
             self.engine.pairs.close()
@@ -297,7 +297,7 @@ class Pipeline:
             self._backwards(batch, table, everything)
 
     def _warn_of_weights(self, weights: Sequence[float], num_microbatches: int) -> None:
-        """Warn once if micro-batches that are added up weigh differently: what blocks add to gradients doesn't."""
+        """Warn once if micro-batches that are added up weigh differently: gradients that blocks add don't."""
         if self.user_step is None or self._has_warned:
             return
         if max(weights) > 1.001 * min(weights) or num_microbatches != self._num_averaged:
@@ -336,7 +336,7 @@ class Pipeline:
         return tuple(found)
 
     def _announced(self, ask: Callable[[UserStep], Any]) -> Any:
-        """What comes next, on all ranks of the pipeline. Asked on rank 0, where the ranks of a cube must agree.
+        """The answer of the user's step, on all ranks of the pipeline. On rank 0 the ranks of a cube must agree.
 
         Raises:
             UnsupportedError: they don't.
@@ -346,7 +346,12 @@ class Pipeline:
             answer = ask(self.user_step)
             answers = self.gather_in_cube(answer)
             if any(other != answer for other in answers):
-                raise UnsupportedError(_different_passes(self.user_step.name, answers))
+                raise UnsupportedError(
+                    f"the steps on the ranks of a cube, whose samples differ, make different passes through "
+                    f"{self.user_step.name}: {answers}, by rank (micro-batches that go on; or whether the pass has "
+                    f"gradients, None at the end). Let all samples take equally many passes (generate with "
+                    f"min_new_tokens equal to max_new_tokens), or with registered blocks set cube_outside='replicate'."
+                )
         return self.relay.broadcast("pass", answer)
 
     def _forwards(self, batch: Batch, table: Schedule, microbatches: Sequence[int], passes: Sequence[bool]) -> None:
@@ -381,15 +386,6 @@ class Pipeline:
     def _end_pass(self, table: Schedule, number: int) -> None:
         if len(self._known) > 1 and table.num_microbatches > 1:
             self.step_state.end_pass(number)
-
-
-def _different_passes(name: str, answers: Sequence[Any]) -> str:
-    return (
-        f"the steps on the ranks of a cube, whose samples differ, make different passes through {name}: "
-        f"{answers}, by rank (micro-batches that go on; or whether the pass has gradients, None at the end). Let all "
-        f"samples take equally many passes (generate with min_new_tokens equal to max_new_tokens), or with registered "
-        f"blocks set cube_outside='replicate'."
-    )
 
 
 def _warning(passes: Sequence[bool], name: str, num_microbatches: int) -> str:

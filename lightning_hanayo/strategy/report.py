@@ -1,16 +1,9 @@
 """`WaveReport`: how the pipeline really ran, as figures for loggers, tables, files and pictures.
 
-Figures of single batches for loggers, such as the bubble ratio, read without stopping the pipeline.
-
-The last batches of a pipeline as they ran, gathered on its rank 0, and the costs and timelines derived from them.
-
-What loggers get to know about a run once: layout, sizes, samples, seed, and at its end the memory it took.
-
-What a training batch computes, in FLOPs: given by the user, or three forwards of the whole model, counted once.
-
-Samples, tokens and FLOPs, in all and per second, by the host's clock: nothing waits for a device.
-
-`WaveReport`, a callback that logs how the pipeline runs, next to the prediction, and says where results are.
+at the start       `run_facts`          layout, sizes, samples, seed
+single batches     `BatchFigures`       bubble and times of stages, read without stopping the pipeline
+                   `Throughput`         samples, tokens and FLOPs per second (`StepFlops`), by the host's clock
+at the end         `MeasuredBatches`    the last batches, as they ran: pictures, a trace, a profile of costs
 """
 
 import os
@@ -78,7 +71,7 @@ class BatchFigures:
         """that of the batch which is being gathered"""
 
     def start(self, step: int) -> None:
-        """Choose the last batch. `step` is what loggers know it by."""
+        """Choose the last batch. `step`: its number for loggers."""
         if self._trace.recorded:
             self._noted = step, self._trace.recorded[-1]
 
@@ -92,7 +85,7 @@ class BatchFigures:
         return None if batch is None else (step, figures(self._table(num_microbatches(batch[0])), batch))
 
     def forget(self) -> None:
-        """Drop what is under way, after a failure."""
+        """Drop transfers under way, after a failure."""
         self._gather.forget()
         self._noted = None
 
@@ -154,20 +147,12 @@ class MeasuredBatches:
         """A profile that the next run can plan with. A loss stage's time is added to the stage before it."""
         layout = pipeline.layout
         blocks = tuple(len(run) for run in pipeline.ownership.stages)[: layout.num_stages]
-        return Profile(
-            layout.schedule, layout.num_ranks, layout.num_waves, layout.num_microbatches, blocks, self._per_blocks()
-        )
-
-    def _per_blocks(self) -> CostModel:
-        if not self.schedule.loss_stage:
-            return self.costs
-        kinds = ("forward", "backward_input", "backward_weight")
-        folded: dict[str, Any] = {name: _fold(getattr(self.costs, name)) for name in kinds}
-        return replace(self.costs, **folded)
-
-
-def _fold(times: tuple[float, ...]) -> tuple[float, ...]:
-    return (*times[:-2], times[-2] + times[-1])
+        costs = self.costs
+        if self.schedule.loss_stage:
+            times = {name: getattr(costs, name) for name in ("forward", "backward_input", "backward_weight")}
+            folded: dict[str, Any] = {name: (*of[:-2], of[-2] + of[-1]) for name, of in times.items()}
+            costs = replace(costs, **folded)
+        return Profile(layout.schedule, layout.num_ranks, layout.num_waves, layout.num_microbatches, blocks, costs)
 
 
 def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
@@ -211,7 +196,7 @@ def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: Han
 def peak_memory(strategy: HanayoStrategy) -> dict[int, int]:
     """The most bytes that each rank of the first replica has had so far, by rank.
 
-    On an accelerator what torch has allocated there; on CPUs the memory of the process. Called by all ranks of the
+    On an accelerator the memory that torch has allocated; on CPUs the memory of the process. Called by all ranks of the
     replica; rank 0 gets the values.
     """
     own = max(peak_bytes(strategy.root_device), strategy.session.measured_peak)
@@ -231,7 +216,7 @@ class StepFlops:
 
     Args:
         of_batch: returns those of forward and backward of one data rank's batch.
-        said: a line about where they come from, or what to do.
+        said: a line about their source, or about the way to get them.
     """
 
     of_batch: Callable[[Any], float]
@@ -239,7 +224,7 @@ class StepFlops:
 
     @staticmethod
     def find(module: "pl.LightningModule", given: float | None, num_samples: Callable[[Any], int]) -> "StepFlops":
-        """What is given here, or as `module.flops_per_batch`, else what `example_input_array` shows.
+        """The number given here, or as `module.flops_per_batch`, else counted with `example_input_array`.
 
         `num_samples` returns the samples of a batch, and of the example: FLOPs are in proportion to them.
         """
@@ -265,7 +250,7 @@ class StepFlops:
 
 
 class Throughput:
-    """Counts what one data rank trains on between two readings, for all of them. Time of evaluations doesn't count.
+    """Counts samples, tokens and FLOPs of one data rank between two readings, for all of them, without evaluations.
 
     Args:
         count: returns the samples of a batch.

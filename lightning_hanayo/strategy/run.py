@@ -24,7 +24,7 @@ End = Callable[[], object]
 
 
 class RunParts:
-    """What a run has begun on this rank, and how each part of it ends."""
+    """The parts of a run that have begun on this rank, and how each of them ends."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[End, End]] = []
@@ -33,7 +33,7 @@ class RunParts:
         """Called when a part begins.
 
         Args:
-            end: called on all ranks, when the run has ended on this one: it may wait until others have what was sent.
+            end: called on all ranks, when the run has ended on this one: it may wait until others have its messages.
             abandon: called after a failure, maybe after `end`: other ranks may be gone, and gloo wakes those that wait
                 for this one only when no object holds a process group any more. None: the same as `end`.
         """
@@ -51,7 +51,7 @@ class RunParts:
 
 
 class Run:
-    """What the parts of a run share."""
+    """The state that the parts of a run share."""
 
     def __init__(
         self,

@@ -2,11 +2,11 @@
 
 hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
 
-Follows the steps of one batch's micro-batches on pipeline rank 0: what they log, collect, gather and return.
+`MicrobatchSteps` follows the steps on pipeline rank 0:
 
 enter         before each piece of user code, by micro-batch
-running       while the batch runs; at the end what was logged is merged
-merge         afterwards: what was collected, and what the steps returned
+running       while the batch runs; at the end logged values are merged
+merge         afterwards: collected values, and the results of the steps
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     `steps` says whether the optimizer steps after this batch; otherwise gradients accumulate.
 
     Returns:
-        What the step returned, merged, with a loss whose backward gives the gradients to the parameters.
+        The merged results of the step, with a loss whose backward gives the gradients to the parameters.
     """
     pipeline, loss_scale = session.pipeline, state.loss_scale(trainer)
     continues, stopping = state.continues_accumulation(trainer), trainer.should_stop
@@ -77,7 +77,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     )
     deferred.stash()
     if session.topology.replica_size == 1 and find_loss(result) is None:
-        return result  # Lightning skips the batch, or refuses what is no loss
+        return result  # None: Lightning skips the batch. Anything else that is not a loss is Lightning's error
     loss = loss_of(result) if pipeline.rank == 0 else torch.zeros((), device=session.device)
     if session.topology.replica_size > 1:
         if trainer.should_stop != stopping:
@@ -86,14 +86,15 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
             loss = shared_metrics_of(trainer).share_step(loss)
     result = _hand_over(session, result, batch)
     expected = state.expected_gradient(trainer, loss_scale)
-    return _with_loss(result, deferred.surrogate_loss(loss.reshape(()), expected).reshape(loss.shape))
+    surrogate = deferred.surrogate_loss(loss.reshape(()), expected).reshape(loss.shape)
+    return {**result, "loss": surrogate} if isinstance(result, Mapping) else surrogate
 
 
 def train_manually(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
     """Run a step of manual optimization, with its backwards and optimizer steps. Called by all ranks, which are single.
 
     Returns:
-        What the step returned.
+        The result of the step.
     """
     return _hand_over(session, _run_batch(session, trainer, batch, step, trains=True, has_loss=False), batch)
 
@@ -108,7 +109,7 @@ def average_gradients(session: Session) -> None:
 
 
 def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
-    """Run the forward of a batch. Called by all ranks; returns the merged results, or what stands for them."""
+    """Run the forward of a batch. Called by all ranks; returns the merged results, or their stand-ins."""
     return _hand_over(session, _run_batch(session, trainer, batch, step, trains=False), batch)
 
 
@@ -125,7 +126,7 @@ def _run_batch(
     on_whole_step: Callable[[], None] = lambda: None,
     in_step: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
-    """Run a batch and merge what the step returned; None above pipeline rank 0."""
+    """Run a batch and merge the results of the step; None above pipeline rank 0."""
     pipeline = session.pipeline
     session.progress.begin_batch(trains=trains)
     is_first = trains and state.batch_idx(trainer) == 0
@@ -169,7 +170,7 @@ def _run_batch(
 
 
 def _hand_over(session: Session, result: Any, batch: Any) -> Any:
-    """Let hooks on all pipeline ranks read the batch and what the step returned; return the latter."""
+    """Let hooks on all pipeline ranks read the batch and the step's result; return the latter."""
     received = session.hand_over.after_batch(outputs=result, batch=batch)
     if isinstance(batch, PlaceholderBatch):
         batch.content = received["batch"]
@@ -178,16 +179,12 @@ def _hand_over(session: Session, result: Any, batch: Any) -> Any:
     return received["outputs"]
 
 
-def _with_loss(result: Any, loss: Tensor) -> Any:
-    return {**result, "loss": loss} if isinstance(result, Mapping) else loss
-
-
 class MicrobatchSteps:
     """The steps of one batch.
 
     Args:
         session: the run.
-        trainer: whose results take what is logged.
+        trainer: whose results take the logged values.
         split: the batch in pieces, some of which this rank runs.
         weights: of each piece.
         trains: whether they are training steps.
@@ -211,12 +208,20 @@ class MicrobatchSteps:
 
     def enter(self, microbatch: int | None) -> None:
         """Called before user code of that micro-batch starts or continues; None: a dry run, which leaves nothing."""
-        if microbatch == 1 and self._trains and self._options is None:  # what the first step has set, all may set
+        if microbatch == 1 and self._trains and self._options is None:  # all steps may set what the first one has
             self._options = state.options_now(self._trainer)
         self._split.check()
         self._log.enter(microbatch)
         self._session.collections.enter(microbatch)
-        self._session.collectives.enter(None if microbatch is None else self._running_step(microbatch))
+        running = None
+        if microbatch is not None:
+            piece = self._split.own[microbatch]
+            is_present = self._split.pieces[piece] is not None
+            samples = max(1, self._sizes[microbatch]) if is_present else 0  # 0: a padding sample
+            weighs = is_present and self._weights.in_gradient[piece] > 0
+            name, number = state.step_name(self._trainer), self._split.num_microbatches
+            running = RunningStep(name, microbatch, number, samples, weighs)
+        self._session.collectives.enter(running)
 
     def note_loss(self, microbatch: int, loss: Any, stop: Any) -> None:
         """Called with each loss before its backward; `stop`: where the code after the stack begins in its graph."""
@@ -240,7 +245,7 @@ class MicrobatchSteps:
                 self._log.add_up([loss_of(batch.results[m]) for m in range(self._split.num_microbatches)])
 
     def merge(self, batch: Batch) -> Any:
-        """Store what the steps have collected as if the step had run once, and return what it would have returned.
+        """Store the values that the steps have collected, and return their results, as if one step had run.
 
         Called by all ranks that share the micro-batches.
         """
@@ -257,11 +262,3 @@ class MicrobatchSteps:
         session.warn_of_parts(apart, split.num_microbatches)
         has_loss = self._trains and batch.has_loss
         return split.merge(results, weights.in_mean, in_loss=weights.in_loss, has_loss=has_loss)
-
-    def _running_step(self, microbatch: int) -> RunningStep:
-        piece = self._split.own[microbatch]
-        is_present = self._split.pieces[piece] is not None
-        samples = max(1, self._sizes[microbatch]) if is_present else 0
-        weighs = is_present and self._weights.in_gradient[piece] > 0
-        name = state.step_name(self._trainer)
-        return RunningStep(name, microbatch, self._split.num_microbatches, samples, weighs)

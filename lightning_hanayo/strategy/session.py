@@ -1,4 +1,4 @@
-"""What the hooks of the Trainer use during one run, on one rank: the pipeline, and what is set up with it."""
+"""One run of the Trainer on one rank, for its hooks: the pipeline, and all that is set up with it."""
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +22,6 @@ from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gathe
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
 from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.schedule import Action
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
 from lightning_hanayo.strategy.batch_split import SplitBatch
@@ -71,7 +70,7 @@ class Session(Run):
     Args: as for `Run`.
 
     Raises:
-        NotAvailableError: what is set up with the model is asked for before that.
+        NotAvailableError: an attribute is read before the model is set up.
     """
 
     pipeline: Pipeline
@@ -85,9 +84,9 @@ class Session(Run):
     loss_watch: LossWatch
     """compares the weights of micro-batches with their losses"""
     collections: Collections
-    """what the steps collect for hooks"""
+    """lists and attributes in which the steps collect values for hooks"""
     hand_over: HandOver
-    """gives the other pipeline ranks what the steps have left"""
+    """gives the other pipeline ranks the values that steps have set"""
     steps: OptimizerSteps
     """of the optimizers"""
     held_bytes: int
@@ -130,10 +129,10 @@ class Session(Run):
         self._hangs: HangWatch | None = None
         self._has_trained = False
         self._number: int | None = None
-        """what torch's generator would have drawn when the run began, if its random numbers depend on that"""
+        """the next number of torch's generator when the run began, if its random streams depend on that"""
         self._warned: set[str] = set()
         self._released: list[nn.Parameter] = []
-        """what was guarded after the run before this one"""
+        """the parameters that were guarded after the run before this one"""
         self._for_summaries: object = None
         self._is_open = True
 
@@ -151,14 +150,23 @@ class Session(Run):
     def watch_hangs(self, trainer: "pl.Trainer") -> None:
         """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""
         if self.topology.world_size > 1:
+
+            def transports() -> list[Transport]:
+                engine = [self.pipeline.engine.channel.transport] if self.has_pipeline else []
+                return [relay.transport for relay in self.relays] + engine
+
             own = OwnStatus(
-                self.rank, self._num_actions, self._action, lambda: self._place_in_run(trainer), self._transports
+                self.rank,
+                progress=lambda: self.guard.num_entered + (self.pipeline.engine.num_steps if self.has_pipeline else 0),
+                action=lambda: self.pipeline.engine.action if self.has_pipeline else None,
+                at=lambda: state.place_in_run(trainer) if self.has_pipeline else "set-up",
+                transports=transports,
             )
             self._hangs = watch = HangWatch(self.failures, own, self.options.timeout)
             self.parts.add(watch.finish, watch.stop)
 
     def begin_training(self, module: "pl.LightningModule", split: SplitBatch) -> None:
-        """Say in the first training batch what may be wrong: hooks at the start of a run may have changed modes."""
+        """Warn in the first training batch: hooks at the start of a run may have changed modes."""
         if not self._has_trained:
             self._has_trained = True
             warn_of_batch_statistics(module, split.num_microbatches)
@@ -167,7 +175,7 @@ class Session(Run):
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""
-        if not self.hand_over.is_read:
+        if not self.hand_over.after_epochs:
             return
         known = self._warned | {f"self.{name}" for name in self.pipeline.step_state.warned_of}
         new = [name for name in names if name not in known]
@@ -250,9 +258,9 @@ class Session(Run):
             self.device,
             self.collections,
             self.generators,
-            before_batches=guarded_hooks.run_before_batches(trainer),
-            after_batches=guarded_hooks.read_after_batches(trainer),
-            after_epochs=guarded_hooks.read_after_epochs(trainer),
+            before_batches=user_hooks.user_defines(trainer, guarded_hooks.BEFORE_BATCHES),
+            after_batches=user_hooks.user_defines(trainer, guarded_hooks.AFTER_BATCHES),
+            after_epochs=user_hooks.user_defines(trainer, guarded_hooks.AFTER_EPOCHS),
         )
         if fits and module.automatic_optimization:
             examine_first_batch(self, self.pipeline, cube)
@@ -325,9 +333,9 @@ class Session(Run):
     def prepare_steps(
         self, module: "pl.LightningModule", optimizers: Sequence[Optimizer], values: KeptValues | None
     ) -> None:
-        """Let the optimizers update what the options say. Called by all ranks, once the model is set up.
+        """Prepare the values that the optimizers update. Called by all ranks, once the model is set up.
 
-        Of the `values` master weights take what the parameters' dtype had no bits for.
+        Master weights take from the `values` the bits that the parameters' dtype has no room for.
         """
         self.steps.prepare(module, optimizers)
         if values is not None and self.options.master_weights is not None:
@@ -335,7 +343,7 @@ class Session(Run):
                 values.put_in(module, self.steps.sharding_in_use)
 
     def finish_gather(self) -> None:
-        """Wait until all parameters are as the optimizer's last step has left them."""
+        """Wait for the all-gather that follows an optimizer step."""
         if self.has_pipeline:
             self.pipeline.gradients.finish_gather()
 
@@ -392,7 +400,7 @@ class Session(Run):
             return PreparedModel.of(module).gather_model(module, self.attributes, is_wanted=self.rank == 0)
 
     def close(self) -> None:
-        """End the run, once the other ranks have received what this one sent. After `abandon`: do nothing."""
+        """End the run, once the other ranks have received this one's messages. After `abandon`: do nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -421,12 +429,12 @@ class Session(Run):
         self.parts.abandon()
 
     def drop_transfers(self) -> None:
-        """After `abandon`, when the process groups have been left: free what was under way."""
+        """After `abandon`, when the process groups have been left: free the transfers that were under way."""
         if self.has_pipeline:
             self.pipeline.gradients.drop_transfers()
 
     def guard_module(self) -> None:
-        """The last act of a run: user code may use of the module what is whole on this rank, and no more."""
+        """The last act of a run: user code may use the whole tensors of the module on this rank, and no others."""
         guards.guard(self.guard.end() or self._released)
         self.averages.close()
         if self.cube is not None:
@@ -437,20 +445,6 @@ class Session(Run):
         if self._hangs is not None:
             self._hangs.stop()
             self._hangs = None
-
-    def _transports(self) -> list[Transport]:
-        engine = [self.pipeline.engine.channel.transport] if self.has_pipeline else []
-        return [relay.transport for relay in self.relays] + engine
-
-    def _num_actions(self) -> int:
-        """Grows with all that this rank does."""
-        return self.guard.num_entered + (self.pipeline.engine.num_steps if self.has_pipeline else 0)
-
-    def _action(self) -> Action | None:
-        return self.pipeline.engine.action if self.has_pipeline else None
-
-    def _place_in_run(self, trainer: "pl.Trainer") -> str:
-        return state.place_in_run(trainer) if self.has_pipeline else "set-up"
 
     def _make_cube(self, plan: ModelPlan) -> Cube | None:
         if plan.conversion is None or self.groups.cube is None:

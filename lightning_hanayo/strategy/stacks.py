@@ -111,7 +111,7 @@ def is_library(frame: FrameType) -> bool:
 
 
 def doing(frames: Sequence[FrameType], action: Action | None = None) -> tuple[str, tuple[str, int] | None]:
-    """What a stack is doing, as "is in on_train_batch_start, model.py:31"; and that line's file and number.
+    """The activity of a stack, as "is in on_train_batch_start, model.py:31"; and that line's file and number.
 
     The line is the innermost one of the user's code, else of other packages, else of libraries. `action`: of the
     schedule, that the rank runs.
@@ -129,7 +129,7 @@ def doing(frames: Sequence[FrameType], action: Action | None = None) -> tuple[st
 
 
 def _activity(frames: Sequence[FrameType], action: Action | None) -> str:
-    """What the code is about: compilation, saving; else an action of the schedule; "" for other code."""
+    """The kind of activity: compilation, saving; else an action of the schedule; "" for other code."""
     for frame in frames:
         for prefix, activity in _ACTIVITIES.items():
             if name_of(frame)[0].startswith(prefix):
@@ -156,7 +156,7 @@ _MEETINGS = frozenset(
 
 
 def find_wait(rank: int, stack: Stack) -> Wait | None:
-    """What the rank with this stack waits for; None if it runs user code, or computes."""
+    """The wait of the rank with this stack; None if it runs user code, or computes."""
     if (own := stated(stack.threads)) is not None:
         return _stated(rank, own)
     frames = [frame for frame in stack.frames if name_of(frame)[0] != collectives.__name__]

@@ -1,4 +1,4 @@
-"""Watches what training steps change in place: buffers, such as a queue of old features, and parameters.
+"""Watches the tensors that training steps change in place: buffers, such as a queue of old features, and parameters.
 
     buffer       a pipeline changes it once per micro-batch, not once per batch        a warning names it
     counter      a whole number that each micro-batch advances                         a warning names it
@@ -106,10 +106,16 @@ class StepState:
         if is_first:
             self._changing = changed
             announced = {name for name, (module, _) in self._places.items() if isinstance(module, _BatchNorm)}
-            counters = _advanced(self._counters(), numbers, num_microbatches)
+            steps = {name: value - numbers[name] for name, value in self._counters().items() if name in numbers}
+            counters = [name for name, step in sorted(steps.items()) if step and step % num_microbatches == 0]
             if num_microbatches > 1 and (named := sorted(changed - announced) + counters):
                 self.warned_of = set(named)
-                warnings.warn(_warning(named, num_microbatches), stacklevel=2)
+                warnings.warn(
+                    f"{', '.join(named[:3])}{' ...' if len(named) > 3 else ''}: buffers or counters that training "
+                    f"changes once for each of the {num_microbatches} micro-batches of a batch, with its samples alone "
+                    f"(as for a queue). The training depends on num_microbatches, as with accumulate_grad_batches.",
+                    stacklevel=2,
+                )
         changing = changed | (self._changing or set())
         self._check_alike(changing)
         if self._steps_change:
@@ -169,7 +175,7 @@ class StepState:
         return {name for name, state in self._states(by_value=by_value).items() if state != before[name]}
 
     def _states(self, *, by_value: bool) -> dict[str, Any]:
-        """What differs when something has changed: versions, and at first values, too: a change of `.data` has none."""
+        """Versions of all tensors; at first checksums of values, too: a change of `.data` makes no new version."""
         states: dict[str, Any] = {name: identity_of(one) for name, one in (*self._buffers(), *self._parameters.items())}
         if by_value:
             sums = {name: _sums(one) for name, one in self._parameters.items()}
@@ -233,20 +239,6 @@ def _checksum(buffer: Tensor | None) -> int:
     if buffer is None or buffer.is_meta:
         return 0
     return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _advanced(now: Mapping[str, int], before: Mapping[str, int], num_microbatches: int) -> list[str]:
-    """The counters that have advanced by the same for each micro-batch."""
-    steps = {name: value - before[name] for name, value in now.items() if name in before}
-    return [name for name, step in sorted(steps.items()) if step and step % num_microbatches == 0]
-
-
-def _warning(names: list[str], num_microbatches: int) -> str:
-    return (
-        f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: buffers or counters that training changes once for "
-        f"each of the {num_microbatches} micro-batches of a batch, with its samples alone (as for a queue). The "
-        f"training depends on num_microbatches, as with accumulate_grad_batches."
-    )
 
 
 def _sums(parameter: nn.Parameter) -> str:

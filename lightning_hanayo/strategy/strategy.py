@@ -137,7 +137,7 @@ class HanayoStrategy(CheckpointingStrategy):
             memory, and a thread writes it. An error of that thread is raised on all ranks before the next batch.
         verify_checkpoints: whether all bytes of a checkpoint are compared with their hashes before it is loaded; sizes
             always are.
-        load_anyway: what is accepted, with a warning, instead of refused when a checkpoint is loaded: "nan", NaN or
+        load_anyway: problems that only cause a warning when a checkpoint is loaded, instead of an error: "nan", NaN or
             infinite weights; "dtype", weights that are converted; "optimizer_state", missing states, which start anew;
             "samples", another number of samples per optimizer step.
         nonfinite: what happens before an optimizer step if a gradient on any rank is NaN or infinite: "raise", all
@@ -205,7 +205,7 @@ class HanayoStrategy(CheckpointingStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
+        """Leave out threads, groups and connections of this process and its run: a run makes them anew."""
         state: dict[str, Any] = super().__getstate__()
         of_run = (
             "_groups", "_failures", "_session", "_checkpoints", "_saves_on_exception", "_stops_on_signal", "_resume",
@@ -268,36 +268,30 @@ class HanayoStrategy(CheckpointingStrategy):
         self.connect_processes()
         if self._session is not None:
             self._session.stop_watching()
-        self._session = Session(
-            self.options, self.topology, self.groups, self.failures, rank=self.global_rank, device=self.root_device
-        )
-        self._session.watch_hangs(self.module.trainer)
+        trainer, topology, rank, device = self.module.trainer, self.topology, self.global_rank, self.root_device
+        self._session = Session(self.options, topology, self.groups, self.failures, rank=rank, device=device)
+        attributes = self._session.attributes
+        self._session.watch_hangs(trainer)
         if self.world_size > 1:
-            vars(self.module.trainer).setdefault("save_checkpoint", partial(self._save, self.module.trainer))
-            agree_on_counts(self.module.trainer, self._session.attributes, self.global_rank, lambda: self.groups)
-            end_searches_on_failure(self.module.trainer, self._session.attributes, self.global_rank)
-            validate_together(self.module.trainer, self._session.attributes)
-        self._checkpoints = Checkpoints(self.options, self.topology, self.global_rank, self.groups, self.checkpoint_io)
+            vars(trainer).setdefault("save_checkpoint", partial(self._save, trainer))
+            agree_on_counts(trainer, attributes, rank, lambda: self.groups)
+            end_searches_on_failure(trainer, attributes, rank)
+            validate_together(trainer, attributes)
+        self._checkpoints = Checkpoints(self.options, topology, rank, self.groups, self.checkpoint_io)
+        finish = self._checkpoints.finish
         self._saves_on_exception = SavesOnException(
-            self.module.trainer,
-            self.failures,
-            self.world_size,
-            finish=self._checkpoints.finish,
+            trainer=trainer,
+            failures=self.failures,
+            num_ranks=self.world_size,
+            finish=finish,
             newest=lambda: self.checkpoints.newest,
         )
-        self._saves_on_exception.adapt_callbacks(self._session.attributes)
-        if self.topology.replica_size > 1:
-            self._session.averages.adapt_callbacks(self.module.trainer, self._session.attributes)
-        save.adapt_callbacks(self.module.trainer, self._checkpoints, self._session.attributes)
-        self._stops_on_signal = StopsOnSignal(
-            self.module.trainer,
-            self.failures,
-            self.topology,
-            self.root_device,
-            self._session.attributes,
-            finish=self._checkpoints.finish,
-        )
-        self._restarts = Restarts.begin(self.module.trainer, self.topology, self.global_rank, self._session.attributes)
+        self._saves_on_exception.adapt_callbacks(attributes)
+        if topology.replica_size > 1:
+            self._session.averages.adapt_callbacks(trainer, attributes)
+        save.adapt_callbacks(trainer, self._checkpoints, attributes)
+        self._stops_on_signal = StopsOnSignal(trainer, self.failures, topology, device, attributes, finish=finish)
+        self._restarts = Restarts.begin(trainer, topology, rank, attributes)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -344,7 +338,7 @@ class HanayoStrategy(CheckpointingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Done by `setup`, which knows what this rank holds."""
+        """Done by `setup`, which knows this rank's parameters."""
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -534,7 +528,7 @@ class HanayoStrategy(CheckpointingStrategy):
         with suppress(Exception) if self._failures is None else nullcontext():
             move_optimizers(self.optimizers, torch.device("cpu"))
             if self.lightning_module is not None:
-                with self._unguarded():
+                with self._unguarded():  # placeholders, and stand-ins for buffers of other ranks, stay as they are
                     self.lightning_module._apply(_to_host)
         if self._session is not None:
             self._session.guard_module()
@@ -545,5 +539,5 @@ class HanayoStrategy(CheckpointingStrategy):
 
 
 def _to_host(value: Any) -> Any:
-    """The tensor in host memory; a placeholder, or what stands for a buffer of another rank, as it is."""
+    """The tensor in host memory; a placeholder, or the stand-in of another rank's buffer, as it is."""
     return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value

@@ -3,7 +3,7 @@
 rank 0 --> rank 1 --> rank 2        rank 2 waits for nobody, so it holds up the others
 rank 0 --> rank 1 --> rank 0        a circle: if neither has sent what the other waits for, none can ever go on
 
-The report of a run in which nothing moves, as text: who waits for whom, and what those do who wait for nobody.
+`report` says so as text, with the activities of the ranks that wait for nobody:
 
 No progress for 15 s in step 12 (training).
   rank 2 (pipeline 1, data 0) waits for nobody: it is in on_train_batch_start, model.py:31: time.sleep(3600)
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for: a message, or the other ranks of a collective.
+    """The wait of a rank for a message, or for the other ranks of a collective.
 
     With a `number`, it ends only when each rank in `needs` has done that many operations on the `channel`. Of a
     collective, this rank has done as many.
@@ -40,7 +40,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Status:
-    """What one rank does.
+    """The state of one rank.
 
     Args:
         rank: of the world.
@@ -68,7 +68,7 @@ class Status:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":
-        """What `to_json` was called on."""
+        """The status of which `to_json` has made these fields."""
         wait, source = fields["wait"], fields["source"]
         if wait is not None:
             wait = Wait(**wait | {name: tuple(wait[name]) for name in ("ranks", "needs")})
@@ -77,7 +77,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Standstill:
-    """What all ranks do at one moment: the statuses of those that answer, and what is the matter with the others."""
+    """All ranks at one moment: the statuses of those that answer, and why the others don't."""
 
     statuses: Mapping[int, Status]
     absent: Mapping[int, str]
@@ -100,7 +100,7 @@ class Standstill:
         if self.idle:
             return self.idle
         together = sorted(rank for rank in self.statuses if not self.waits_for(rank))
-        return together or self._circle()
+        return together or circle_in({rank: self.waits_for(rank) for rank in self.statuses})
 
     @property
     def held_up_at(self) -> frozenset[str]:
@@ -116,10 +116,6 @@ class Standstill:
     def _is_at(self, rank: int, channel: str) -> bool:
         wait = self.statuses[rank].wait if rank in self.statuses else None
         return wait is not None and channel != "" and wait.channel == channel
-
-    def _circle(self) -> list[int]:
-        edges = {rank: self.waits_for(rank) for rank in self.statuses}
-        return circle_in(edges)
 
 
 def circle_in(edges: Mapping[int, Iterable[int]]) -> list[int]:
@@ -154,7 +150,7 @@ class Mismatch:
 def find_mismatch(before: Standstill, now: Standstill) -> Mismatch | None:
     """Ranks that can never go on. Only proof counts: a wrong answer ends a run that is only slow.
 
-    Between the two samples all ranks were still, and the second says how often each has done what others wait for.
+    Between the two samples all ranks were still. The second has the number of operations of each on the channels.
     """
     stuck = {
         rank: status.wait
@@ -180,7 +176,7 @@ def _differ(one: Wait, other: Wait) -> bool:
 
 
 def _is_behind(peer: int, wait: Wait, stuck: Mapping[int, Wait], now: Standstill) -> bool:
-    """Whether the peer is stuck, too, before it has done what the wait is for."""
+    """Whether the peer is stuck, too, before the operation that ends the wait."""
     return peer in stuck and now.statuses[peer].done.get(wait.channel, wait.number) < wait.number
 
 
@@ -192,10 +188,10 @@ _PlaceOf = Callable[[int], str]
 
 
 def report(standstill: Standstill, place: _PlaceOf, sources: Mapping[int, str] | None = None) -> list[str]:
-    """The lines of the report, without the first and the last, which say how long it lasts, and what follows.
+    """The lines of the report, without the first and the last, which say how long it lasts, and how it ends.
 
     Args:
-        standstill: what all ranks do.
+        standstill: the state of all ranks.
         place: where a rank is in the layout, as "pipeline 1, data 0".
         sources: the source lines of ranks that wait for nobody.
     """
@@ -249,7 +245,7 @@ def _idle(standstill: Standstill, rank: int, sources: Mapping[int, str]) -> str:
 
 
 def _waiting(standstill: Standstill, ranks: list[int], place: _PlaceOf, most: int) -> list[str]:
-    """What the others wait for; of large worlds without the messages, or in one line."""
+    """The waits of the other ranks; of large worlds without the messages, or in one line."""
     lines = _grouped(standstill, ranks, place)
     if len(lines) <= most:
         return lines

@@ -145,11 +145,8 @@ class StandInGroups(GroupFactory):
         if not hasattr(dist.Backend, BACKEND.upper()):
             dist.Backend.register_backend(BACKEND, NativeGroup, devices=["cpu"])
 
-    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
-        return self._make(partition, "gloo", "control", self.timeout)
-
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
-        return self._make(partition, BACKEND, settings.name, self.timeout)
+        return self._make(partition, BACKEND, settings.name)
 
 
 @contextmanager

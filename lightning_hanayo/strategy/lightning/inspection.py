@@ -51,7 +51,7 @@ from lightning_hanayo.topology import Topology
 def forward_flops(module: "pl.LightningModule") -> int:
     """The FLOPs of a forward of `example_input_array`; 0 if it depends on more than shapes.
 
-    Only what torch counts: products of matrices, convolutions, attention. Nothing is computed.
+    torch counts products of matrices, convolutions and attention. Nothing is computed.
     """
     try:
         with torch.device("meta"), warnings.catch_warnings():
@@ -83,7 +83,7 @@ def keep_whole(module: "pl.LightningModule", *, is_cut: bool, cuts: bool) -> obj
     `is_cut`: an earlier run has; `cuts`: this run will. If it won't, summaries show the module itself.
 
     Returns:
-        What summaries need for as long as they are to do so.
+        The copy, which is shown for as long as it is referenced.
     """
     if not cuts:
         _WHOLE.pop(module, None)
@@ -137,7 +137,7 @@ def _summarizing_whole(plain: Callable[[ModelSummary], Any]) -> Callable[[ModelS
 
 
 def _follow(whole: "pl.LightningModule", module: "pl.LightningModule") -> None:
-    """Take over what may have changed since the copy was made: modes, what is trained, and the Trainer."""
+    """Take over changes since the copy was made: modes, which parameters are trained, and the Trainer."""
     vars(whole)["_trainer"] = vars(module)["_trainer"]
     modules, parameters = dict(whole.named_modules()), dict(whole.named_parameters())
     for name, part in module.named_modules():
@@ -249,7 +249,7 @@ def _size(num_bytes: int) -> str:
 def count_batches_once(trainer: "pl.Trainer", topology: Topology) -> None:
     """Let totals be over data ranks, and a "device" be all ranks that hold one copy of the model.
 
-    Lightning multiplies what rank 0 has seen by the number of ranks, but only the data ranks see different batches.
+    Lightning multiplies rank 0's batches by the number of ranks, but only the data ranks see different batches.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):

@@ -40,7 +40,7 @@ _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 """samplers that give as many indices as their length says"""
 _OF_READERS = ("state_dict", "load_state_dict", "batch_sampler")
-"""what a loader can't tell where nothing is read: its position, and the indices of the samples in the batches"""
+"""attributes of a loader that is read: its position, and the indices of the samples in the batches"""
 _END = object()
 
 
@@ -247,10 +247,6 @@ class ResumableLoader(_LoaderWrapper):
             yield batch
 
 
-def _has_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
 def _has_certain_length(loader: Any) -> bool:
     """Whether the loader surely gives `len(loader)` batches: torch's own, with torch's samplers over a sized dataset.
 
@@ -272,7 +268,7 @@ def wrap_loader(
     get_generators: GetGenerators | None = None,
     get_data_ranks: GetGroup | None = None,
 ) -> Any:
-    """What a rank iterates over instead of the user's `loader`.
+    """The loader that a rank iterates over instead of the user's `loader`.
 
     Args:
         loader: the user's.
@@ -287,7 +283,8 @@ def wrap_loader(
         is_certain = same_length.is_certain
     if pipe_rank > 0 and get_relay is not None:
         return PlaceholderLoader(loader, get_relay, same_length, is_certain=is_certain)
-    own = ResumableLoader(loader) if _has_state(loader) else loader
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    own = ResumableLoader(loader) if has_state else loader
     shared = own if get_cube is None or get_generators is None else CubeLoader(own, get_cube, get_generators)
     if same_length is not None and not (is_certain and same_length.length == len(loader)):
         shared = EqualLoader(shared, same_length)
@@ -351,28 +348,20 @@ def after_new_iterators(trainer: "pl.Trainer", attributes: TemporaryAttributes, 
 
 def source_of(trainer: "pl.Trainer") -> BatchSource:
     """Where the batch under way comes from, on a rank with data."""
-    stage = trainer.state.stage
+    stage = "" if trainer.state.stage is None else trainer.state.stage.value
     loop: Any = trainer._active_loop
     combined: CombinedLoader | None = loop._combined_loader
     if combined is None:
-        return BatchSource("" if stage is None else stage.value)
+        return BatchSource(stage)
     loaders = None if combined._mode == "sequential" else shape_of_loaders(combined.iterables)
-    return BatchSource(
-        "" if stage is None else stage.value,
-        loaders,
-        are_collated(combined.flattened),
-        is_unbatched=any_unbatched(combined.flattened),
-    )
+    # Some `DataLoader(batch_size=None)` without a `collate_fn` hands on the items of its dataset.
+    is_unbatched = any(getattr(one, "collate_fn", None) is default_convert for one in combined.flattened)
+    return BatchSource(stage, loaders, are_collated(combined.flattened), is_unbatched=is_unbatched)
 
 
 def are_collated(loaders: Iterable[Any]) -> bool:
     """Whether torch's `default_collate` makes the batches of all loaders."""
     return all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders)
-
-
-def any_unbatched(loaders: Iterable[Any]) -> bool:
-    """Whether some `DataLoader(batch_size=None)` without a `collate_fn` hands on what its dataset gives."""
-    return any(getattr(loader, "collate_fn", None) is default_convert for loader in loaders)
 
 
 def shape_of_loaders(loaders: Any) -> Any:

@@ -1,28 +1,17 @@
 """Lightning's loops on several ranks: equal numbers of loaders and batches, and validation at the same time.
 
-Lets `validate`, `test` and `predict` run in inference mode over gloo, too, if the Trainer was asked for it.
+`agree_on_counts`: all ranks ask for the same number of loaders, or the run ends with an error that names the ranks.
 
-Lightning uses `torch.no_grad` with gloo, whose collectives once failed in inference mode. A validation within `fit`
-never runs in inference mode.
-
-All ranks ask for the same number of loaders, or the run ends with an error that says which rank has how many.
-
-rank 0   val_dataloader() -> [a, b]      2 and 1: an error on both ranks, before Lightning adds up the lengths of b
-rank 1   val_dataloader() -> a
-
-Data ranks agree how many training batches an epoch has: as many as the one with the fewest.
+`SameLength`: an epoch has as many training batches as the data rank with the fewest.
 
 data rank 0    b0  b1  b2  b3  b4       lengths known: 5 and 3, agreed before training
 data rank 1    b0  b1  b2               unknown: "I have one more" before each batch, until one has none
 both           b0  b1  b2  end
 
-All ranks validate after the same batch if `val_check_interval` is a time, which each rank measures by its own clock.
+`validate_together`: all ranks validate after the same batch if `val_check_interval` is a time, which each rank measures
+by its own clock.
 
-rank 0   59.998 s   not yet        rank 1   60.001 s   now        both   now
-
-Also says when the validations of `fit` begin, to all ranks, whether they have batches for them or not.
-
-Lets a run start from another checkpoint than the one that `fit` was given.
+`load_instead`: a run starts from another checkpoint than the one that `fit` was given.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +30,11 @@ from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 
 def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
-    """Run the loops in the mode that the Trainer was given, until `attributes` are restored."""
+    """Run the loops in the mode that the Trainer was given, until `attributes` are restored.
+
+    Lightning uses `torch.no_grad` with gloo, whose collectives once failed in inference mode. A validation within `fit`
+    never runs in inference mode.
+    """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         if loop.inference_mode:
             attributes.set(loop, "run", partial(_in_inference_mode, loop.run))
@@ -87,18 +80,12 @@ def _request(request: Callable[[], Any], name: str, rank: int, get_groups: Calla
     """Lightning's request for loaders, and the check."""
     loaders = request()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    check_counts(name, _of_all_ranks(rank, len(combined.flattened), get_groups))
-    return loaders
-
-
-def _of_all_ranks(rank: int, count: int, get_groups: Callable[[], ProcessGroups]) -> dict[int, int]:
-    """Each rank's count: first those of the ranks that share this one's data, then those of all data ranks."""
-    counts = {rank: count}
-    for axis in ("replica", "data_control"):
+    counts = {rank: len(combined.flattened)}
+    for axis in ("replica", "data_control"):  # the ranks that share this one's data, then all data ranks
         if (group := getattr(get_groups(), axis)) is not None:
-            gathered = all_gather_objects(group, counts)
-            counts = {rank: count for part in gathered for rank, count in part.items()}
-    return counts
+            counts = {rank: count for part in all_gather_objects(group, counts) for rank, count in part.items()}
+    check_counts(name, counts)
+    return loaders
 
 
 _ADVICE = (
@@ -108,7 +95,7 @@ _ADVICE = (
 
 
 class SameLength:
-    """One data rank's side of the agreement for one training loader. Called by all of them.
+    """One data rank's part in the agreement for one training loader. Called by all of them.
 
     Args:
         own: the number of this rank's batches; None: not known.

@@ -1,12 +1,8 @@
 """Logged values and metrics: merged over micro-batches, sent to the ranks that have none, synced by torchmetrics.
 
-Makes the metrics that pipeline rank 0 has logged known on every rank of its pipeline.
-
-Keeps back what a step logs for its micro-batches, merges it, and logs it once, as for one undivided batch.
-
-Carries calls of `self.log` inside blocks to the rank where the step runs, which logs them for its micro-batch.
-
-torchmetrics: over which ranks metrics sync, and what they have seen, to be restored.
+block on rank 1    self.log("aux", 0.1)     `BlockLogs` carries the call to pipeline rank 0, where the step runs
+step on rank 0     self.log("loss", 0.4)    `MicrobatchLog` keeps both back, and logs them once for the whole batch
+all ranks          callback_metrics         `SharedMetrics` sends them from rank 0
 """
 
 import warnings
@@ -42,7 +38,7 @@ class SharedMetrics(_LoggerConnector):
     relay: Relay
     """over all ranks that train one copy of the model"""
     computes: bool
-    """whether this rank's steps have logged what rank 0's have: pipeline rank 0 of each cube rank"""
+    """whether this rank's steps have logged the same as rank 0's: on pipeline rank 0 of each cube rank"""
     warns: bool
     at_epoch_end: Callable[[], None]
     """called by all ranks, before and after the hooks"""
@@ -57,7 +53,7 @@ class SharedMetrics(_LoggerConnector):
         return result
 
     def share_step(self, loss: Tensor) -> Tensor:
-        """Share what the step has logged; return its loss, rank 0's on every rank."""
+        """Share the metrics of the step; return its loss, rank 0's on every rank."""
         self.share_current()
         shared: Tensor = self._broadcast("loss", loss if self._is_first else None)
         return shared
@@ -74,7 +70,7 @@ class SharedMetrics(_LoggerConnector):
         return value if self._is_first else from_text(text, self.relay.transport.device)
 
     def share_current(self) -> None:
-        """Share what can be read at this moment, within a batch or at the end of an epoch."""
+        """Share the metrics of this moment, within a batch or at the end of an epoch."""
         if self.computes:
             _ = self.callback_metrics, self.logged_metrics  # reading them brings them up to date
         self.share()
@@ -90,19 +86,19 @@ class SharedMetrics(_LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        self.share_current()  # what the steps logged, for the callbacks' epoch ends
+        self.share_current()  # the steps' metrics, for the callbacks' epoch ends
         self.at_epoch_end()
 
     @override
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
         self.share()
-        self.at_epoch_end()  # what a hook on pipeline rank 0 alone has changed
+        self.at_epoch_end()  # changes of a hook on pipeline rank 0 alone
 
     @override
     def update_eval_epoch_metrics(self) -> Any:
         metrics = super().update_eval_epoch_metrics()
-        shared = self.share(metrics)  # of one loader: what others have logged is in `_logged_metrics`, too
+        shared = self.share(metrics)  # of one loader; those of others are in `_logged_metrics`, too
         return metrics if self.computes else shared
 
     @property
@@ -149,7 +145,7 @@ def shared_metrics_of(trainer: "pl.Trainer") -> SharedMetrics:
 def _on_train_epoch_end(module: "pl.LightningModule", instance_hook: Callable[[], object] | None) -> None:
     """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after it.
 
-    `instance_hook` is what the user has set on the instance in place of the method.
+    `instance_hook`: set by the user on the instance, in place of the method.
     """
     if instance_hook is None:
         type(module).on_train_epoch_end(module)
@@ -183,11 +179,11 @@ class GivenBatchSizes:
         self._num_pieces: dict[Any, int] = {}
         """of the first batch"""
         self._seen: dict[Any, tuple[set[int], set[int]]] = {}
-        """sizes of pieces, and what was given for them"""
+        """sizes of pieces, and the batch sizes given for them"""
         self._has_warned = False
 
     def total(self, key: str, call: int, sizes: Sequence[int], given: Sequence[int]) -> int:
-        """What a batch counts in the mean of `key`'s values.
+        """The weight of a batch in the mean of `key`'s values.
 
         Args:
             key: of the results, with the name that the step logs.
@@ -280,7 +276,7 @@ class MicrobatchLog:
                 self._added.add(key)
 
     def enter(self, microbatch: int | None) -> None:
-        """Called before the user code of that micro-batch runs; None: what the code logs doesn't count."""
+        """Called before the user code of that micro-batch runs; None: values that the code logs don't count."""
         self._restore_metrics()
         piece = None if microbatch is None else self._split.own[microbatch]
         self._piece = piece if piece is not None and self._split.pieces[piece] is not None else None
@@ -289,12 +285,12 @@ class MicrobatchLog:
             self._saved_states = [(metric, copy_state(metric)) for metric in metrics]
 
     def means_of(self, piece: int) -> list[Tensor]:
-        """What this rank has logged as means for a piece, once the batch has ended."""
+        """The values that this rank has logged as means for a piece, once the batch has ended."""
         means = (own for key, own in self._calls.items() if self._results[key].meta.is_mean_reduction)
         return [call.value for own in means for call in own.get(piece, ()) if isinstance(call.value, Tensor)]
 
     def _restore_metrics(self) -> None:
-        """Undo what code on a padding sample has added to metrics."""
+        """Undo updates of metrics by code on a padding sample."""
         for metric, state in self._saved_states:
             restore_state(metric, state)
         self._saved_states = []
@@ -339,18 +335,18 @@ class MicrobatchLog:
         if metric.is_tensor:
             values = {piece: call.value for piece, call in calls.items()}
             is_sum = key in self._added and metric.meta.is_mean_reduction
-            merged = sum(values.values()) if is_sum else self._merged(values, metric.meta)
+            if is_sum:
+                merged: Any = sum(values.values())
+            elif metric.meta.is_mean_reduction:
+                merged = self._mean(values)
+            else:
+                merged = metric.meta.reduce_fx(torch.stack(list(values.values())))
             log(key, merged, batch_size)
             return
         log(key, self._metrics[key], batch_size)
         caches = {piece: call.cache for piece, call in calls.items() if isinstance(call.cache, Tensor)}
         if caches:
             metric._forward_cache = self._mean(caches)
-
-    def _merged(self, values: dict[int, Tensor], meta: Any) -> Tensor:
-        if meta.is_mean_reduction:
-            return self._mean(values)
-        return meta.reduce_fx(torch.stack(list(values.values())))  # type: ignore[no-any-return]
 
     def _mean(self, values: dict[int, Tensor]) -> Tensor:
         """Weighted mean. A piece of weight 0 doesn't count, even if its value is NaN."""
@@ -449,12 +445,12 @@ def sync_metrics_over(module: nn.Module, group: Any, attributes: TemporaryAttrib
 
 
 def copy_state(metric: Metric) -> Any:
-    """What a metric has seen so far."""
+    """The state of a metric."""
     return metric._copy_state_dict(), (metric._update_count, metric._computed, metric._forward_cache)
 
 
 def restore_state(metric: Metric, state: Any) -> None:
-    """Let a metric forget what it has seen since `copy_state`."""
+    """Set a metric back to the state of `copy_state`."""
     values, (metric._update_count, metric._computed, metric._forward_cache) = state
     for name, value in values.items():
         setattr(metric, name, value)

@@ -54,7 +54,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         self._compiler_ctx: Any = None
         """of a module that was given as `torch.compile(module)`, on one pipeline rank without a cube"""
 
-    # what this process is
+    # ranks, module and devices
 
     @property
     def topology(self) -> Topology:
@@ -172,7 +172,11 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             raise UnsupportedError(f"{reads['world_size']}: configure_optimizers reads {self._about_sizes}")
 
     def _note_world_size(self, reader: FrameType) -> None:
-        if place := _place_of_user_code(reader):
+        """Remember the line that reads a size, maybe through a property of the Trainer's, unless it is a library's."""
+        while reader.f_code.co_name in ("world_size", "num_devices", "device_ids") and reader.f_back is not None:
+            reader = reader.f_back
+        if not str(reader.f_globals.get("__name__")).startswith(_LIBRARIES):
+            place = f"{os.path.basename(reader.f_code.co_filename)}:{reader.f_lineno}"
             self._sizes_read.setdefault("world_size", place)
 
     @property
@@ -233,7 +237,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     @abstractmethod
     def check_before_launch(self, trainer: "pl.Trainer", ckpt_path: Any = None) -> None:
-        """Reject what can be known to be wrong before any process starts."""
+        """Reject mistakes that show before any process starts."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -246,7 +250,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         )
 
     def tear_down_trainer(self) -> None:
-        """Do what Lightning does after `on_exception`: loggers end as failed, signal handlers are restored."""
+        """End the run as Lightning does after `on_exception`: loggers end as failed, signal handlers are restored."""
         if self.lightning_module is not None:
             trainer = self.module.trainer
             for logger in trainer.loggers:
@@ -290,7 +294,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
                 atexit.register(leave)
 
     def abort_transfers(self) -> None:
-        """After a failure: end what this rank's device waits for."""
+        """After a failure: end the transfers that this rank's device waits for."""
         if self._groups is not None:
             self._groups.factory.abort()
 
@@ -396,11 +400,3 @@ def _nodes_found(environment: ClusterEnvironment, wanted: int, num_processes: in
         return wanted
     found, rest = divmod(environment.world_size(), max(1, num_processes))
     return found if not rest and 0 < found < wanted else wanted
-
-
-def _place_of_user_code(reader: FrameType) -> str:
-    """The file and line that reads a size, maybe through a property of the Trainer's; "" for that of a library."""
-    while reader.f_code.co_name in ("world_size", "num_devices", "device_ids") and reader.f_back is not None:
-        reader = reader.f_back
-    is_library = str(reader.f_globals.get("__name__")).startswith(_LIBRARIES)
-    return "" if is_library else f"{os.path.basename(reader.f_code.co_filename)}:{reader.f_lineno}"

@@ -30,7 +30,7 @@ from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 
 def correct_loops(trainer: "pl.Trainer") -> None:
-    """Correct what Lightning has restored of the loops. Called once they are, before they run."""
+    """Correct the loops that Lightning has restored. Called once they are, before they run."""
     fit_loop: Any = trainer.fit_loop
     epochs, batches = fit_loop.epoch_progress, fit_loop.epoch_loop.batch_progress
     fit_loop._combined_loader_states_to_load = []  # those of data rank 0
@@ -140,7 +140,7 @@ def read_data_anew(
         elif any(have_more):  # batches that were skipped have been read
             set_generators("now")
         iter(fetcher)
-        if in_epoch:  # what this draws was drawn before the checkpoint was saved
+        if in_epoch:  # these numbers were drawn before the checkpoint was saved
             set_generators("now")
         original(fetcher)
         if in_epoch:
@@ -160,12 +160,12 @@ def is_after_last_batch(trainer: "pl.Trainer") -> bool:
 
 
 def metrics(trainer: "pl.Trainer") -> dict[str, float]:
-    """What callbacks and schedulers can monitor."""
+    """The metrics that callbacks and schedulers can monitor."""
     return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
 
 
 def set_metrics(trainer: "pl.Trainer", values: Mapping[str, float]) -> None:
-    """Let callbacks and schedulers monitor what they could when the checkpoint was saved."""
+    """Let callbacks and schedulers monitor the metrics of the time when the checkpoint was saved."""
     found = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
     trainer._logger_connector._callback_metrics.update(found)
 
@@ -178,7 +178,7 @@ def is_before_plateau(trainer: "pl.Trainer") -> bool:
 
 
 def update_plateau_schedulers(trainer: "pl.Trainer") -> None:
-    """Do what comes after `on_train_epoch_end`, where checkpoints are saved. Called in `on_train_start`."""
+    """Step the schedulers that follow `on_train_epoch_end`, where checkpoints are saved. Called in `on_train_start`."""
     names = {one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau}
     if not names <= trainer.callback_metrics.keys():  # of an earlier version's checkpoint
         return
@@ -203,7 +203,7 @@ def _end_as_any_epoch(trainer: "pl.Trainer", attributes: TemporaryAttributes) ->
 
 
 def _catch_up(epoch_loop: Any, fetcher: Any) -> None:
-    """Let the epoch begin with what comes after the batch in whose end the checkpoint was saved."""
+    """Let the epoch begin after the batch in whose end the checkpoint was saved."""
     if not epoch_loop.restarted_on_train_batch_end:
         return
     if not epoch_loop._should_check_val_fx(fetcher):
@@ -276,7 +276,7 @@ def has_persistent_workers(trainer: "pl.Trainer") -> bool:
 
 
 def stateful_loaders(trainer: "pl.Trainer") -> list[Any]:
-    """The training loaders that say what they have read."""
+    """The training loaders that have a state."""
     loaders = _training_loaders(trainer)
     return [one for one in loaders if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
 

@@ -67,7 +67,7 @@ def continues_accumulation(trainer: "pl.Trainer") -> bool:
 
 
 def share_of_step(trainer: "pl.Trainer") -> float:
-    """What Lightning multiplies a batch's loss by, because the gradients of several batches accumulate."""
+    """Lightning's factor for a batch's loss, because the gradients of several batches accumulate."""
     return 1.0 / trainer.accumulate_grad_batches
 
 
@@ -80,7 +80,7 @@ def expected_gradient(trainer: "pl.Trainer", loss_scale: Tensor | None) -> float
 
 
 def logged_step(trainer: "pl.Trainer") -> int:
-    """What loggers get as the step of the batch that ends now, for Lightning's own metrics too."""
+    """The number that loggers get as the step of the batch that ends now, for Lightning's own metrics too."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -103,7 +103,7 @@ OnUnscaled = Callable[[Optimizer, Tensor, Tensor], object]
 
 
 def loss_scale(trainer: "pl.Trainer") -> Tensor | None:
-    """What the plugin multiplies losses by before their backward, on the device, in fp32; None: it doesn't."""
+    """The plugin's factor for losses before their backward, on the device, in fp32; None: it has none."""
     scaler = _scaler_of(trainer.precision_plugin)
     return None if scaler is None else scaler.scale(torch.ones((), device=trainer.strategy.root_device))
 
@@ -111,13 +111,13 @@ def loss_scale(trainer: "pl.Trainer") -> Tensor | None:
 def call_before_steps(
     plugin: Precision, attributes: TemporaryAttributes, on_gradients: OnGradients, on_unscaled: OnUnscaled
 ) -> None:
-    """Until `attributes` are restored, let the ranks agree on infinite gradients, and call what looks at gradients.
+    """Until `attributes` are restored, let the ranks agree on infinite gradients, and call these functions.
 
     Args:
         plugin: the Trainer's.
-        attributes: take what is changed.
+        attributes: restore the changes.
         on_gradients: called after hooks with a function that clips, if the plugin has no scaler.
-        on_unscaled: called by the scaler with what any rank has found, and its scale.
+        on_unscaled: called by the scaler with all ranks' `found_inf`, and its scale.
     """
     scaler = _scaler_of(plugin)
     if scaler is not None:
@@ -149,7 +149,7 @@ def _unscale_and_agree(
 ) -> dict[torch.device, Tensor]:
     """Takes the place of the scaler's own method, for fused optimizers too. Called by all ranks, without gradients too.
 
-    The method returns what it has found for each device on which gradients are.
+    The method returns `found_inf` for each device on which gradients are.
     """
     for found in type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, *args).values():
         found_inf += found.to(found_inf.device)
@@ -171,7 +171,7 @@ def searches_rate(trainer: "pl.Trainer") -> bool:
 
 
 def options_now(trainer: "pl.Trainer") -> list[Any]:
-    """The numbers among the optimizers' options, and how far their schedulers are: what a step might change."""
+    """The numbers among the optimizers' options, and how far their schedulers are, as a step might change them."""
     groups = [group for optimizer in trainer.optimizers for group in unwrapped(optimizer).param_groups]
     options = [{name: value for name, value in group.items() if isinstance(value, (int, float))} for group in groups]
     return [*options, *(getattr(one.scheduler, "last_epoch", None) for one in trainer.lr_scheduler_configs)]

@@ -169,7 +169,7 @@ def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) ->
 
 def _reads_metrics(trainer: "pl.Trainer", callback: "pl.Callback", *, steps: bool) -> bool:
     if isinstance(callback, ModelCheckpoint):
-        every = callback._every_n_train_steps  # what it monitors, or puts into a file's name
+        every = callback._every_n_train_steps  # metrics that it monitors, or puts into a file's name
         due = steps and every > 0 and (trainer.global_step + 1) % every == 0
         return due or callback._train_time_interval is not None
     if isinstance(callback, SpikeDetection):  # the loss, which Lightning gives it

@@ -1,1 +1,1 @@
-"""What an optimizer updates: rows of parameters, and fp32 copies of them."""
+"""The values that an optimizer updates: rows of parameters, and fp32 copies of them."""

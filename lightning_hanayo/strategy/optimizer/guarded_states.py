@@ -44,7 +44,7 @@ def local_shape(parameter: Tensor, sharding: Sharding | None) -> tuple[int, ...]
 
 
 def as_parts(state: Mapping[Any, Any], parameter: Tensor, name: str, sharding: Sharding | None) -> dict[Any, Any]:
-    """The states of one of this rank's parameters; those that are cut refuse what would be wrong on a part."""
+    """The states of one of this rank's parameters; cut ones refuse operations that would be wrong on a part."""
     if sharding is None or parameter not in sharding.whole_shapes:
         return dict(state)
     whole, shape = sharding.whole_shapes[parameter], local_shape(parameter, sharding)
@@ -184,7 +184,7 @@ class GuardedStates(MutableMapping[Any, Any]):
             return {one: like for group, like in zip(groups, first, strict=True) for one in group if every}
 
     def _without_values(self, parameter: GuardedPlaceholder) -> dict[Any, Any]:
-        """The states of another pipeline rank's parameter: what is done to them is done there."""
+        """The states of another pipeline rank's parameter: operations on them run there."""
         self._check(parameter)
         if parameter not in self._alike:
             refuse("optimizer.state", self._owner(parameter, "state"))

@@ -1,20 +1,13 @@
-"""What parameters are while an optimizer steps, and while a checkpoint is saved or read.
+"""The values of parameters while an optimizer steps, and while a checkpoint is saved or read.
 
-    forward, backward         whole                        bf16
-    optimizer.step()          this data rank's rows        fp32       each if the run has it: shard_optimizer=True,
-    a checkpoint              its rows                     fp32       master_weights="fp32"
+    forward, backward     p.data  bf16, whole               p.grad  fp32: micro-batches' gradients are cast, then added
+    reductions, clipping                                    p.grad  fp32
+    optimizer.step()      p.data  fp32 master, own rows     p.grad  fp32: any optimizer makes fp32 states
+    a checkpoint          p.data  fp32 master, own rows
+    afterwards            p.data  bf16, whole, rounded from the master
 
-With offload_optimizer=True the optimizer's step has them in host memory.
-
-fp32 gradients, and fp32 master weights for the optimizer, of parameters in bf16 or fp16.
-
-    forward, backward     p.data  bf16          p.grad  fp32: each micro-batch's gradient is cast, then added
-    reductions, clipping                        p.grad  fp32
-    optimizer.step()      p.data  fp32 master   p.grad  fp32: any optimizer finds fp32 parameters, and makes fp32 states
-    afterwards            p.data  bf16, rounded from the master
-
-With `in_host_memory` the optimizer steps there: all parameters have copies in host memory, low ones fp32 masters, and
-gradients are copied for the step. So states are made there.
+Masters are there with master_weights="fp32", own rows of a data rank with shard_optimizer=True. With
+offload_optimizer=True all parameters have copies in host memory for the step, and gradients are copied there.
 
 The `Parameter` objects stay, so optimizers, param groups, schedulers and checkpoints need know nothing of it.
 """
@@ -32,7 +25,7 @@ from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 
 
 class StepValues:
-    """Those of one rank, for one run.
+    """Puts these values into the parameters of one rank, for one run.
 
     Args:
         parameters: all of the module's, other ranks' placeholders included.
@@ -90,7 +83,7 @@ class StepValues:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside it, parameters have the master weights' values, own rows of them, and what is written is kept."""
+        """Inside it, parameters have the master weights' values, own rows of them; values written there are kept."""
         if self.shards is not None:
             self.shards.finish()
         if self._is_in or not self._has_masters:  # a hook in the optimizer's step saves a checkpoint
@@ -192,8 +185,9 @@ class MasterWeights:
             )
         for optimizer in optimizers:
             _check(optimizer, "master_weights='fp32'" if low else "offload_optimizer=True")
-            if low:
-                _widen_states(optimizer)
+            for states in optimizer.state.values() if low else ():  # that it has made already
+                low_states = {n: v for n, v in states.items() if isinstance(v, Tensor) and v.dtype in _LOW}
+                states.update({name: value.float() for name, value in low_states.items()})
         for parameter in self._low:
             parameter.grad, parameter.grad_dtype = None, torch.float32
 
@@ -203,9 +197,14 @@ class MasterWeights:
         for parameter in parameters:
             is_low = has_masters and parameter.dtype in _LOW
             if parameter.requires_grad and (is_low or self._in_host_memory):  # more may be added, or unfrozen
-                gradient = parameter.grad
-                self._replaced[parameter] = parameter.data, gradient
-                master = self._take_master(parameter, torch.float32 if is_low else parameter.dtype)
+                gradient, low = parameter.grad, parameter.data
+                self._replaced[parameter] = low, gradient
+                master = self._masters.pop(parameter, None)
+                low = low.cpu() if self._in_host_memory else low
+                if master is None or master.dtype is low.dtype:
+                    master = low.to(torch.float32 if is_low else low.dtype, copy=True)
+                else:  # where a value was changed since it was rounded, such as by a hook, it is the master weight
+                    master = torch.where(master.to(low.dtype) == low, master, low)
                 parameter.grad = None
                 parameter.data = master
                 parameter.grad = None if gradient is None else gradient.to(master.device)
@@ -243,15 +242,6 @@ class MasterWeights:
         self._replaced.clear()
         self._masters.clear()
 
-    def _take_master(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Where a value was changed since it was rounded, such as by a hook, the new value is the master weight."""
-        low, master = parameter.data, self._masters.pop(parameter, None)
-        if self._in_host_memory:
-            low = low.cpu()
-        if master is None or master.dtype is low.dtype:
-            return low.to(dtype, copy=True)
-        return torch.where(master.to(low.dtype) == low, master, low)
-
 
 def _check(optimizer: Any, option: str) -> None:
     """Check that its step can be made to use other values.
@@ -269,13 +259,3 @@ def _check(optimizer: Any, option: str) -> None:
             f"offload_optimizer=True steps {type(optimizer).__name__} in host memory, and fused=True reads flags on "
             f"the device. Leave one of them out."
         )
-
-
-def _widen_states(optimizer: Optimizer) -> None:
-    """Let the states that it has made already be fp32."""
-    for state in optimizer.state.values():
-        state.update({name: _wide(value) for name, value in state.items()})
-
-
-def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value

@@ -1,11 +1,7 @@
-"""Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages.
-
-Builds this rank's stages out of blocks and user code, and patches the blocks' forwards for them.
-"""
+"""Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +15,6 @@ from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import Load, cut, stage_shares
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
-from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside
 from lightning_hanayo.pipeline_parallel import split_backward
@@ -34,7 +29,6 @@ from lightning_hanayo.pipeline_parallel.comm.replicated_tensors import Replicate
 from lightning_hanayo.pipeline_parallel.engine import Engine
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce, TiedGradients, sparse_weights
-from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
@@ -50,8 +44,6 @@ from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplit
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.pipeline import OUTSIDE, GradientSync, Pipeline
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -79,11 +71,11 @@ def build_pipeline(
     Args:
         model: whole, and the same on all ranks; afterwards the parameters of other ranks are placeholders.
         plan: of the stack, the layout and the cube.
-        prepared: what earlier runs have done to the model; takes the blocks of each stage.
+        prepared: the changes of earlier runs to the model; takes the blocks of each stage.
         run: of the Trainer.
         streams: of random numbers; None: torch's own generators, unchanged.
         example: runs the model once, for `balance="time"`.
-        given: the names of what gets its values from a checkpoint.
+        given: the names of tensors that get their values from a checkpoint.
         scatters_gradients: whether data ranks may have sums of their own rows only; None: nothing is trained.
     """
     layout, cube = plan.layout, prepared.cube
@@ -119,18 +111,7 @@ def build_pipeline(
         make_room(deferred, model, own_modules, given, run.device)
         fill_initial_values(deferred, own_modules, run.device, cube)
 
-    stages, user_step = build_stages(
-        model,
-        layout,
-        ownership,
-        rank,
-        cube=cube,
-        streams=streams,
-        values=run.values,
-        attributes=run.attributes,
-        guard=run.guard,
-        options=run.options,
-    )
+    stages, user_step = build_stages(model, layout, ownership, rank, run, cube, streams)
     gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients)
     engine = Engine(
         stages,
@@ -157,7 +138,7 @@ def build_pipeline(
         parameters,
         gradients,
         splitter,
-        _alone if cube is None else cube.all_gather,
+        (lambda value: [value]) if cube is None else cube.all_gather,
         _step_state(model, ownership, rank, cube, run.groups, run.device),
         user_step,
         streams,
@@ -167,7 +148,7 @@ def build_pipeline(
 def _pairs(
     run: Run, model: nn.Module, cube: Cube | None, stages: Mapping[int, Stage], streams: RandomStreams | None
 ) -> Pairs | None:
-    """What runs two actions of this rank at once, if that is asked for."""
+    """The runner of two actions of this rank at once, if that is asked for."""
     groups = run.groups.cube
     if groups is None or cube is None or not run.options.pairs:
         return None
@@ -189,11 +170,6 @@ def _pairs(
         is_first=whole.rank() == 0,
         is_planned=cube.queue.keeps_plans,
     )
-
-
-def _alone(value: Any) -> list[Any]:
-    """Gathers from a single rank."""
-    return [value]
 
 
 def _transport(run: Run, table: Schedule) -> ProcessGroupTransport:
@@ -240,7 +216,7 @@ def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
 
 
 def _guard_parameters(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, run: Run) -> FullParameters:
-    """Guard what user code can't use as it is, and return where it gets the whole of it."""
+    """Guard parameters that user code can't use as they are; return the object that gives it whole ones."""
     parameters, owners = dict(model.named_parameters()), ownership.rank_by_name(model)
     shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, set())
     run.guard.watch(parameters, owners, shapes, in_steps)
@@ -294,7 +270,7 @@ def _optimizer_shards(
 def _step_state(
     model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, groups: ProcessGroups, device: torch.device
 ) -> StepState:
-    """What steps may change here; in a cube also which modules run on each rank's own samples."""
+    """Watches the tensors that steps may change here; in a cube some modules run on each rank's own samples."""
     own = set(_own_modules(model, ownership, rank))
     modules = {name: module for name, module in model.named_modules() if module in own}
     outside = set(modules_outside(model, ownership.stack))
@@ -316,7 +292,7 @@ def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:
 
 
 def _loads(model: nn.Module, plan: ModelPlan, run: Run, example: Callable[[], object] | None) -> list[Load]:
-    """What the pipeline ranks are to share evenly, the same on all of them: time, and parameters."""
+    """The loads that pipeline ranks are to share evenly, the same on all of them: time, and parameters."""
     stack, options = plan.stack, run.options
     sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
     parameters = Load(sizes, num_parameters_outside(model, stack))
@@ -357,7 +333,7 @@ def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.M
 
 
 def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:
-    """Replace what other pipeline ranks own by placeholders; return what this one trains, in the model's order."""
+    """Replace other pipeline ranks' parameters by placeholders; return those of this one, in the model's order."""
     kept = {p for stage in ownership.stages_of(rank) for p in ownership.stage_parameters(model, stage)}
     own = set(_own_modules(model, ownership, rank))  # blocks may share a module without parameters
     others = (part for block in ownership.stack.blocks for part in block.modules())
@@ -375,7 +351,7 @@ def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Para
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Move what this rank holds to `device`; placeholders stay where they are."""
+    """Move this rank's tensors to `device`; placeholders stay where they are."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -384,33 +360,37 @@ def build_stages(
     layout: Layout,
     ownership: Ownership,
     rank: int,
-    *,
+    run: Run,
     cube: Cube | None,
     streams: RandomStreams | None,
-    values: MadeValues,
-    attributes: TemporaryAttributes,
-    guard: ParameterGuard,
-    options: Options,
 ) -> tuple[dict[int, Stage], UserStep | None]:
-    """This rank's stages by number, and what runs the user's step, which is None above pipeline rank 0.
+    """This rank's stages by number, and the runner of the user's step, which is None above pipeline rank 0.
+
+    Patches the blocks' forwards for them.
 
     The model has this rank's parameters, in a cube its shards of them, and placeholders elsewhere.
     """
     numbers = ownership.stages_of(rank)
-    tied = TiedGradients(in_order=options.tied_gradients == "in_order")
+    tied = TiedGradients(in_order=run.options.tied_gradients == "in_order")
     queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})
     is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
-    if _splits_backward(layout) and not is_single:  # no rank waits for a single stage's input gradient
+    rows = layout.table(layout.num_microbatches).actions
+    splits_backward = any(action.kind is Kind.W for row in rows for action in row)
+    if splits_backward and not is_single:  # no rank waits for a single stage's input gradient
         keep = ownership.tied_parameters(model)
         for stage in numbers:
             split_backward.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
     stack = ownership.stack
-    recompute(recomputed_modules(options.recompute, layout, ownership, rank))
+    recompute(recomputed_modules(run.options.recompute, layout, ownership, rank))
     num_local = len(ownership.stages[0]) if cube is None else 0
     if streams is not None or not is_single:
-        forward_patch.patch_blocks(stack.blocks, streams, values=values, num_local=num_local, single_stage=is_single)
-    if not is_single:
-        _keep_padding(model, attributes)
+        forward_patch.patch_blocks(
+            stack.blocks, streams, values=run.values, num_local=num_local, single_stage=is_single
+        )
+    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
+    for encoder in encoders if not is_single else ():
+        # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
+        run.attributes.set(encoder, "use_nested_tensor", False)
     carriers = NO_CARRIERS if is_single else _carriers(model, ownership, rank, num_local, cube)
     hooks = {stage: NoHooks() if cube is None else cube.stage_hooks(stage) for stage in numbers}
     stages: dict[int, Stage] = {
@@ -421,7 +401,9 @@ def build_stages(
         return stages, None
     sends_objects = cube is None or cube.keeps_layout
     replaced = ReplacedParameters(model)
-    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers, guard.step, sends_objects, replaced)
+    user_step = UserStep(
+        stack.blocks, num_local, stack.name, streams, carriers, run.guard.step, sends_objects, replaced
+    )
     if cube is None:
         return stages | _ends(ownership, user_step, queues, tied), user_step
     return stages | _sharded_ends(ownership, user_step, queues, tied, cube), user_step
@@ -470,7 +452,7 @@ def _sharded_ends(
 
 
 def _carriers(model: nn.Module, ownership: Ownership, rank: int, num_local: int, cube: Cube | None) -> Carriers:
-    """What carries values between the step and blocks on other ranks, besides the blocks' arguments."""
+    """The carriers of values between the step and blocks on other ranks, besides the blocks' arguments."""
     stack, numbers = ownership.stack, ownership.stages_of(rank)
     own = {i for stage in numbers for i in ownership.stages[stage]}
     user_blocks = num_local if 0 in numbers else None
@@ -487,16 +469,3 @@ def _carriers(model: nn.Module, ownership: Ownership, rank: int, num_local: int,
             BlockLogs(model, rejects=not alike),
         ]
     )
-
-
-def _splits_backward(layout: Layout) -> bool:
-    """Whether any backward is split; otherwise linear layers stay as they are."""
-    rows = layout.table(layout.num_microbatches).actions
-    return any(action.kind is Kind.W for row in rows for action in row)
-
-
-def _keep_padding(model: nn.Module, attributes: TemporaryAttributes) -> None:
-    """In evaluation `nn.TransformerEncoder` makes nested tensors of padded ones, which can't be sent. Values agree."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            attributes.set(module, "use_nested_tensor", False)

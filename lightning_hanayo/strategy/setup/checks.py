@@ -1,9 +1,5 @@
 """Rejects what a pipeline can't run, before the first message; runs uncompiled what can't be compiled.
 
-Rejects what a pipeline can't run, each with an error that names it, before the first message.
-
-Runs uncompiled, for the time of a run, what can't be compiled: code around the stack, and some blocks of cubes.
-
 torch.compile(model), self.compile(), @torch.compile    the step is suspended at each block: no graph can contain it
 blocks of a pipeline                                     stay compiled, where they run
 registered blocks of a cube, by block.compile()          stay compiled: their layers are operators in the graph
@@ -63,9 +59,17 @@ def check_run(
             "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."
         )
-    _check_intervals(trainer)
-    _check_example(module, options)
-    _check_gradients(module, topology)
+    for name in ("accumulate_grad_batches", "val_check_interval"):  # Lightning takes a zero, and divides by it
+        value = getattr(trainer, name, None)  # an interval in time is kept elsewhere
+        if isinstance(value, int | float) and value <= 0:
+            raise HanayoError(f"Trainer({name}={value!r}): expected a number above 0")
+    if options.balance == "time" and module.example_input_array is None:
+        raise HanayoError(
+            f"balance='time' measures the blocks while the model runs on example_input_array, but "
+            f"{type(module).__name__} has none. Set it, or give balance one cost per block."
+        )
+    for name in sparse_weights(module) if prod(topology.cube) > 1 else ():  # a cube sums gradients in flat buffers
+        raise UnsupportedError(f"{name} has sparse gradients, which a cube can't sum; make it sparse=False")
     _check_callbacks(trainer, options, topology)
     _check_precision(trainer, topology)
     _check_graph(trainer, module, topology)
@@ -174,7 +178,7 @@ def reject_stop() -> NoReturn:
 
 
 def _check_loop(module: "pl.LightningModule") -> None:
-    """What cuts a batch, or runs a step in parts, drives the step's backward itself."""
+    """Check that Lightning drives the step: a pipeline cuts batches, and runs the step's backward itself."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UnsupportedError(
@@ -187,30 +191,6 @@ def _check_loop(module: "pl.LightningModule") -> None:
             f"{name}.training_step takes dataloader_iter, but a pipeline cuts each batch into micro-batches. "
             f"Take `batch` instead."
         )
-
-
-def _check_intervals(trainer: "pl.Trainer") -> None:
-    """Lightning takes a zero, and divides by it in the first batch."""
-    for name in ("accumulate_grad_batches", "val_check_interval"):
-        value = getattr(trainer, name, None)  # an interval in time is kept elsewhere
-        if isinstance(value, int | float) and value <= 0:
-            raise HanayoError(f"Trainer({name}={value!r}): expected a number above 0")
-
-
-def _check_example(module: "pl.LightningModule", options: Options) -> None:
-    """`balance="time"` needs something to measure."""
-    if options.balance == "time" and module.example_input_array is None:
-        raise HanayoError(
-            f"balance='time' measures the blocks while the model runs on example_input_array, but "
-            f"{type(module).__name__} has none. Set it, or give balance one cost per block."
-        )
-
-
-def _check_gradients(module: "pl.LightningModule", topology: Topology) -> None:
-    """The ranks of a cube shard weights, and sum their gradients in flat buffers."""
-    if prod(topology.cube) > 1:
-        for name in sparse_weights(module):
-            raise UnsupportedError(f"{name} has sparse gradients, which a cube can't sum; make it sparse=False")
 
 
 def _check_callbacks(trainer: "pl.Trainer", options: Options, topology: Topology) -> None:
@@ -266,11 +246,11 @@ def _check_loggers(trainer: "pl.Trainer") -> None:
 
 _ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _ORIGINAL = "_torchdynamo_orig_callable"
-"""what torch.compile made a function of"""
+"""the attribute in which torch.compile keeps the function itself"""
 
 
 def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
-    """Reject modules that CUDA graphs run: each micro-batch would overwrite what the one before has left.
+    """Reject modules that CUDA graphs run: each micro-batch would overwrite the results of the one before.
 
     Those around the stack run as written, and may be compiled in any way.
 
@@ -295,7 +275,7 @@ def run_uncompiled(
     *,
     cube: Literal["registered", "generic"] | None = None,
 ) -> None:
-    """Give what is compiled around the stack its own code, in a cube also blocks, and warn with their names.
+    """Run compiled modules around the stack as written, in a cube also blocks, and warn with their names.
 
     `cube` says which blocks a cube has; None without one.
     """

@@ -41,7 +41,7 @@ class Cube:
         stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
         make_reshard = SharedReshard if self.shares_samples else ReplicatedReshard
         reshard = make_reshard(self.mesh, stream_dims, options.batch_dim)
-        self.boundary = MicrobatchReshard(reshard, self._gather_from_plane)
+        self.boundary = MicrobatchReshard(reshard, lambda value: all_gather_objects(self._groups.plane, value))
         self.splitter: BatchSplitter = (
             SharedSplitter(options.batch_rule, self.mesh, self.boundary, self.all_gather)
             if self.shares_samples
@@ -59,7 +59,7 @@ class Cube:
         parameters: Sequence[nn.Parameter],
         outside: Sequence[nn.Module],
     ) -> None:
-        """Shard of this rank's stages what isn't sharded yet. Called by all ranks of the cube.
+        """Shard the parameters of this rank's stages that aren't sharded yet. Called by all ranks of the cube.
 
         Args:
             blocks: of each stage, by its number.
@@ -107,7 +107,7 @@ class Cube:
         return self.shares_samples and not self.plan.is_registered
 
     def stage_hooks(self, stage: int) -> StageContext:
-        """What runs before each forward and backward of a stage's blocks."""
+        """The hooks that run before each forward and backward of a stage's blocks."""
         return self._contexts.get(stage) or StageContext(self.mesh)
 
     def partial_axes(self, parameter: nn.Parameter) -> str:
@@ -170,9 +170,6 @@ class Cube:
     def all_gather(self, value: Any) -> list[Any]:
         """Gather Python objects from all ranks of the cube, which call this."""
         return all_gather_objects(self._groups.whole, value, self.mesh.axis("xyz").group)
-
-    def _gather_from_plane(self, value: Any) -> list[Any]:
-        return all_gather_objects(self._groups.plane, value)
 
     def _convert(self, stage: int, blocks: Sequence[nn.Module]) -> None:
         queue = self.queues[stage] = WeightGradientQueue()

@@ -4,11 +4,7 @@ an element's update depends on    the element       pipelines, cubes
                                   its parameter     pipelines
                                   all parameters    one rank
 
-Tries out whether an optimizer of an unknown class looks across parameters, as on a pipeline none may.
-
-A copy of it, with tiny parameters, takes a few steps with all gradients; another copy takes them with every other
-gradient missing, as those of other ranks' parameters are. If it treats each parameter alone, the parameters that have
-gradients both times go the same way.
+An optimizer of an unknown class is tried out (`looks_across_parameters`).
 """
 
 import copy
@@ -29,7 +25,7 @@ from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.topology import Topology
 
 Scope = Literal["element", "parameter", "model"]
-"""what an element's update depends on"""
+"""the tensors that an element's update depends on"""
 
 _TORCH: dict[type[Optimizer], Scope] = {
     **dict.fromkeys(
@@ -99,7 +95,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
     Warns of an optimizer of which it isn't known, and of LBFGS on data ranks. Called by all ranks.
 
     Raises:
-        UnsupportedError: more than one optimizer, or one that would compute with what other ranks hold; with
+        UnsupportedError: more than one optimizer, or one that would compute with other ranks' parameters; with
             `is_sharded` also other data ranks.
     """
     if len(optimizers) > 1 and topology.replica_size > 1:
@@ -110,8 +106,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
     for optimizer in optimizers:
         if topology.replica_size > 1 and optimizer.param_groups:
             _check(optimizer, _scope(optimizer), in_cube=prod(topology.cube) > 1)
-        if is_sharded and optimizer.param_groups:
-            _check_elementwise(optimizer)
+        name = type(optimizer).__name__
+        if is_sharded and optimizer.param_groups and (name in _WRAPPERS or not is_elementwise(optimizer)):
+            raise UnsupportedError(
+                f"shard_optimizer=True gives {name} some rows of each parameter, and it isn't known to work on each "
+                f"element alone: norms, rows or whole matrices would be wrong. Use AdamW or SGD, set "
+                f"`is_elementwise = True` on the optimizer if it is one, or leave the option out."
+            )
         if topology.data > 1 and isinstance(optimizer, LBFGS):
             warnings.warn(
                 "LBFGS decides by the loss when a step ends, and how long it is with line_search_fn. As with DDP, each "
@@ -144,23 +145,13 @@ def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
         )
 
 
-def _check_elementwise(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if name in _WRAPPERS or not is_elementwise(optimizer):
-        raise UnsupportedError(
-            f"shard_optimizer=True gives {name} some rows of each parameter, and it isn't known to work on each "
-            f"element alone: norms, rows or whole matrices would be wrong. Use AdamW or SGD, set "
-            f"`is_elementwise = True` on the optimizer if it is one, or leave the option out."
-        )
-
-
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer is known to treat each element of a parameter alone, so that states have its shape."""
     return _scope(optimizer) == "element"
 
 
 def _scope(optimizer: Optimizer) -> Scope | None:
-    """What an element's update depends on: as the optimizer declares it, or as it is known; None: unknown."""
+    """The scope of an element's update, as the optimizer declares it, or as it is known; None: unknown."""
     if getattr(optimizer, "is_elementwise", False):
         return "element"
     if getattr(optimizer, "is_parameterwise", False):
@@ -173,13 +164,9 @@ def _scope(optimizer: Optimizer) -> Scope | None:
         return "model"
     if kind.__module__.partition(".")[0] in _QUANTIZED:
         return "parameter"
-    return _scope_of_torch(kind) or _OTHERS.get(kind.__name__)
-
-
-def _scope_of_torch(kind: type[Optimizer]) -> Scope | None:
-    """That of torch's optimizer whose `step` the class has."""
     step = inspect.unwrap(kind.step)  # torch wraps it when the first optimizer of a class is made
-    return next((scope for one, scope in _TORCH.items() if inspect.unwrap(one.step) is step), None)
+    inherited = (scope for one, scope in _TORCH.items() if inspect.unwrap(one.step) is step)
+    return next(inherited, None) or _OTHERS.get(kind.__name__)
 
 
 _NUM_STEPS = 5
@@ -190,6 +177,10 @@ _SCALES = (1.0, 1e3)
 
 def looks_across_parameters(optimizer: Optimizer) -> bool:
     """Whether a parameter's update depends on the others' gradients, or on how many random numbers they draw.
+
+    A copy of the optimizer, with tiny parameters, takes a few steps with all gradients; another copy takes them with
+    every other gradient missing, as those of other ranks' parameters are. If it treats each parameter alone, the
+    parameters that have gradients both times go the same way.
 
     False if the optimizer can't be tried out, or has one parameter only.
     """
@@ -206,7 +197,8 @@ def _results(optimizer: Optimizer, *, missing: bool) -> list[Tensor]:
     """The values of the tiny parameters after some steps."""
     torch.default_generator.manual_seed(0)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tiny = [_tiny(parameter, index) for index, parameter in enumerate(parameters)]
+    small = [torch.empty([min(size, _LARGEST_SIZE) for size in one.shape], dtype=one.dtype) for one in parameters]
+    tiny = [nn.Parameter(_numbers(like, -index)) for index, like in enumerate(small)]
     copied = _copy(optimizer, parameters, tiny)
     for step in range(_NUM_STEPS):
         for index, parameter in enumerate(tiny):
@@ -224,11 +216,6 @@ def _copy(optimizer: Optimizer, parameters: Sequence[Tensor], tiny: Sequence[nn.
     vars(copied).clear()
     copied.__setstate__(copy.deepcopy(attributes, memo))
     return copied
-
-
-def _tiny(parameter: Tensor, index: int) -> nn.Parameter:
-    shape = [min(size, _LARGEST_SIZE) for size in parameter.shape]
-    return nn.Parameter(_numbers(torch.empty(shape, dtype=parameter.dtype), -index))
 
 
 def _numbers(like: Tensor, seed: int) -> Tensor:

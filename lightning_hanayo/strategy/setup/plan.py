@@ -35,14 +35,14 @@ first part to the second, all that a block has recomputed, which takes as much m
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What becomes of a model. Equal on all ranks."""
+    """The stack, layout and conversion of a model. Equal on all ranks."""
 
     stack: Stack
     layout: Layout
     conversion: ParallelizePlan | None
     """of the blocks' layers; None without a cube, and for a model that is converted already"""
     pretrained: Sequence[FolderPlan] = ()
-    """what it takes from the folders of `init_from`; nothing if an earlier run has given it values"""
+    """the tensors that it takes from the folders of `init_from`; none if an earlier run has given it values"""
 
 
 def plan_for(
@@ -52,7 +52,7 @@ def plan_for(
     options: Options,
     topology: Topology,
 ) -> ModelPlan:
-    """What becomes of the module in a run of this Trainer. Needs no process group.
+    """Plan the module for a run of this Trainer. Needs no process group.
 
     Raises:
         HanayoError: it can't be run so.
@@ -73,7 +73,7 @@ def drives_itself(module: "pl.LightningModule") -> str | None:
 def plan_model(
     model: nn.Module, options: Options, topology: Topology, *, steady: bool, is_converted: bool
 ) -> ModelPlan:
-    """Plan a whole model. Needs no process group, so what is wrong is known before any process starts.
+    """Plan a whole model. Needs no process group, so errors show before any process starts.
 
     `steady` says whether nothing makes ranks wait for each other between steps; `is_converted`, whether an earlier run
     has converted the layers.
@@ -148,7 +148,7 @@ def recomputed_modules(recompute: Recompute, layout: Layout, ownership: Ownershi
 def num_recomputed(number: int, num_blocks: int, layout: Layout, rank: int) -> int:
     """How many blocks of a stage to recompute, so that this rank keeps no more than the one with most micro-batches.
 
-    That one keeps what num_blocks - number blocks need, of peak[fullest] micro-batches; this one peak[rank] of them.
+    That one keeps num_blocks - number blocks of peak[fullest] micro-batches; this one has peak[rank] of them.
     """
     peaks = layout.simulate().peak_activations
     kept = max(0, num_blocks - number)
@@ -157,7 +157,7 @@ def num_recomputed(number: int, num_blocks: int, layout: Layout, rank: int) -> i
 
 
 def report_plan(module: "pl.LightningModule", plan: ModelPlan, options: Options, topology: Topology) -> None:
-    """Say on rank 0 what stays whole: stacks, and what that costs; batches. The model is whole."""
+    """Say on rank 0 which stacks stay whole, and at which cost, and whether batches do. The model is whole."""
     if (why := drives_itself(module)) and options.num_microbatches not in ("auto", 1):
         rank_zero_info(f"{type(module).__name__} {why}: steps run on whole batches, as with num_microbatches=1")
     if options.pairs and prod(topology.cube) == 1:
@@ -165,11 +165,7 @@ def report_plan(module: "pl.LightningModule", plan: ModelPlan, options: Options,
             "pairs=True does nothing without a cube: sums and gathers over data ranks overlap with other stages' "
             "work anyway, and at the ends of a batch no second micro-batch is ready (docs/concepts/cube.md)."
         )
-    _report_uncut_stacks(module, plan, topology)
-
-
-def _report_uncut_stacks(model: nn.Module, plan: ModelPlan, topology: Topology) -> None:
-    if topology.pipe > 1 and (text := describe_uncut(model, plan.stack, topology.pipe)):
+    if topology.pipe > 1 and (text := describe_uncut(module, plan.stack, topology.pipe)):
         rank_zero_info(text)
 
 

@@ -1,4 +1,4 @@
-"""What runs have done to a module, and how it becomes whole again: in place on all ranks, or in a copy on rank 0.
+"""The changes that runs have made to a module, and how it becomes whole again: in place, or in a copy on rank 0.
 
 rank 0      embedding   block 0   .         .   head      a dot is a block of placeholders
 rank 1      .           .         block 1   .   .         in a cube, each rank has shards of its own blocks
@@ -61,7 +61,7 @@ class PreparedModel:
 
     @staticmethod
     def of(module: nn.Module) -> "PreparedModel":
-        """What earlier runs have done to the module; if nothing, a new one, which the module doesn't know yet."""
+        """The changes of earlier runs to the module; without any a new one, which the module doesn't know yet."""
         prepared: PreparedModel = vars(module).get(_ATTRIBUTE) or PreparedModel()
         return prepared
 
@@ -173,7 +173,7 @@ class PreparedModel:
 
         Args:
             module: as this rank has it.
-            attributes: what a run under way has set on it.
+            attributes: of the module, set by a run under way.
             is_wanted: elsewhere one tensor at a time is in memory.
 
         Raises:
@@ -186,12 +186,16 @@ class PreparedModel:
                 return None
             with attributes.suspended():
                 copied = _copy_with(whole, module)
+        # Take away the changes of a run under way, and of the first one, to the blocks.
         vars(copied).pop(_ATTRIBUTE, None)
-        self._make_ordinary(module, copied)
+        forward_patch.unpatch_blocks(list(copied.modules()))
+        split_backward.unpatch_linear_layers([copied])
+        if self.cube is not None:
+            self.cube.plan.undo(dict(zip(module.modules(), copied.modules(), strict=True)))
         return copied.cpu()
 
     def restore_whole(self, module: nn.Module) -> None:
-        """Make the module on every rank what it was before its first run, with the values of now.
+        """Make the module whole on every rank, as before its first run, with the values of now.
 
         Called by all ranks of the world, in no run. Every rank needs memory for the whole model.
 
@@ -251,13 +255,6 @@ class PreparedModel:
                     dist.broadcast(whole.view(-1).view(torch.uint8), group=control, group_src=owner)
                 yield name, whole
 
-    def _make_ordinary(self, module: nn.Module, copied: nn.Module) -> None:
-        """Take away what a run under way, and the first one, have changed on the blocks."""
-        forward_patch.unpatch_blocks(list(copied.modules()))
-        split_backward.unpatch_linear_layers([copied])
-        if self.cube is not None:
-            self.cube.plan.undo(dict(zip(module.modules(), copied.modules(), strict=True)))
-
 
 def _copy_with(whole: dict[str, Tensor], module: _Module) -> _Module:
     """Copy the module with these parameters and buffers."""
@@ -270,7 +267,7 @@ def _copy_with(whole: dict[str, Tensor], module: _Module) -> _Module:
             memo[id(buffers[name])] = tensor
     for value in (value for part in module.modules() for value in vars(part).values()):
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            memo[id(value)] = value.detach().clone()  # what a step has stored, which can't be copied with its graph
+            memo[id(value)] = value.detach().clone()  # stored by a step; it can't be copied with its graph
     try:
         copied = copy.deepcopy(module, memo)
     except Exception as error:

@@ -1,15 +1,15 @@
 """Initial values: of models that were built on the meta device, and from folders of safetensors.
 
-Gives values to a model that was built on the meta device, module by module, on the ranks that need them.
+On the meta device, module by module:
 
 no cube   each pipeline rank builds the modules of its stages, one after another
 a cube    module 0      1      2      3  |  4      5 ...        its ranks build one each at the same time, and send
           rank   0      1      2      3  |  0      1            every rank its shards; then the whole ones are freed
 
-Gives a model the values of safetensors folders: each rank reads its own tensors, in a cube its shards of them.
+From folders:
 
-plan     from headers and names, alike on all ranks, before the model is cut: what is missing or doesn't fit is an error
-load     each rank reads and converts its own; then all ranks hear of an error that one had
+plan     from headers and names, alike on all ranks, before the model is cut: a missing or unfit tensor is an error
+load     each rank reads and converts its tensors, in a cube its shards; then all ranks hear of an error that one had
 """
 
 import time
@@ -44,9 +44,9 @@ from lightning_hanayo.strategy.setup.cube import Cube
 def fill_initial_values(
     deferred: DeferredInit, modules: Iterable[nn.Module], device: torch.device, cube: Cube | None
 ) -> None:
-    """Fill what is on meta in `modules`, this rank's, with its shards of the values. Called by all ranks of the cube.
+    """Fill meta tensors in `modules`, this rank's, with its shards of the values. Called by all ranks of the cube.
 
-    A rank of a cube never holds more than one whole module, and what it is sending of it.
+    A rank of a cube never holds more than one whole module, and the shards of it that it sends.
     """
     unbuilt = deferred.deferred_modules(modules)
     if cube is None:
@@ -61,7 +61,7 @@ def fill_initial_values(
 def make_room(
     deferred: DeferredInit, model: nn.Module, modules: Iterable[nn.Module], names: Collection[str], device: torch.device
 ) -> None:
-    """Give memory to what is on meta in `modules`, this rank's, and has one of the names: its values are read later."""
+    """Give memory to meta tensors in `modules`, this rank's, that have one of the names: values are read later."""
     own = {tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())}
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
@@ -77,7 +77,13 @@ def _build_and_distribute(
     assert axis.group is not None  # a cube has at least two ranks
     parts = [torch.empty(0, dtype=torch.uint8)] * axis.size
     if axis.rank < len(modules):
-        parts = _shards_as_bytes(deferred, modules[axis.rank], cube)
+        module = modules[axis.rank]
+        values = list(zip(module.tensors, deferred.initial_values(module), strict=True))
+        parts = [  # as bytes: gloo knows few dtypes
+            torch.cat([cube.shard(value, tensor, place).reshape(-1).view(torch.uint8) for tensor, value in values])
+            for place in cube.mesh.places
+        ]
+        del values
     sent, counts = torch.cat(parts).to(device), [len(part) for part in parts]
     del parts
     sizes = [sum(tensor.nbytes for tensor in module.tensors) for module in modules]  # on meta they are shards already
@@ -87,15 +93,6 @@ def _build_and_distribute(
         axis.group.alltoall_base(received, sent, sizes, counts).wait()
     for module, own in zip(modules, received.split(sizes), strict=False):
         deferred.assign(module, _values(own, module.tensors))
-
-
-def _shards_as_bytes(deferred: DeferredInit, module: DeferredModule, cube: Cube) -> list[Tensor]:
-    """Build a module here; return each rank's shards of it, as bytes: gloo knows few dtypes."""
-    values = list(zip(module.tensors, deferred.initial_values(module), strict=True))
-    return [
-        torch.cat([cube.shard(value, tensor, place).reshape(-1).view(torch.uint8) for tensor, value in values])
-        for place in cube.mesh.places
-    ]
 
 
 def _values(message: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -113,7 +110,7 @@ _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfl
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What a model takes from one folder. Equal on all ranks."""
+    """The tensors that a model takes from one folder. Equal on all ranks."""
 
     folder: _Folder
     module: str
@@ -121,13 +118,13 @@ class FolderPlan:
     sources: Mapping[str, str | Merge]
     """the name in the folder of each tensor of the model that takes its value, by its qualified name there"""
     missing: tuple[str, ...]
-    """what the folder lacks of the module: parameters outside the blocks, and buffers"""
+    """tensors of the module that the folder lacks: parameters outside the blocks, and buffers"""
     unused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank has read."""
+    """The values that one rank has read."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -138,12 +135,12 @@ class Reading:
 
 
 def was_read(model: nn.Module) -> bool:
-    """Whether an earlier run, maybe of another Trainer, has read the model's values; it keeps what came of them."""
+    """Whether an earlier run, maybe of another Trainer, has read the model's values, which it has trained since."""
     return _WAS_READ in vars(model)
 
 
 def plan_pretrained(model: nn.Module, blocks: str, folders: Mapping[str, Path]) -> list[FolderPlan]:
-    """Plan what a whole model takes from folders. Needs no process group.
+    """Plan which tensors a whole model takes from folders. Needs no process group.
 
     Args:
         model: with or without values.
@@ -151,7 +148,7 @@ def plan_pretrained(model: nn.Module, blocks: str, folders: Mapping[str, Path]) 
         folders: by the qualified name of the module that they are for; "": the module whose names fit.
 
     Raises:
-        HanayoError: a folder can't be read, or what it has doesn't fit the model.
+        HanayoError: a folder can't be read, or its tensors don't fit the model.
     """
     return [_plan(model, blocks, name, open_weights(path)) for name, path in folders.items()]
 
@@ -202,7 +199,12 @@ def load_pretrained(
             conversions.add(f"{part.dtype} to {tensor.dtype}".replace("torch.", ""))
         value = part.to(device=device, dtype=tensor.dtype, copy=True)
         if tensor in given:
-            _check_equal(name, source, tensor, value)
+            if not torch.equal(tensor.detach(), value):
+                raise HanayoError(
+                    f"init_from: {name} shares its parameter with another name in the model, but the folder has "
+                    f"another value for {names_of(source)[0]}. Don't tie them: build the model with "
+                    f"tie_word_embeddings=False."
+                )
         elif tensor.is_meta:
             assert deferred is not None
             deferred.assign_one(tensor, value)
@@ -221,7 +223,7 @@ def load_on_all_ranks(
     device: torch.device,
     cube: Cube | None,
 ) -> None:
-    """Load this rank's part, and say on rank 0 what all have read. Called by all ranks of the world.
+    """Load this rank's part, and say on rank 0 how much all have read. Called by all ranks of the world.
 
     Raises:
         HanayoError: on all ranks, if one couldn't read its part.
@@ -281,14 +283,6 @@ def _check_blocks(folder: _Folder, blocks: str, missing: Mapping[Tensor, str]) -
             f"init_from: {folder.path} has no values for parameters of blocks: {listed(in_blocks[::-1])}. Build the "
             f"model of the folder's config.json; if you add parameters to its blocks, save the changed model once with "
             f"safetensors.torch.save_model, and give that folder."
-        )
-
-
-def _check_equal(name: str, source: str | Merge, tensor: Tensor, value: Tensor) -> None:
-    if not torch.equal(tensor.detach(), value):
-        raise HanayoError(
-            f"init_from: {name} shares its parameter with another name in the model, but the folder has another value "
-            f"for {names_of(source)[0]}. Don't tie them: build the model with tie_word_embeddings=False."
         )
 
 

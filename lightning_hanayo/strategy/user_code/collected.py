@@ -1,21 +1,11 @@
 """What steps collect in lists and attributes: found, merged over micro-batches, and given to the other ranks' hooks.
 
-Stand for values of pipeline rank 0 on the ranks above it, in what hooks read there: outputs, batches, lists.
-
-    rank 0     outputs = {"loss": 0.5, "logits": [8, 1000]}     batch = {"x": [8, 3, 224, 224], "names": [...]}
-    rank 1     outputs = {"loss": 0.5, "logits": no values}     batch = {"x": no values, "names": [...]}
-
-Numbers, strings and small tensors are sent. Of large tensors the shape is: what is computed from them has no values
-either, and may be logged, as the metrics of all ranks are those of rank 0.
-
-Finds what the steps of a batch's micro-batches collect in lists and attributes, for the hooks that read it later.
+`Collections` compares the module before and after each micro-batch's step, outside the blocks:
 
     self.outputs.append(loss)       step 0: outputs = [a]    step 1: outputs = [a, b]     ->  "append" a to 0, b to 1
     self.last_scores = scores       step 0: last = s         step 1: last = t             ->  "set" s by 0, t by 1
 
-What the micro-batches have left is merged afterwards. Only code outside the blocks is watched.
-
-Merges what the steps of a batch's micro-batches have collected, so that it is as if the step had run once.
+`CollectedMerge` merges these changes, as if the step had run once on the whole batch:
 
                              micro-batch 0    micro-batch 1      the list, or the attribute
 an entry for each sample     [3, classes]     [2, classes]       [5, classes]
@@ -23,8 +13,13 @@ the step's loss, logged      0.4              0.6                their mean, wit
 items, one for each sample   1, 7, 3          5, 2               1, 7, 3, 5, 2
 other numbers                4                2                  4, 2: a list gets one for each micro-batch, and a
                                                                  warning names it
+
+`Packer` sends the result, outputs and batches from pipeline rank 0 to the ranks above it: numbers, strings and small
+tensors with their values, large tensors as their shape. Values that are computed from a shape are missing, too, and may
+be logged, as the metrics of all ranks are those of rank 0.
 """
 
+import operator
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -60,12 +55,12 @@ WAY_OUT = (
 BATCH_BUDGET = 2**16
 """bytes of tensors that are sent after each batch whose end a hook reads"""
 EPOCH_BUDGET = 2**28
-"""bytes of what steps have collected in an epoch"""
+"""bytes of tensors that are sent at the end of an epoch"""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 
 
 class Missing(Valueless):
-    """Something that can't be read here; every use raises an error that says what, why, and the way out."""
+    """A value that this rank doesn't have; every use raises an error that names it, the reason, and the way out."""
 
     __slots__ = ("_what", "_way_out", "_why")
 
@@ -73,7 +68,7 @@ class Missing(Valueless):
         self._what, self._why, self._way_out = what, why, way_out
 
     def __repr__(self) -> str:
-        """Say what is missing."""
+        """Its name and the reason."""
         return f"<{self._what}: {self._why}>"
 
     def __reduce__(self) -> Any:
@@ -87,7 +82,7 @@ class Missing(Valueless):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is sent of a large tensor, and of one that is computed from a parameter of another pipeline rank."""
+    """Sent in place of a large tensor, and of one that is computed from a parameter of another pipeline rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -97,7 +92,7 @@ class _Shape:
 
 
 def from_packed(text: str, device: torch.device) -> Any:
-    """The values of what a `Packer` has made, received as text, and stand-ins for those that weren't sent."""
+    """The received values of a `Packer`, and stand-ins for those that weren't sent."""
 
     def unpack(value: Any) -> Any:
         if isinstance(value, _Shape):
@@ -115,13 +110,13 @@ def from_packed(text: str, device: torch.device) -> Any:
 
 
 class Packer:
-    """Makes what can be sent of values, with at most `budget` bytes of tensors; what comes first is sent first."""
+    """Prepares values to be sent, with at most `budget` bytes of tensors: the first ones."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
 
     def pack(self, name: str, value: Any) -> Any:
-        """The value, with something that can be sent for all that is in it."""
+        """The value, in which all that can't be sent, or is too large, has a stand-in."""
         if isinstance(value, MissingValues):
             return _Shape(name, tuple(value.shape), value.dtype, value._owner.rank)
         if isinstance(value, Missing):
@@ -129,31 +124,29 @@ class Packer:
         if isinstance(value, PartialValues):
             return Missing(name, "each rank of a cube has a part of it", WAY_OUT)
         if isinstance(value, Tensor):
-            return self._tensor(name, value.detach())
+            if value.is_meta or value.layout != torch.strided or not self._fits(value.nbytes):
+                return _Shape(name, tuple(value.shape), value.dtype)
+            return value.detach().clone()  # a view would bring its whole storage
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, np.ndarray) and value.dtype != object and self._fits(value.nbytes):
             return value
         inside = children(value)
-        if inside is not None and _can_be_sent(type(value)):
+        if inside is not None and _is_importable(type(value)):
             packed = {key: self.pack(f"{name}{step_to(value, key)}", item) for key, item in inside.items()}
             with suppress(HanayoError):
                 return with_children(value, packed)
         return Missing(name, f"this {type(value).__name__} is on pipeline rank 0 alone", WAY_OUT)
 
-    def _tensor(self, name: str, tensor: Tensor) -> Any:
-        if tensor.is_meta or tensor.layout != torch.strided or not self._fits(tensor.nbytes):
-            return _Shape(name, tuple(tensor.shape), tensor.dtype)
-        return tensor.clone()  # a view would bring its whole storage
-
     def _fits(self, num_bytes: int) -> bool:
+        """Whether the budget allows for as many bytes; then they are taken from it."""
         fits = num_bytes <= self._budget
         self._budget -= num_bytes if fits else 0
         return fits
 
 
 def hide_changed(batch: Any, before: Sequence[Any], pieces: Sequence[Any]) -> None:
-    """Put stand-ins into `batch` for what steps have set in their `pieces`, or removed: each of them its own.
+    """Put stand-ins into `batch` for the entries that steps have set in their `pieces`, or removed: each its own.
 
     `before`: the children of the pieces before the steps.
     """
@@ -177,13 +170,15 @@ def hide_changed(batch: Any, before: Sequence[Any], pieces: Sequence[Any]) -> No
 
 
 def sent_or_own(value: Any, own: Any) -> Any:
-    """What pipeline rank 0 has sent, or what this rank has where the other has no values.
+    """The value that pipeline rank 0 has sent, or this rank's own where the other has none.
 
     A hook on all ranks may have kept each parameter, or something computed from it such as its moving average: each
     rank has those of its own parameters.
     """
     if isinstance(value, dict) and isinstance(own, dict):
-        return {key: _in_dictionary(item, own.get(key, item)) for key, item in value.items()}
+        pairs = {key: (item, own.get(key, item)) for key, item in value.items()}
+        # A module or a function can't be sent, but this rank has it, too.
+        return {key: mine if isinstance(it, Missing) else sent_or_own(it, mine) for key, (it, mine) in pairs.items()}
     if isinstance(value, list) and isinstance(own, list) and len(value) == len(own):
         return [sent_or_own(*pair) for pair in zip(value, own, strict=True)]
     if not isinstance(own, Tensor) or not isinstance(value, Missing | Tensor):
@@ -192,12 +187,8 @@ def sent_or_own(value: Any, own: Any) -> Any:
     return own if is_own or (isinstance(value, MissingValues) and value._owner.rank > 0) else value
 
 
-def _in_dictionary(value: Any, own: Any) -> Any:
-    """The same, and what this rank has where the other can't send it: a module or a function."""
-    return own if isinstance(value, Missing) else sent_or_own(value, own)
-
-
-def _can_be_sent(kind: type) -> bool:
+def _is_importable(kind: type) -> bool:
+    """Whether another process finds the class under its name."""
     try:
         pickle.dumps(kind)
     except (pickle.PicklingError, AttributeError):
@@ -209,12 +200,12 @@ Path = tuple[Any, ...]
 """The name of an owner, an attribute, and keys of the containers in it."""
 _DEPTH = 3
 _MANY = 16
-"""longer lists hold what was collected, no lists"""
+"""longer lists are data, in which no lists are looked for"""
 _LEAVES = (bool, int, float, str, type(None), Tensor, np.ndarray, np.generic)
 
 
 class Change(Enum):
-    """What is known of a value that isn't kept."""
+    """Stands for a value that isn't kept."""
 
     MUTATED = "a tensor that was changed in place"
 
@@ -224,7 +215,7 @@ MUTATED = Change.MUTATED
 
 @dataclass
 class Left:
-    """What the step of one micro-batch has left: items by the list that they were appended to, and values by key."""
+    """The changes of one micro-batch's step: items by the list that they were appended to, and values by key."""
 
     appended: dict[Path, list[Any]] = field(default_factory=dict)
     assigned: dict[Path, Any] = field(default_factory=dict)
@@ -236,7 +227,7 @@ class Left:
     """that it has returned"""
 
     def note_means(self, result: Any, logged: Iterable[Any]) -> None:
-        """Keep what is known to be means over the step's samples, if anything may be compared with it."""
+        """Keep the numbers that may be means over the step's samples, if there are changes to compare with them."""
         if self.appended or self.assigned:
             self.means = [value for value in (*leaves(result), *logged) if is_mean(value)]
             self.loss = find_loss(detach_tree(result))
@@ -282,7 +273,7 @@ class Collections:
         """the objects that are watched; None: to be found"""
 
     def begin_batch(self) -> None:
-        """Take note of what there is, so that the changes of steps are known."""
+        """Take note of the present values, to compare with them after each step."""
         self._starts, self._owners = None, None
         self.note_current()
         self._left, self._reset = {}, set()
@@ -294,7 +285,7 @@ class Collections:
         self._microbatch = microbatch
 
     def end_batch(self, num_microbatches: int) -> list[Left]:
-        """What each micro-batch's step has left."""
+        """The changes of each micro-batch's step."""
         self._scan()
         self._microbatch = None
         for left in self._left.values():
@@ -303,11 +294,9 @@ class Collections:
         return [self._left.get(m, Left()) for m in range(num_microbatches)]
 
     def store(self, appended: Mapping[Path, list[Any]], assigned: Mapping[Path, Any]) -> None:
-        """Put merged values in the place of what the steps have left."""
+        """Replace the values that the steps have left by the merged ones."""
         for path, items in appended.items():
-            container = self._resolve(path)
-            del container[self._start(path) :]
-            container.extend(items)
+            self._resolve(path)[self._start(path) :] = items
         for path, value in assigned.items():
             self._resolve(path[:-1])[path[-1]] = value
 
@@ -315,12 +304,23 @@ class Collections:
         """The attributes that have changed since the last call, by owner and name; of a list its new items."""
         self._scan()
         changed, self._changed = self._changed, set()
-        owners = self.owners()
-        present = [path for path in sorted(changed) if path[1] in vars(owners[path[0]])]
-        return {path: self._new_part(path, vars(owners[path[0]])[path[1]]) for path in present}
+        taken: dict[Path, tuple[int, Any]] = {}
+        for path in sorted(changed):
+            attributes = vars(self.owners()[path[0]])
+            if path[1] not in attributes:
+                continue
+            value, start = attributes[path[1]], 0
+            if isinstance(value, list):
+                length, last = self._sent.get(path, (0, None))
+                if 0 < length <= len(value) and value[length - 1] is last:  # the same list, longer
+                    start = length
+                self._sent[path] = len(value), value[-1] if value else None
+                value = value[start:]
+            taken[path] = start, value
+        return taken
 
     def note_current(self) -> None:
-        """What is there now is known on all pipeline ranks: a hook that runs on all of them has left it."""
+        """Take the present values for known on all pipeline ranks: a hook that runs on all of them has set them."""
         self._microbatch = None
         self._scan(is_known=True)
 
@@ -351,28 +351,17 @@ class Collections:
     def owners(self) -> dict[str, Any]:
         """The objects whose attributes are watched, by name: modules outside the stack, and plain objects in them."""
         if self._owners is None:
-            self._owners = self._find_owners()
+            self._owners = {}
+            for name, part in self._outside:
+                self._owners[name] = part
+                for key, value in vars(part).items():
+                    is_object = hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
+                    if key not in self._internal and is_object and _is_users(value):
+                        self._owners[f"{name}.{key}"] = value
         return self._owners
 
-    def _find_owners(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, part in self._outside:
-            found[name] = part
-            for key, value in vars(part).items():
-                is_object = hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
-                if key not in self._internal and is_object and _is_users(value):
-                    found[f"{name}.{key}"] = value
-        return found
-
-    def _new_part(self, path: Path, value: Any) -> tuple[int, Any]:
-        if not isinstance(value, list):
-            return 0, value
-        length, last = self._sent.get(path, (0, None))
-        start = length if 0 < length <= len(value) and value[length - 1] is last else 0
-        self._sent[path] = len(value), value[-1] if value else None
-        return start, value[start:]
-
     def _start(self, path: Path) -> int:
+        """How long the list was when the batch began; before the first batch all short lists are searched."""
         return _MANY if self._starts is None else self._starts.get(path, 0)
 
     def _resolve(self, path: Path) -> Any:
@@ -382,24 +371,28 @@ class Collections:
         return container
 
     def _scan(self, *, is_known: bool = False) -> None:
-        """Find what has changed since the last scan, and attribute it to the micro-batch whose step has run."""
+        """Find the changes since the last scan, and attribute them to the micro-batch whose step has run."""
         lists: dict[Path, tuple[list[Any], int, Any]] = {}
         values: dict[Path, tuple[Any, int]] = {}
         for path, value in self._walk():
             if isinstance(value, list):
                 lists[path] = value, len(value), value[-1] if value else None
-            else:
-                values[path] = value, version_of(value) if isinstance(value, Tensor) else 0
-        if not is_known:
-            for path, (container, *_) in lists.items():
-                self._note_list(path, container)
-            for path, value in values.items():
-                self._note_value(path, *value)
+                if not is_known:
+                    self._note_list(path, value)
+                continue
+            values[path] = value, version_of(value) if isinstance(value, Tensor) else 0
+            known = self._values.get(path, (MUTATED, 0))
+            if not is_known and (value is not known[0] or values[path][1] != known[1]):
+                self._changed.add(path[:2])
+                if self._microbatch is not None:
+                    self._current.assigned[path] = MUTATED if value is known[0] else detach_tree(value)
         self._lists, self._values = lists, values
 
     def _note_list(self, path: Path, container: list[Any]) -> None:
         known, length, last = self._lists.get(path, (container, 0, None))
-        is_other = known is not container and not _starts_with(container, known)  # self.outputs += or = self.outputs +
+        # `self.outputs = [*self.outputs, new]` makes a new list, but appends.
+        is_longer = len(container) >= len(known) and all(map(operator.is_, container, known))
+        is_other = known is not container and not is_longer
         if is_other or len(container) < length or (length and container[length - 1] is not last):
             self._reset.add(path)
             self._changed.add(path[:2])
@@ -413,13 +406,6 @@ class Collections:
                 self._current.assigned[path] = detach_tree(list(container))
             else:
                 self._current.appended.setdefault(path, []).extend(container[length:])
-
-    def _note_value(self, path: Path, value: Any, version: int) -> None:
-        known, known_version = self._values.get(path, (MUTATED, 0))
-        if value is not known or version != known_version:
-            self._changed.add(path[:2])
-            if self._microbatch is not None:
-                self._current.assigned[path] = MUTATED if value is known else detach_tree(value)
 
     @property
     def _current(self) -> Left:
@@ -444,13 +430,9 @@ class Collections:
             for key, item in list(value.items()):
                 yield from self._walk_value((*path, key), item, depth - 1)
         elif depth and isinstance(value, list) and len(value) <= _MANY:
-            for index, item in enumerate(value[: self._start(path)]):  # what was appended since is data
+            for index, item in enumerate(value[: self._start(path)]):  # later items are data
                 if isinstance(item, list):
                     yield from self._walk_value((*path, index), item, depth - 1)
-
-
-def _starts_with(container: list[Any], known: list[Any]) -> bool:
-    return len(container) >= len(known) and all(one is two for one, two in zip(container, known, strict=False))
 
 
 def _is_users(value: Any) -> bool:
@@ -462,44 +444,37 @@ class _Apart(Exception):
     """The values of micro-batches can't be merged into one."""
 
 
+@dataclass(eq=False)
 class CollectedMerge:
-    """Merges the pieces of one batch: micro-batches, or in a cube the ranks' shares of them.
+    """Merges the pieces of one batch: micro-batches, or in a cube the ranks' shares of them."""
 
-    Args:
-        left: what each piece's step has left, in the order of their samples.
-        microbatches: of each piece, its micro-batch.
-        sizes: the samples of the pieces.
-        in_loss: each piece's weight in the loss.
-        in_mean: its weight in means.
-    """
-
-    def __init__(
-        self,
-        left: Sequence[Left],
-        microbatches: Sequence[int],
-        sizes: PieceSizes,
-        in_loss: Sequence[float],
-        in_mean: Sequence[float],
-    ) -> None:
-        self._left = left
-        self._microbatches = microbatches
-        self._sizes = sizes
-        self._in_loss, self._in_mean = in_loss, in_mean
-        self.kept_apart: list[str] = []
-        """names of what holds values of micro-batches, not of the batch"""
+    left: Sequence[Left]
+    """the changes of each piece's step, in the order of their samples"""
+    microbatches: Sequence[int]
+    """of each piece, its micro-batch"""
+    sizes: PieceSizes
+    """the samples of the pieces"""
+    in_loss: Sequence[float]
+    """each piece's weight in the loss"""
+    in_mean: Sequence[float]
+    """its weight in means"""
+    kept_apart: list[str] = field(default_factory=list, init=False)
+    """names of lists and attributes that hold values of micro-batches, not of the batch"""
 
     def appended(self) -> dict[Path, list[Any]]:
         """The items that each list gets."""
-        return {path: self._items(path) for path in _paths(one.appended for one in self._left)}
+        return {path: self._items(path) for path in _paths(one.appended for one in self.left)}
 
     def assigned(self) -> dict[Path, Any]:
-        """The values that attributes and keys get, where it isn't what the last micro-batch has left."""
-        made = {}
-        for path in _paths(one.assigned for one in self._left):
-            values = [one.assigned.get(path, MUTATED) for one in self._left]
-            set_by = [path in one.assigned for one in self._left]
+        """The values that attributes and keys get, where they aren't those that the last micro-batch has left."""
+        made: dict[Path, Any] = {}
+        for path in _paths(one.assigned for one in self.left):
+            values = [one.assigned.get(path, MUTATED) for one in self.left]
+            set_by = [path in one.assigned for one in self.left]
             present = [value for value, is_set in zip(values, set_by, strict=True) if is_set]
-            if _are_constant(present) and not self._may_be_sizes(present, set_by):
+            # Equal integers may be the pieces' sizes. A later piece of equal size doesn't count as setting it.
+            sizes = [size for size, is_set in zip(self.sizes.parts[0], set_by, strict=True) if is_set]
+            if _are_constant(present) and not (type(present[0]) is int and present == sizes):
                 continue
             try:
                 made[path] = self._value(values)
@@ -514,25 +489,21 @@ class CollectedMerge:
                     )
         return made
 
-    def _may_be_sizes(self, values: Sequence[Any], set_by: Sequence[bool]) -> bool:
-        """Whether the equal values may be the number of samples of each piece; an equal one isn't set again."""
-        sizes = [size for size, is_set in zip(self._sizes.parts[0], set_by, strict=True) if is_set]
-        return type(values[0]) is int and list(values) == sizes
-
     def _differ_between_ranks(self, values: Sequence[Any], set_by: Sequence[bool]) -> bool:
         """Whether the ranks that share a micro-batch have left different values for it."""
         rows: dict[int, list[int]] = {}
-        for piece, microbatch in enumerate(self._microbatches):
+        for piece, microbatch in enumerate(self.microbatches):
             rows.setdefault(microbatch, []).append(piece)
         shared = [row for row in rows.values() if len(row) > 1 and any(set_by[i] for i in row)]
         return any(not _are_constant([values[i] for i in row]) for row in shared)
 
     def _items(self, path: Path) -> list[Any]:
-        columns = [one.appended.get(path, []) for one in self._left]
+        columns = [one.appended.get(path, []) for one in self.left]
         counts = [len(column) for column in columns]
         if len(columns) == 1:
             return columns[0]
-        if self._are_samples(counts):
+        has_item_per_sample = set(counts) != {1} and any(counts == list(part) for part in self.sizes.parts)
+        if self.sizes.are_known and has_item_per_sample:
             return [item for column in columns for item in column]
         if len(set(counts)) == 1:
             try:
@@ -542,20 +513,16 @@ class CollectedMerge:
         self.kept_apart.append(name_of(path))
         return [item for i, column in enumerate(columns) if not self._is_copy(i, path) for item in column]
 
-    def _are_samples(self, counts: Sequence[int]) -> bool:
-        """Whether the steps have added one item for each sample."""
-        return self._sizes.are_known and set(counts) != {1} and any(counts == list(part) for part in self._sizes.parts)
-
     def _is_copy(self, piece: int, path: Path) -> bool:
         """Whether another rank of the cube has collected the same for this micro-batch, as a collective gave it.
 
         Raises:
             UnsupportedError: it has collected one number, which may be the same by chance.
         """
-        first = self._microbatches.index(self._microbatches[piece])
-        if first == piece or not self._left[piece].used_collectives:
+        first = self.microbatches.index(self.microbatches[piece])
+        if first == piece or not self.left[piece].used_collectives:
             return False
-        own, other = self._left[piece].appended.get(path, []), self._left[first].appended.get(path, [])
+        own, other = self.left[piece].appended.get(path, []), self.left[first].appended.get(path, [])
         is_copy = _are_equal(own, other)
         if is_copy and not any(isinstance(item, Array) and item.ndim for item in own):
             raise UnsupportedError(
@@ -577,7 +544,7 @@ class CollectedMerge:
         if any(type(value) is not type(first) for value in values) or first is MUTATED:
             raise _Apart
         if isinstance(first, Array) and first.ndim:
-            dim = self._sizes.sample_dim(values)
+            dim = self.sizes.sample_dim(values)
             if dim is None:
                 raise _Apart
             return torch.cat(list(values), dim) if isinstance(first, Tensor) else np.concatenate(values, dim)
@@ -598,24 +565,21 @@ class CollectedMerge:
         if are_whole_numbers(values):
             raise _Apart
         found = [float(value) for value in values]
-        columns = zip(*(map(float, one.means) for one in self._left), strict=False)
+        columns = zip(*(map(float, one.means) for one in self.left), strict=False)
         if not any(list(column) == found for column in columns):
             raise _Apart
-        weights = self._in_loss if self._are_losses(found) else self._in_mean
+        losses = [float(one.loss) for one in self.left if one.loss is not None and one.loss.numel() == 1]
+        weights = self.in_loss if losses == found else self.in_mean
         parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
         return sum(parts[1:], parts[0]) if parts else values[0]
-
-    def _are_losses(self, numbers: Sequence[float]) -> bool:
-        losses = [float(one.loss) for one in self._left if one.loss is not None and one.loss.numel() == 1]
-        return losses == numbers
 
 
 def keep_collected(
     collections: Collections, split: SplitBatch, weights: PieceWeights, left: Sequence[Left]
 ) -> Sequence[str]:
-    """Put what the steps of a batch's pieces have left into the module as if the step had run once.
+    """Store the merged changes of the steps of a batch's pieces in the module, as if the step had run once.
 
-    Returns the names of what holds values of micro-batches.
+    Returns the names of lists and attributes that hold values of micro-batches.
     """
     kept, num_ranks = split.present, len(left) // split.num_microbatches
     if len(kept) == 1 or not any(left[i].appended or left[i].assigned for i in kept):

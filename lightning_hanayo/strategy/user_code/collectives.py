@@ -3,15 +3,10 @@
 in a step        the ranks that have samples of the micro-batch: data ranks, and in a cube those with a share
 in a hook        the data ranks: the ranks of a cube have the same values there, and so have the pipeline ranks
 
-Ranks agree on a collective of user code before any of them issues it, so that none waits for one that doesn't come.
+Ranks agree on each call before any of them issues it (`Agreement`): if one calls something else, or is further already,
+it is an error on all of them within seconds, and none waits in vain.
 
-rank 0   all_gather of float32 [2], training_step, micro-batch 0 of 4   --+-- the same on both: it is issued
-rank 2   all_gather of float32 [2], training_step, micro-batch 0 of 4   --+
-
-rank 2   barrier, training_step, micro-batch 0 of 4                       different: an error on both ranks
-rank 2   is in the next batch                                             an error on rank 0, within seconds
-
-Refuses collectives of `torch.distributed` over the whole world where only some ranks run the user code that calls.
+Calls of `torch.distributed` over the whole world are checked, too (`Run`):
 
     dist.all_reduce(x) in training_step          pipeline rank 0 alone runs it: an error, not a wait without end
     dist.all_reduce(x) in on_train_epoch_end     all ranks run it, also those without data of their own: an error
@@ -30,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +53,7 @@ class Call:
     """A collective that user code calls on one rank."""
 
     name: str
-    """what was called, with options that must be the same"""
+    """of the function, with options that must be the same"""
     place: str
     """where: the hook, or the step and its micro-batch"""
     shape: tuple[int, ...] | None = None
@@ -73,13 +68,13 @@ class Call:
         return f"{self.name}{what} in {self.place}"
 
     def matches(self, other: "Call") -> bool:
-        """Whether it is the same call. What a rank without samples passes doesn't matter."""
+        """Whether it is the same call. The tensor of a rank without samples doesn't matter."""
         alike = not (self.num_samples and other.num_samples) or (self.shape, self.dtype) == (other.shape, other.dtype)
         return alike and (self.name, self.place) == (other.name, other.place)
 
 
 class Progress:
-    """How far a rank is in its run: what others look at who wait for it. It is the same on all ranks that keep step."""
+    """How far a rank is in its run, for others that wait for it. It is the same on all ranks that keep step."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
@@ -106,18 +101,18 @@ class Progress:
 
 
 IN_HOOKS = 3
-"""how many numbers of a position tell ranks in hooks apart: only some of them run steps, and not equally many"""
+"""compare only the first three numbers of a position in hooks: ranks run different numbers of steps"""
 _MANY = 2**32
 """more batches than one evaluation has"""
 
 
 class Agreement:
-    """One rank's side of it.
+    """One rank's part in the agreement on a collective, before any rank issues it.
 
-    They meet in the store, not in a collective: one that is never completed could not be left, either.
+    The ranks meet in the store, not in a collective: one that is never completed could not be left, either.
 
     Args:
-        name: of what the ranks agree on together.
+        name: of this series of agreements.
         ranks: those that call.
         failures: tell how far other ranks are, and whether one has failed.
         depth: how many numbers of their positions are the same where they make the same call; None: all.
@@ -174,11 +169,8 @@ class Agreement:
             if time.monotonic() > deadline:
                 earlier, ahead = ahead, self._rank_ahead()
                 if ahead is not None and ahead == earlier:
-                    raise self._not_called(ahead, call)
+                    raise UnsupportedError(f"rank {ahead} has not called {call}, for which others wait. {WAY_OUT}.")
                 deadline = time.monotonic() + _LOOK
-
-    def _not_called(self, rank: int, call: Call) -> UnsupportedError:
-        return UnsupportedError(f"rank {rank} has not called {call}, for which others wait. {WAY_OUT}.")
 
     def _rank_ahead(self) -> int | None:
         """A rank that has passed this point of the run.
@@ -293,8 +285,13 @@ class UserCollectives:
             return (tensor if sync_grads else tensor.detach()).unsqueeze(0)
         if not calls[group.rank()].num_samples:
             tensor = tensor.new_zeros(calls[present[0]].shape or ())
+        peers, place = self._peers, self.place  # as they are now: the backward may run elsewhere
+
+        def agree() -> None:
+            peers.agree(Call("the backward of self.all_gather(sync_grads=True)", place))
+
         with nullcontext() if sync_grads else torch.no_grad():
-            gathered: Tensor = AllGather.apply(tensor, group, self._before_backward())
+            gathered: Tensor = AllGather.apply(tensor, group, agree)
         return gathered if len(present) == len(calls) else gathered[present]
 
     def reduce(self, tensor: Any, op: Any) -> Any:
@@ -370,7 +367,7 @@ class UserCollectives:
         return str(self._step) if self._in_step else self._guard.hook_name
 
     def unchecked(self) -> AbstractContextManager[None]:
-        """Entered while code runs that user code has called, and that knows what it does."""
+        """Entered while library code runs that user code has called."""
         return self._guard.off()
 
     @property
@@ -387,8 +384,12 @@ class UserCollectives:
             call = replace(call, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         if not self._in_step:
             return call
-        if self._step is None:
-            _refuse_dry_run(name)
+        if self._step is None:  # a dry run
+            raise UnsupportedError(
+                f"{name} in a step that gives blocks a mask for some samples and none for others, so that the code "
+                f"before the stack runs once more, for all samples of each rank's blocks. Pass masks always, call it "
+                f"after the blocks, or set HanayoStrategy(cube_outside='replicate')."
+            )
         self.used.add(self._step.microbatch)
         self._warn(name, tensor)
         return replace(call, num_samples=self._step.num_samples, weighs=self._step.weighs)
@@ -415,22 +416,6 @@ class UserCollectives:
                 f"micro-batches: batch sizes that are multiples of num_microbatches times the ranks of the cube."
             )
 
-    def _before_backward(self) -> Callable[[], object]:
-        peers, place = self._peers, self.place
-
-        def agree() -> None:
-            peers.agree(Call("the backward of self.all_gather(sync_grads=True)", place))
-
-        return agree
-
-
-def _refuse_dry_run(name: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{name} in a step that gives blocks a mask for some samples and none for others, so that the code before the "
-        f"stack runs once more, for all samples of each rank's blocks. Pass masks always, call it after the blocks, or "
-        f"set HanayoStrategy(cube_outside='replicate')."
-    )
-
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
@@ -444,7 +429,7 @@ _REDUCING = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "gather", "gather_object", "all_to_all", "all_to_all_single",
 )  # fmt: skip
-"""what counts the ranks of the world"""
+"""collectives whose result depends on how many ranks take part"""
 _OTHERS = (
     "barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "send",
     "recv", "isend", "irecv",
@@ -507,7 +492,7 @@ _patches: list[PatchedFunction] = []
 
 
 def start(run: Run) -> None:
-    """From now on, check what user code calls."""
+    """From now on, check the calls of user code."""
     if not _running:
         functions = {name: getattr(distributed_c10d, name) for name in (*_REDUCING, *_OTHERS)}
         possible = {name: one for name, one in functions.items() if PatchedFunction.is_possible(one)}
@@ -518,7 +503,7 @@ def start(run: Run) -> None:
 
 
 def stop(run: Run) -> None:
-    """End what `start` has begun. A second call does nothing."""
+    """Check the calls of this run no longer. A second call does nothing."""
     if run in _running:
         _running.remove(run)
     if not _running:

@@ -1,9 +1,10 @@
-"""Gives the pipeline ranks above 0 what only pipeline rank 0 has of data and steps: for the hooks of all ranks.
+"""Gives the pipeline ranks above 0 the values that only pipeline rank 0 has of data and steps: for all ranks' hooks.
 
 rank 0   steps: self.outputs = [a, b, c]   --values-->   rank 1   self.outputs = [a, b, c]
 all      on_train_epoch_end: self.log("mean", torch.stack(self.outputs).mean()); self.outputs.clear()
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,73 +22,55 @@ from lightning_hanayo.strategy.user_code.collected import (
 )
 
 
+@dataclass(eq=False)
 class HandOver:
-    """One pipeline rank's side of it.
+    """One pipeline rank's part in giving values to the ranks above 0."""
 
-    Args:
-        relay: over the ranks of the pipeline.
-        device: where received tensors go.
-        collections: what steps collect.
-        generators: of random numbers, from which data sets and steps may draw.
-        before_batches: whether hooks run between the reading of each batch and its steps.
-        after_batches: whether hooks that run after each batch may read what its steps have left.
-        after_epochs: whether those at the end of an epoch may.
-    """
-
-    def __init__(
-        self,
-        relay: Relay,
-        device: torch.device,
-        collections: Collections,
-        generators: SharedGenerators,
-        *,
-        before_batches: bool,
-        after_batches: bool,
-        after_epochs: bool,
-    ) -> None:
-        self._relay = relay
-        self._device = device
-        self._collections = collections
-        self._generators = generators
-        self._before_batches = before_batches
-        self.after_batches = after_batches
-        self._after_epochs = after_epochs
-
-    @property
-    def is_read(self) -> bool:
-        """Whether a hook of the user's may read what steps have left."""
-        return self._after_epochs
+    relay: Relay
+    """over the ranks of the pipeline"""
+    device: torch.device
+    """where received tensors go"""
+    collections: Collections
+    """the lists and attributes that steps set"""
+    generators: SharedGenerators
+    """of random numbers, from which data sets and steps may draw"""
+    before_batches: bool
+    """whether hooks run between the reading of each batch and its steps"""
+    after_batches: bool
+    """whether hooks that run after each batch may read values that its steps have set"""
+    after_epochs: bool
+    """whether those at the end of an epoch may"""
 
     def at_epoch_end(self) -> None:
-        """Hand over what steps, and hooks that run on pipeline rank 0 alone, have left. Called by all ranks."""
-        self._generators.share()
-        if self._after_epochs:
+        """Send the values set by steps, and by hooks that run on pipeline rank 0 alone. Called by all ranks."""
+        self.generators.share()
+        if self.after_epochs:
             self._exchange(EPOCH_BUDGET, {})
 
     def before_batch(self) -> None:
         """Called by all ranks once a batch is read and transferred."""
-        if self._before_batches:
-            self._generators.share()
+        if self.before_batches:
+            self.generators.share()
 
     def after_batch(self, **values: Any) -> dict[str, Any]:
-        """Hand over what the steps of a batch have left, and these values of pipeline rank 0.
+        """Send the values set by the steps of a batch, and these values of pipeline rank 0.
 
-        Returns the values, or what stands for them; what this rank has if nothing reads them.
+        Returns the values, or their stand-ins; this rank's own if nothing reads them.
         """
         if not self.after_batches:
             return values
-        self._generators.share()
+        self.generators.share()
         return self._exchange(BATCH_BUDGET, values)
 
     def _exchange(self, budget: int, values: dict[str, Any]) -> dict[str, Any]:
-        if self._relay.transport.num_ranks == 1:
+        if self.relay.transport.num_ranks == 1:
             return values
-        if self._relay.transport.rank == 0:
+        if self.relay.transport.rank == 0:
             packer = Packer(budget)
-            changed = self._collections.take_changed()
+            changed = self.collections.take_changed()
             left = {path: (start, packer.pack(name_of(path), value)) for path, (start, value) in changed.items()}
-            self._relay.broadcast("values", to_text((left, {name: packer.pack(name, v) for name, v in values.items()})))
+            self.relay.broadcast("values", to_text((left, {name: packer.pack(name, v) for name, v in values.items()})))
             return values
-        left, received = from_packed(self._relay.broadcast("values"), self._device)
-        self._collections.give(left)
+        left, received = from_packed(self.relay.broadcast("values"), self.device)
+        self.collections.give(left)
         return dict(received)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_hanayo.schedule import build
 from lightning_hanayo.schedule.communication import message_pairs
-from lightning_hanayo.strategy.groups import DATA, GlooGroups, GroupMaker, Partition, ProcessGroups, covering
+from lightning_hanayo.strategy.groups import DATA, GlooGroups, Partition, ProcessGroups, covering
 from lightning_hanayo.topology import Topology
 from tests.harness import models
 from tests.harness.fake_groups import FakeGroups, fake_world
@@ -86,7 +86,7 @@ def rendezvous_of_members() -> int:
     original = dist.new_group
     dist.new_group = lambda ranks, **options: made.append(ranks) or original(ranks, **options)
     try:
-        GroupMaker()(((0,), (1,), (2,)), "gloo", "control", timedelta(seconds=60))
+        GlooGroups(torch.device("cpu"), timedelta(seconds=60)).control(((0,), (1,), (2,)))
     finally:
         dist.new_group = original
     return len(made)

@@ -72,7 +72,7 @@ def train(
         for batch in batches(accumulate, torch.bfloat16 if masters else dtype)
     ]
     trainer.fit(module, make_loader(shares))
-    shards = trainer.strategy.session.shards
+    shards = trainer.strategy.session.steps.shards
     assert (shards is not None) == sharded
     if shards is not None:
         assert shards.scatters != reads

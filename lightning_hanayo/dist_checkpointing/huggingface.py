@@ -192,25 +192,34 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed = {names[id(tensor)] for tensor in on_disk.values() if id(tensor) in names}
     converted = {target: tensor for target, tensor in on_disk.items() if target not in result}
     rest = {name: tensor for name, tensor in on_meta.items() if name not in renamed}
-    for by_layer in (False, True):  # each name by itself, or those of a layer together
-        groups: dict[str, list[str]] = defaultdict(list)
-        for name in rest:
-            layer = _LAYER.match(name)
-            groups[name if not by_layer else layer[1] if layer else ""].append(name)
-        try:
-            targets = {group: revert(model, {name: rest[name] for name in groups[group]}) for group in groups}
-        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError):
-            continue
-        found = {name: (one.shape, one.dtype) for group in targets.values() for name, one in group.items()}
-        if found == {name: (one.shape, one.dtype) for name, one in converted.items()}:
-            for group, sources in groups.items():
-                result |= _converted(model, revert, {name: own[name] for name in sources}, targets[group])
+    for key in (lambda name: name, lambda name: found[1] if (found := _LAYER.match(name)) else ""):
+        groups = _groups(model, revert, rest, key)
+        if _shapes(one for _, targets in groups for one in targets.items()) == _shapes(converted.items()):
+            for sources, targets in groups:
+                result |= _converted(model, revert, {name: own[name] for name in sources}, targets)
             return result
     raise UnsupportedError(
         f"transformers converts {listed(rest)} of {type(model).__name__} together when it saves "
         f"them, so they can't be written one after another. Load the checkpoint into the model, and save it there: "
         f"hanayo ckpt export --to file, then model.save_pretrained(folder)."
     )
+
+
+def _groups(
+    model: Any, revert: Callable[..., Any], rest: Mapping[str, Tensor], key: Callable[[str], str]
+) -> list[tuple[list[str], dict[str, Tensor]]]:
+    """Names whose tensors are converted together, and what comes of them; none if that doesn't work."""
+    names: dict[str, list[str]] = {}
+    for name in rest:
+        names.setdefault(key(name), []).append(name)
+    try:
+        return [(group, revert(model, {name: rest[name] for name in group})) for group in names.values()]
+    except (RuntimeError, ValueError, KeyError, IndexError, AttributeError):
+        return []
+
+
+def _shapes(tensors: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
 
 def _converted(

@@ -7,10 +7,11 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from recipes.benchmarks.cluster import Cluster, Link
-from recipes.benchmarks.harness import Findings, describe, new_parser, numeric, run_on_cluster, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, number, run_on_cluster
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of, three_d
 
 if TYPE_CHECKING:
@@ -30,28 +31,22 @@ CHECKED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write what was asked for. Returns the exit code: 3 where there can be no cluster."""
-    options = _parser().parse_args(arguments)
-    return run_on_cluster(_check if options.check else _measure, options)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser("tensor3d", __doc__, picture="draw steps, measured next to predicted",
                         trace="draw each host's computing and receiving")  # fmt: skip
-    parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N",
-                        help="each host's bandwidth, each way, in megabits per second (default 200)")  # fmt: skip
-    parser.add_argument("--hidden", type=whole, default=384, metavar="N", help="of the largest layers (default 384)")
-    parser.add_argument("--rounds", type=whole, default=5, metavar="N",
-                        help="each scheme once in each; other shapes take three (default 5)")  # fmt: skip
+    number(parser, "--mbit", 200.0, "each host's bandwidth, each way, in megabits per second")
+    number(parser, "--hidden", 384, "of the largest layers")
+    number(parser, "--rounds", 5, "each scheme once in each; other shapes take three")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)} (default: all)")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="instead: compute small layers for real, and compare")
-    return parser
+    options = parser.parse_args(arguments)
+    return run_on_cluster(_check if options.check else _measure, options)
 
 
 def speed_of(link: Link, tokens: int, hidden: int, layers: int = 2) -> float:
     """A host's flops per second, so that 1-D on eight of them would compute for 0.3 of a step without overlap."""
     from recipes.benchmarks.tensor3d_rank import Case
-    from recipes.benchmarks.tensor3d_result import predict
+    from recipes.benchmarks.tensor3d_report import predict
 
     alone, _ = predict(Case("", HOSTS, tokens, hidden, (ONE_D[0],), 1.0, layers), ONE_D[0], link)
     return alone.computing * SHARE / (1 - SHARE) / alone.receiving
@@ -107,7 +102,7 @@ def _check(options: argparse.Namespace) -> Findings:
 def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import tensor3d_report as report
     from recipes.benchmarks.tensor3d_rank import Plan, work
-    from recipes.benchmarks.tensor3d_result import outcome_of, transfers_of
+    from recipes.benchmarks.tensor3d_report import outcome_of, transfers_of
 
     link = Link(options.mbit)
     plan = Plan(
@@ -126,12 +121,12 @@ def _measure(options: argparse.Namespace) -> Findings:
     far = report.far_ahead(link)
     about = describe(_context(link), f"{took:.0f} s in all")
     data = {"machine": about, "transfers": [vars(one) for one in transfers],
-            "cases": [one.plain() for one in outcomes], "at 64 hosts": [one.plain() for one in far]}  # fmt: skip
+            "cases": [asdict(one) for one in outcomes], "at 64 hosts": [asdict(one) for one in far]}  # fmt: skip
     pictures = {
         "picture": lambda path: report.draw(outcomes, path),
         "trace": lambda path: report.draw_trace(plan, records, link, path),
     }
-    return Findings(report.table(about, transfers, outcomes, far), data, pictures)
+    return Findings(report.text(about, transfers, outcomes, far), data, pictures)
 
 
 def _context(link: Link) -> str:

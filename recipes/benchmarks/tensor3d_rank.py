@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from recipes.benchmarks.cluster import received
-from recipes.benchmarks.harness import sleep_until
-from recipes.benchmarks.schemes.check import check
-from recipes.benchmarks.schemes.device import Emulated
-from recipes.benchmarks.schemes.layer import shapes
+from recipes.benchmarks.harness import in_turn, sleep_until
+from recipes.benchmarks.schemes.dimensions import Wire, check
+from recipes.benchmarks.schemes.layer import Emulated, shapes
 from recipes.benchmarks.schemes.log import Event, Log
 from recipes.benchmarks.schemes.names import Find, Group, groups, make
-from recipes.benchmarks.schemes.wire import Wire
 
 HEAD_START, QUIET, SAMPLE_S, SKEW = 0.01, 0.03, 0.004, 0.0004
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
@@ -211,20 +209,13 @@ def _case(process_groups: Groups, case: Case) -> dict[str, Steps]:
             dist.barrier()
         return {}
     runners = {name: StepRunner(case, name, process_groups.rank, process_groups.find) for name in case.schemes}
-    for turn in range(-1, case.rounds):
-        for name in _turned(case.schemes, turn):
-            _run(runners[name], keep=turn >= 0)
+    for counts, name in in_turn(case.schemes, case.rounds, warm_up=1):
+        _run(runners[name], keep=counts)
     for runner in runners.values():
         with _sampled(runner.steps.samples) as begin:
             begin(_run(runner, keep=False))
         runner.steps.events, runner.steps.spans = runner.log.events, runner.log.spans
     return {name: runner.steps for name, runner in runners.items()}
-
-
-def _turned(names: Sequence[str], turn: int) -> list[str]:
-    """Returns the names in an order that begins with another one in each round."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
 
 
 def _run(runner: StepRunner, *, keep: bool) -> float:

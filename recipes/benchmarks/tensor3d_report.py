@@ -1,21 +1,141 @@
-"""The report of the tensor-parallel benchmark: tables as Markdown, steps and one trace as pictures."""
+"""Compares all hosts' records of each scheme with its prediction: tables, and pictures of steps and of a trace."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from lightning_hanayo.planner.candidates import ranked_meshes
+from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.benchmarks.cluster import Link
-from recipes.benchmarks.schemes.log import Replay
-from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
-from recipes.benchmarks.tensor3d_rank import Case, Plan, Record, Steps
-from recipes.benchmarks.tensor3d_result import Outcome, Result, Transfer, layer_of, predict
+from recipes.benchmarks.harness import Columns, Summary, ms, page, span, table
+from recipes.benchmarks.schemes.log import Replay, elements_of, replay
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of, three_d
+from recipes.benchmarks.tensor3d_rank import Case, Collective, Plan, Record, Steps, dry_run
+from recipes.cube.schemes import OneD, two_d
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
-from recipes.paper.table import markdown, percent
+from recipes.paper.table import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+BYTES = 4
+"""of an element"""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective: seconds, and how they compare with the bytes of the ring algorithm at the link's rate."""
+
+    kind: str
+    hosts: int
+    megabytes: float
+    ideal: float
+    gloo: float
+    ours: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One scheme in one case. Seconds and bytes of a step, on each host."""
+
+    name: str
+    step: Summary
+    forward: float
+    predicted: Replay
+    volume: float
+    """bytes received as the formula says"""
+    moved: float
+    """bytes received as the program's own transfers have it"""
+    on_the_wire: float
+    """bytes the interfaces counted, headers included"""
+    gain: float | None = None
+    """the quickest 1-D's step / this one, of the same round: the median; None where 1-D wasn't run"""
+    predicted_gain: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case with all its results."""
+
+    case: Case
+    results: tuple[Result, ...]
+
+    def of(self, name: str) -> Result:
+        """One of them."""
+        return next(result for result in self.results if result.name == name)
+
+
+def layer_of(case: Case) -> TransformerLayer:
+    """For the formulas; heads that any mesh divides."""
+    return TransformerLayer(case.tokens, case.hidden, heads=case.hidden)
+
+
+def volume_of(case: Case, name: str) -> float:
+    """Elements a host receives in a step, by the planner's formulas."""
+    layer = layer_of(case)
+    if name in ONE_D:
+        return case.layers * OneD(case.hosts).volume(layer)
+    if name == TWO_D:
+        return case.layers * two_d(round(case.hosts**0.5)).volume(layer)
+    return case.layers * layer.volume(mesh_of(name)).total
+
+
+def predict(case: Case, name: str, link: Link) -> tuple[Replay, float]:
+    """The step's replay, and the elements that are moved. On squares the slower one of two kinds of hosts."""
+    programs = [dry_run(case, name, rank) for rank in ((0, 1) if name == TWO_D else (0,))]
+    replays = [replay(events, link.bytes_per_second / BYTES) for events in programs]
+    return max(replays, key=lambda one: one.step), elements_of(programs[0])
+
+
+def outcome_of(case: Case, link: Link, hosts: Sequence[dict[str, Steps]]) -> Outcome:
+    """Put the hosts' records together."""
+    found = [_result(case, link, name, [steps[name] for steps in hosts]) for name in case.schemes]
+    rounds = {name: _rounds([steps[name].end for steps in hosts]) for name in case.schemes}
+    peers = [name for name in case.schemes if name in ONE_D]
+    if not peers:
+        return Outcome(case, tuple(found))
+    best = [min(ends) for ends in zip(*(rounds[name] for name in peers), strict=True)]
+    ideal = min(result.predicted.step for result in found if result.name in peers)
+    return Outcome(case, tuple(_beside(result, rounds[result.name], best, ideal) for result in found))
+
+
+def _beside(result: Result, steps: Sequence[float], best: Sequence[float], ideal: float) -> Result:
+    gain = median(peer / own for peer, own in zip(best, steps, strict=True))
+    return Result(**(vars(result) | {"gain": gain, "predicted_gain": ideal / result.predicted.step}))
+
+
+def _rounds(by_host: Sequence[Sequence[float]]) -> list[float]:
+    """Each round's, of the last host."""
+    return [max(ends) for ends in zip(*by_host, strict=True)]
+
+
+def _result(case: Case, link: Link, name: str, hosts: Sequence[Steps]) -> Result:
+    predicted, elements = predict(case, name, link)
+    return Result(
+        name=name,
+        step=Summary.of(_rounds([steps.end for steps in hosts])),
+        forward=median(_rounds([steps.forward for steps in hosts])),
+        predicted=predicted,
+        volume=BYTES * volume_of(case, name),
+        moved=BYTES * elements,
+        on_the_wire=fmean(median(steps.received) for steps in hosts),
+    )
+
+
+def transfers_of(link: Link, records: Sequence[Record]) -> list[Transfer]:
+    """Collectives, as the last host saw them."""
+    return [_combined(link, same) for same in zip(*(record.collectives for record in records), strict=True)]
+
+
+def _combined(link: Link, same: Sequence[Collective]) -> Transfer:
+    first = same[0]
+    twice = 2 if first.kind == "all-reduce" else 1
+    ideal = twice * first.megabytes * 2**20 * (first.hosts - 1) / first.hosts / link.bytes_per_second
+    gloo, ours = (median(_rounds([getattr(one, whose) for one in same])) for whose in ("gloo", "ours"))
+    return Transfer(first.kind, first.hosts, first.megabytes, ideal, gloo, ours)
+
 
 FAR, PAPER = 64, {ONE_D[0]: 2.32, TWO_D: 1.57}
 """the paper's: 3-D over each of them, 64 GPUs"""
@@ -29,10 +149,6 @@ class Forecast:
     case: Case
     share: float
     steps: dict[str, Replay]
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def far_ahead(link: Link, hidden: int = 1024) -> list[Forecast]:
@@ -50,32 +166,84 @@ def far_ahead(link: Link, hidden: int = 1024) -> list[Forecast]:
     return found
 
 
-def table(
+def text(
     about: Sequence[str], transfers: Sequence[Transfer], outcomes: Sequence[Outcome], far: Sequence[Forecast]
 ) -> str:
-    """All of it."""
-    parts = ["\n".join(f"- {line}" for line in about)]
+    """All tables."""
+    parts: list[str | Sequence[str]] = [about]
     if transfers:
-        parts += ["## Collectives", markdown(COLLECTIVE_HEAD, map(_transfer, transfers))]
+        parts += ["## Collectives", table(COLLECTIVE_COLUMNS, transfers)]
     for outcome in outcomes:
         if outcome.case.title not in SCALING:
-            parts += [f"## {title(outcome.case)}", markdown(HEAD, map(_row, outcome.results))]
+            parts += [f"## {title(outcome.case)}", table(COLUMNS, outcome.results)]
     for kind in SCALING:
-        if rows := [row for outcome in outcomes if outcome.case.title == kind for row in _scaling(outcome)]:
-            parts += [f"## {kind.capitalize()} scaling", markdown(SCALING_HEAD, rows)]
+        if rows := [(one.case, result) for one in outcomes if one.case.title == kind for result in one.results]:
+            parts += [f"## {kind.capitalize()} scaling", table(SCALING_COLUMNS, rows)]
     about_far = (
         f"In brackets: if nothing overlapped. On {FAR} GPUs the paper measured, for its cube, {PAPER[ONE_D[0]]} over "
         f"1-D and {PAPER[TWO_D]} over 2-D."
     )
-    parts += [f"## {FAR} hosts, predicted", about_far, markdown(FAR_HEAD, map(_forecast, far))]
-    return "\n\n".join(parts) + "\n"
+    return page(*parts, f"## {FAR} hosts, predicted", about_far, table(FAR_COLUMNS, far))
 
 
-HEAD = ("scheme", "step ms", "min-max", "forward ms", "predicted ms", "measured / predicted", "compute ms", "link ms",
-        "of the longer", "gain over 1-D", "predicted gain", "reached", "MB", "wire / formula")  # fmt: skip
-COLLECTIVE_HEAD = ("collective", "hosts", "MB", "ideal ms", "gloo ms", "of ideal", "ours ms", "of ideal")
-SCALING_HEAD = ("hosts", "tokens", "scheme", "step ms", "predicted ms", "gain over 1-D", "predicted gain")
-FAR_HEAD = ("tokens", "1-D communicates", "cube over 1-D", "best mesh", "over 1-D", "cube over 2-D", "best over 2-D")
+def _times(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}"
+
+
+def _moved(one: Result) -> str:
+    return f"{one.volume / 1e6:.2f}" + ("" if one.moved == one.volume else f" (moved {one.moved / 1e6:.2f})")
+
+
+def _over(one: Forecast, slow: int, quick: int) -> str:
+    """The speed of one scheme over another's, and in brackets without overlap."""
+    a, b = (one.steps[one.case.schemes[place]] for place in (slow, quick))
+    return f"{a.step / b.step:.2f} ({a.apart / b.apart:.2f})"
+
+
+COLUMNS: Columns = (
+    ("scheme", lambda one: one.name),
+    ("step ms", lambda one: ms(one.step.median, 0)),
+    ("min-max", lambda one: span(one.step, 0)),
+    ("forward ms", lambda one: ms(one.forward, 0)),
+    ("predicted ms", lambda one: ms(one.predicted.step, 0)),
+    ("measured / predicted", lambda one: f"{one.step.median / one.predicted.step:.3f}"),
+    ("compute ms", lambda one: ms(one.predicted.computing, 0)),
+    ("link ms", lambda one: ms(one.predicted.receiving, 0)),
+    ("of the longer", lambda one: f"{one.step.median / one.predicted.bound:.2f}"),
+    ("gain over 1-D", lambda one: _times(one.gain)),
+    ("predicted gain", lambda one: _times(one.predicted_gain)),
+    ("reached", lambda one: percent(one.gain / one.predicted_gain, 0) if one.gain and one.predicted_gain else "-"),
+    ("MB", _moved),
+    ("wire / formula", lambda one: f"{one.on_the_wire / one.volume:.4f}" if one.volume else "-"),
+)
+COLLECTIVE_COLUMNS: Columns = (
+    ("collective", lambda one: one.kind),
+    ("hosts", lambda one: str(one.hosts)),
+    ("MB", lambda one: f"{one.megabytes:g}"),
+    ("ideal ms", lambda one: ms(one.ideal)),
+    ("gloo ms", lambda one: ms(one.gloo)),
+    ("of ideal", lambda one: f"{one.gloo / one.ideal:.2f}"),
+    ("ours ms", lambda one: ms(one.ours)),
+    ("of ideal", lambda one: f"{one.ours / one.ideal:.2f}"),
+)
+SCALING_COLUMNS: Columns = (
+    ("hosts", lambda one: str(one[0].hosts)),
+    ("tokens", lambda one: str(one[0].tokens)),
+    ("scheme", lambda one: one[1].name),
+    ("step ms", lambda one: ms(one[1].step.median, 0)),
+    ("predicted ms", lambda one: ms(one[1].predicted.step, 0)),
+    ("gain over 1-D", lambda one: _times(one[1].gain)),
+    ("predicted gain", lambda one: _times(one[1].predicted_gain)),
+)
+FAR_COLUMNS: Columns = (
+    ("tokens", lambda one: f"{one.case.tokens} (M = {one.case.tokens // one.case.hidden} h)"),
+    ("1-D communicates", lambda one: percent(one.share, 0)),
+    ("cube over 1-D", lambda one: _over(one, 0, 2)),
+    ("best mesh", lambda one: one.case.schemes[3]),
+    ("over 1-D", lambda one: _over(one, 0, 3)),
+    ("cube over 2-D", lambda one: _over(one, 1, 2)),
+    ("best over 2-D", lambda one: _over(one, 1, 3)),
+)
 
 
 def title(case: Case) -> str:
@@ -84,62 +252,6 @@ def title(case: Case) -> str:
     return (
         f"{case.hosts} hosts, {case.layers} layers of {case.hidden}, {case.tokens} tokens (M = {ratio:g} h), "
         f"{case.flops_per_second / 1e9:.2f} GFLOP/s"
-    )
-
-
-def _transfer(one: Transfer) -> tuple[str, ...]:
-    return (one.kind, str(one.hosts), f"{one.megabytes:g}", f"{1e3 * one.ideal:.1f}", f"{1e3 * one.gloo:.1f}",
-            f"{one.gloo / one.ideal:.2f}", f"{1e3 * one.ours:.1f}", f"{one.ours / one.ideal:.2f}")  # fmt: skip
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    step, predicted = result.step, result.predicted
-    return (
-        result.name,
-        f"{1e3 * step.median:.0f}",
-        f"{1e3 * step.least:.0f}-{1e3 * step.most:.0f}",
-        f"{1e3 * result.forward:.0f}",
-        f"{1e3 * predicted.step:.0f}",
-        f"{step.median / predicted.step:.3f}",
-        f"{1e3 * predicted.computing:.0f}",
-        f"{1e3 * predicted.receiving:.0f}",
-        f"{step.median / predicted.bound:.2f}",
-        _times(result.gain),
-        _times(result.predicted_gain),
-        percent(result.gain / result.predicted_gain, 0) if result.gain and result.predicted_gain else "-",
-        f"{result.volume / 1e6:.2f}" + ("" if result.moved == result.volume else f" (moved {result.moved / 1e6:.2f})"),
-        f"{result.on_the_wire / result.volume:.4f}" if result.volume else "-",
-    )
-
-
-def _times(gain: float | None) -> str:
-    return "-" if gain is None else f"{gain:.2f}"
-
-
-def _scaling(outcome: Outcome) -> list[tuple[str, ...]]:
-    case = outcome.case
-    return [
-        (str(case.hosts), str(case.tokens), result.name, f"{1e3 * result.step.median:.0f}",
-         f"{1e3 * result.predicted.step:.0f}", _times(result.gain), _times(result.predicted_gain))
-        for result in outcome.results
-    ]  # fmt: skip
-
-
-def _forecast(one: Forecast) -> tuple[str, ...]:
-    first, square, cube, best = one.case.schemes
-
-    def over(slow: str, quick: str) -> str:
-        a, b = one.steps[slow], one.steps[quick]
-        return f"{a.step / b.step:.2f} ({a.apart / b.apart:.2f})"
-
-    return (
-        f"{one.case.tokens} (M = {one.case.tokens // one.case.hidden} h)",
-        percent(one.share, 0),
-        over(first, cube),
-        best,
-        over(first, best),
-        over(square, cube),
-        over(square, best),
     )
 
 

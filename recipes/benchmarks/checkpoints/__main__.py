@@ -5,28 +5,28 @@ python -m recipes.benchmarks.checkpoints --gigabytes 0.1 --folder /dev/shm --rou
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.harness import (
     LOOPBACK,
     ORDINARY,
     Findings,
     describe,
     new_parser,
-    numeric,
+    number,
+    read,
     run,
     run_ranks,
-    whole,
+    stored,
 )
 
 if TYPE_CHECKING:
-    from recipes.benchmarks.checkpoints.figures import CaseFigures
+    from recipes.benchmarks.checkpoints.report import CaseFigures
 
 SECONDS_PER_GIGABYTE = 60
 """the longest that a save with its loads may take"""
@@ -34,45 +34,32 @@ SECONDS_PER_GIGABYTE = 60
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write the requested files. Returns the exit code."""
-    return run(_measure, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser("checkpoints", __doc__, picture="draw saving, loading and memory")
-    parser.add_argument("--ranks", type=whole, nargs="+", default=[2, 4], metavar="N", help="(default 2 4)")
-    parser.add_argument("--gigabytes", type=numeric, default=2.0, metavar="GB",
-                        help="all ranks' weights and Adam states together (default 2)")  # fmt: skip
-    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="all ways in each (default 3)")
-    parser.add_argument("--products", type=whole, default=8, metavar="N",
-                        help="products of 1024 x 1024 matrices in a step (default 8)")  # fmt: skip
+    number(parser, "--ranks", [2, 4], "")
+    number(parser, "--gigabytes", 2.0, "all ranks' weights and Adam states together", "GB")
+    number(parser, "--rounds", 3, "all ways in each")
+    number(parser, "--products", 8, "products of 1024 x 1024 matrices in a step")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where checkpoints are written for a moment "
                         "(default: a temporary folder)")  # fmt: skip
     parser.add_argument("--again", type=Path, metavar="FILE.json", help="measure nothing: format the figures in it")
-    return parser
+    return run(_measure, parser.parse_args(arguments))
 
 
 def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.checkpoints import report
 
-    machine, cases = _again(options.again) if options.again else _run(options)
-    data = {"machine": machine, "cases": [case.plain() for case in cases]}
-    return Findings(report.table(cases, machine), data, {"picture": lambda path: report.draw(cases, path)})
+    def again(data: Any) -> tuple[list[str], list[report.CaseFigures]]:
+        return data["machine"], [read(report.CaseFigures, case) for case in data["cases"]]
 
-
-def _again(path: Path) -> tuple[list[str], list["CaseFigures"]]:
-    from recipes.benchmarks.checkpoints.figures import CaseFigures
-
-    try:
-        data = json.loads(path.read_text())
-        return data["machine"], [CaseFigures.of(case) for case in data["cases"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HanayoError(f"{path}: expected what --json of this command writes; {error!r}") from error
+    machine, cases = stored(options.again, again) if options.again else _run(options)
+    data = {"machine": machine, "cases": [asdict(case) for case in cases]}
+    return Findings(report.text(cases, machine), data, {"picture": lambda path: report.draw(cases, path)})
 
 
 def _run(options: argparse.Namespace) -> tuple[list[str], list["CaseFigures"]]:
-    from recipes.benchmarks.checkpoints.figures import CaseFigures
     from recipes.benchmarks.checkpoints.rank import NAMES, Plan, run_all
-    from recipes.benchmarks.checkpoints.state import Sizes
+    from recipes.benchmarks.checkpoints.report import CaseFigures
+    from recipes.benchmarks.checkpoints.ways import Sizes
 
     cases = []
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.folder) as folder:

@@ -1,47 +1,120 @@
-"""Formats the figures of checkpoints as Markdown and as a picture."""
+"""Combines all ranks' records, and formats the figures as Markdown and as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from recipes.benchmarks.checkpoints.figures import CaseFigures, LoadFigures, SaveFigures
-from recipes.benchmarks.harness import Summary
+from recipes.benchmarks.checkpoints.rank import Load, RankRecord, Save
+from recipes.benchmarks.harness import Columns, Summary, page, span, table
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
-from recipes.paper.table import markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SAVE_HEAD = ("save", "training waits s", "min-max", "whole after s", "min-max", "makes training longer by s",
-             "memory MB", "written MB")  # fmt: skip
-LOAD_HEAD = ("load", "from the disk s", "min-max", "from the page cache s", "min-max", "memory MB", "equal")
+
+@dataclass(frozen=True)
+class SaveFigures:
+    """A way to save, in seconds and bytes. Each round counts the slowest rank; memory is the most of any rank."""
+
+    name: str
+    blocked: Summary
+    whole: Summary
+    added: Summary
+    memory: int
+    written: int
 
 
-def table(cases: Sequence[CaseFigures], machine: Sequence[str]) -> str:
+@dataclass(frozen=True)
+class LoadFigures:
+    """A way to load, in seconds and bytes."""
+
+    name: str
+    cold: Summary
+    warm: Summary
+    memory: int
+    equal: bool
+    """whether all ranks got the saved values each time, bit for bit"""
+
+
+@dataclass(frozen=True)
+class CaseFigures:
+    """All figures of one number of ranks."""
+
+    num_ranks: int
+    num_bytes: int
+    """of all ranks' tensors"""
+    step: float
+    """an ordinary step, in seconds"""
+    saves: tuple[SaveFigures, ...]
+    loads: tuple[LoadFigures, ...]
+
+    @staticmethod
+    def combined(ranks: Sequence[RankRecord]) -> "CaseFigures":
+        """Combine all ranks' records."""
+        steps = [save.step for record in ranks for saves in record.saves.values() for save in saves]
+        return CaseFigures(
+            len(ranks),
+            sum(record.num_bytes for record in ranks),
+            median(steps),
+            tuple(_save_figures(name, [record.saves[name] for record in ranks]) for name in ranks[0].saves),
+            tuple(_load_figures(name, [record.loads[name] for record in ranks]) for name in ranks[0].loads),
+        )
+
+
+def _save_figures(name: str, ranks: Sequence[Sequence[Save]]) -> SaveFigures:
+    blocked, whole, added = (_slowest(ranks, what) for what in ("blocked", "whole", "added"))
+    memory, written = (max(getattr(one, what) for rank in ranks for one in rank) for what in ("memory", "written"))
+    return SaveFigures(name, blocked, whole, added, memory, written)
+
+
+def _load_figures(name: str, ranks: Sequence[Sequence[Load]]) -> LoadFigures:
+    every = list(chain.from_iterable(ranks))
+    memory, equal = max(one.memory for one in every), all(one.equal for one in every)
+    return LoadFigures(name, _slowest(ranks, "cold"), _slowest(ranks, "warm"), memory, equal)
+
+
+def _slowest(ranks: Sequence[Sequence[Any]], what: str) -> Summary:
+    """The times of each round's slowest rank."""
+    return Summary.of([max(getattr(one, what) for one in turn) for turn in zip(*ranks, strict=True)])
+
+
+def _seconds(head: str, what: str) -> Columns:
+    """The columns of the median, and of the least and greatest value."""
+    figure = attrgetter(what)
+    return (head, lambda one: f"{figure(one).median:.2f}"), ("min-max", lambda one: span(figure(one), 2, 1))
+
+
+MEMORY: tuple[str, Callable[[Any], str]] = ("memory MB", lambda one: _megabytes(one.memory))
+SAVE_COLUMNS: Columns = (
+    ("save", lambda one: one.name),
+    *_seconds("training waits s", "blocked"),
+    *_seconds("whole after s", "whole"),
+    ("makes training longer by s", lambda one: f"{one.added.median:.2f}"),
+    MEMORY,
+    ("written MB", lambda one: _megabytes(one.written)),
+)
+LOAD_COLUMNS: Columns = (
+    ("load", lambda one: one.name),
+    *_seconds("from the disk s", "cold"),
+    *_seconds("from the page cache s", "warm"),
+    MEMORY,
+    ("equal", lambda one: "yes" if one.equal else "NO"),
+)
+
+
+def text(cases: Sequence[CaseFigures], machine: Sequence[str]) -> str:
     """The figures as Markdown."""
-    parts = ["\n".join(f"- {line}" for line in machine)]
-    for case in cases:
-        parts += [f"## {_title(case)}", markdown(SAVE_HEAD, map(_save_row, case.saves)),
-                  markdown(LOAD_HEAD, map(_load_row, case.loads))]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    tables = ((f"## {_title(one)}", table(SAVE_COLUMNS, one.saves), table(LOAD_COLUMNS, one.loads)) for one in cases)
+    return page(machine, *chain.from_iterable(tables))
 
 
 def _title(case: CaseFigures) -> str:
     share = _megabytes(case.num_bytes // case.num_ranks)
     return f"{case.num_ranks} ranks, {share} MB each, steps of {case.step:.2f} s"
-
-
-def _save_row(one: SaveFigures) -> tuple[str, ...]:
-    return (one.name, *_seconds(one.blocked), *_seconds(one.whole), f"{one.added.median:.2f}",
-            _megabytes(one.memory), _megabytes(one.written))  # fmt: skip
-
-
-def _load_row(one: LoadFigures) -> tuple[str, ...]:
-    return one.name, *_seconds(one.cold), *_seconds(one.warm), _megabytes(one.memory), "yes" if one.equal else "NO"
-
-
-def _seconds(value: Summary) -> tuple[str, str]:
-    return f"{value.median:.2f}", f"{value.least:.2f}-{value.most:.2f}"
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -10,14 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.harness import Findings, describe, new_parser, run, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, number, read, run, stored
 
 if TYPE_CHECKING:
-    from recipes.benchmarks.gpu.figures import Figures
+    from recipes.benchmarks.gpu.parts import Figures
 
 PARTS = ("products", "memory", "pairs", "llama", "gpt", "host")
 """in the order in which they run: the quick ones first"""
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("gpu", __doc__, picture="draw speeds, the host's work and the products")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
-    parser.add_argument("--rounds", type=whole, default=5, metavar="N", help="the median is shown (default 5)")
+    number(parser, "--rounds", 5, "the median is shown")
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="(default bf16-true)")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, which also run on a CPU: for trying it out")
     parser.add_argument("--eager", action="store_true", help="leave out compiled blocks, which take minutes to compile")
@@ -42,18 +42,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.gpu import report
+    from recipes.benchmarks.gpu.parts import Figures
 
-    figures = _again(options.again) if options.again else _figures(options)
-    return Findings(report.table(figures), figures.plain(), {"picture": lambda path: report.draw(figures, path)})
-
-
-def _again(path: Path) -> "Figures":
-    from recipes.benchmarks.gpu.figures import Figures
-
-    try:
-        return Figures.of(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HanayoError(f"{path}: expected what --json of this command writes; {error!r}") from error
+    figures = stored(options.again, partial(read, Figures)) if options.again else _figures(options)
+    return Findings(report.text(figures), figures.plain(), {"picture": lambda path: report.draw(figures, path)})
 
 
 def _figures(options: argparse.Namespace) -> "Figures":

@@ -1,17 +1,15 @@
 """Formats the figures of a GPU as Markdown and as a picture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.benchmarks.gpu.figures import Figures
-from recipes.benchmarks.gpu.fits import ALL, MICROBATCHES
-from recipes.benchmarks.gpu.memory import MemoryFigures
-from recipes.benchmarks.gpu.pairs import PairFigures
-from recipes.benchmarks.gpu.products import ProductFigures
+from recipes.benchmarks.gpu.models import ALL, MICROBATCHES
+from recipes.benchmarks.gpu.parts import Figures
 from recipes.benchmarks.gpu.steps import CaseFigures, StepFigures, largest_difference
+from recipes.benchmarks.harness import Columns, ms, page, span, table
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, RED, VIOLET, new, plain, save
-from recipes.paper.table import markdown, percent
+from recipes.paper.table import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,11 +17,6 @@ if TYPE_CHECKING:
 TITLE = "# One GPU"
 NAMES = {"llama": "Llama blocks", "gpt": "GPT"}
 COLOURS = dict(zip((one.label for one in ALL), (GREY, BLUE, ORANGE, INK, VIOLET, RED), strict=True))
-STEP_HEAD = ("", "step ms", "min-max", "TFLOP/s", "of peak", "of plain", "min-max", "kernels/action", "us/action")
-HOST_HEAD = ("", "us/action", "min-max", "CPU us/action", "of plain", "kernels/action")
-MEMORY_HEAD = ("width", "tokens", "in flight", "an output, MB", "kept, MB", "freed, MB", "saved")
-PRODUCT_HEAD = ("spinning blocks", "ms per product", "TFLOP/s", "of alone", "they spun until the end")
-PAIR_HEAD = ("width", "tokens", "collective, ms", "compute, ms", "link, ms", "one by one", "F+B", "gain")
 READING = f"""\
 All candidates train the same model on the same {MICROBATCHES} micro-batches per step, each in its own fit,
 and their steps run in turn. The plain Trainer accumulates the micro-batches' gradients. An action is the forward
@@ -45,89 +38,79 @@ Matrix products while thread blocks of another kernel spin, as those of a waitin
 communicator's CTAs saves."""
 
 
-def table(figures: Figures) -> str:
+STEP_COLUMNS: Columns = (
+    ("", lambda one: one.label),
+    ("step ms", lambda one: ms(one.step.median, 2)),
+    ("min-max", lambda one: span(one.step, 2)),
+    ("TFLOP/s", lambda one: f"{one.teraflops:.1f}"),
+    ("of peak", lambda one: "-" if one.of_peak is None else percent(one.of_peak)),
+    ("of plain", lambda one: f"{one.of_plain.median:.3f}"),
+    ("min-max", lambda one: span(one.of_plain, 3, 1)),
+    ("kernels/action", lambda one: f"{one.kernels:.1f}"),
+    ("us/action", lambda one: f"{one.microseconds:.0f}"),
+)
+HOST_COLUMNS: Columns = (
+    ("", lambda one: one.label),
+    ("us/action", lambda one: f"{one.microseconds:.0f}"),
+    ("min-max", lambda one: span(one.step, 0, one.microseconds / one.step.median)),
+    ("CPU us/action", lambda one: f"{one.cpu * one.microseconds / one.step.median:.0f}"),
+    ("of plain", lambda one: f"{one.of_plain.median:.3f}"),
+    ("kernels/action", lambda one: f"{one.kernels:.1f}"),
+)
+MEMORY_COLUMNS: Columns = (
+    ("width", lambda one: f"{one.width}"),
+    ("tokens", lambda one: f"{one.tokens}"),
+    ("in flight", lambda one: f"{one.num_in_flight}"),
+    ("an output, MB", lambda one: f"{one.output_bytes / 2**20:.1f}"),
+    ("kept, MB", lambda one: f"{one.kept / 2**20:.1f}"),
+    ("freed, MB", lambda one: f"{one.freed / 2**20:.1f}"),
+    ("saved", lambda one: f"{one.saved:.2f}"),
+)
+PAIR_COLUMNS: Columns = (
+    ("width", lambda one: f"{one.width}"),
+    ("tokens", lambda one: f"{one.tokens}"),
+    ("collective, ms", lambda one: ms(one.collective, 3)),
+    ("compute, ms", lambda one: ms(one.compute.median, 3)),
+    ("link, ms", lambda one: ms(one.link, 3)),
+    ("one by one", lambda one: f"{one.multiple(one.alone.median):.3f}"),
+    ("F+B", lambda one: f"{one.multiple(one.paired.median):.3f}"),
+    ("gain", lambda one: f"{one.alone.median / one.paired.median:.3f}"),
+)
+PRODUCT_COLUMNS: Columns = (
+    ("spinning blocks", lambda one: f"{one.num_blocks}"),
+    ("ms per product", lambda one: ms(one.time.median, 3)),
+    ("TFLOP/s", lambda one: f"{one.teraflops:.1f}"),
+    ("of alone", lambda one: f"{one.of_alone:.3f}"),
+    ("they spun until the end", lambda one: "yes" if one.overlapped else "NO"),
+)
+
+
+def text(figures: Figures) -> str:
     """The page."""
-    parts = [TITLE, _listed(figures.machine)]
+    parts: list[str | Sequence[str]] = [TITLE, figures.machine]
     if figures.steps:
-        parts += ["## Steps", READING, *map(_case, figures.steps), "## Bars", _listed(figures.verdicts)]
+        parts += ["## Steps", READING, *_cases(figures.steps, STEP_COLUMNS), "## Bars", figures.verdicts]
     if figures.host:
-        parts += ["## The host's work", HOST, *map(_host_case, figures.host)]
+        parts += ["## The host's work", HOST, *_cases(figures.host, HOST_COLUMNS)]
     if figures.memory:
-        parts += ["## Memory of sent outputs", MEMORY, markdown(MEMORY_HEAD, map(_memory_row, figures.memory))]
+        parts += ["## Memory of sent outputs", MEMORY, table(MEMORY_COLUMNS, figures.memory)]
     if figures.pairs:
-        parts += ["## Two micro-batches at once", PAIRS, markdown(PAIR_HEAD, map(_pair_row, figures.pairs))]
+        parts += ["## Two micro-batches at once", PAIRS, table(PAIR_COLUMNS, figures.pairs)]
     if figures.products:
-        shape = " x ".join(map(str, figures.products[0].shape))
-        rows = markdown(PRODUCT_HEAD, map(_product_row, figures.products))
-        parts += ["## Matrix products while others spin", f"{PRODUCTS} Products of {shape}.", rows]
+        about = f"{PRODUCTS} Products of {' x '.join(map(str, figures.products[0].shape))}."
+        parts += ["## Matrix products while others spin", about, table(PRODUCT_COLUMNS, figures.products)]
     if figures.failed:
-        parts += ["## Failed", _listed([f"{part}: {why}" for part, why in figures.failed.items()])]
-    return "\n\n".join(parts) + "\n"
+        parts += ["## Failed", [f"{part}: {why}" for part, why in figures.failed.items()]]
+    return page(*parts)
 
 
-def _listed(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _memory_row(one: MemoryFigures) -> tuple[str, ...]:
-    sizes = (f"{count / 2**20:.1f}" for count in (one.output_bytes, one.kept, one.freed))
-    return f"{one.width}", f"{one.tokens}", f"{one.num_in_flight}", *sizes, f"{one.saved:.2f}"
-
-
-def _pair_row(one: PairFigures) -> tuple[str, ...]:
-    times = (f"{1e3 * seconds:.3f}" for seconds in (one.collective, one.compute.median, one.link))
-    ways = (f"{one.multiple(seconds):.3f}" for seconds in (one.alone.median, one.paired.median))
-    return f"{one.width}", f"{one.tokens}", *times, *ways, f"{one.alone.median / one.paired.median:.3f}"
-
-
-def _product_row(one: ProductFigures) -> tuple[str, ...]:
-    spun = "yes" if one.overlapped else "NO"
-    return f"{one.num_blocks}", f"{1e3 * one.time.median:.3f}", f"{one.teraflops:.1f}", f"{one.of_alone:.3f}", spun
-
-
-def _title(case: CaseFigures) -> str:
-    shape = f"{case.samples} x {case.tokens // case.samples} tokens per micro-batch"
-    return f"{NAMES[case.kind]}: {case.num_blocks} of width {case.width}, {shape}"
-
-
-def _case(case: CaseFigures) -> str:
-    return _section(case, markdown(STEP_HEAD, map(_step_row, case.candidates)))
-
-
-def _host_case(case: CaseFigures) -> str:
-    return _section(case, markdown(HOST_HEAD, map(_host_row, case.candidates)))
-
-
-def _section(case: CaseFigures, rows: str) -> str:
-    notes = [f"{label} failed: {why}" for label, why in case.refused.items()]
-    losses = f"Losses differ by {largest_difference(case.candidates):.1e} at most, relative to the plain Trainer's."
-    return "\n\n".join(filter(None, [f"### {_title(case)}", rows, losses, _listed(notes)]))
-
-
-def _step_row(one: StepFigures) -> tuple[str, ...]:
-    return (
-        one.label,
-        f"{1e3 * one.step.median:.2f}",
-        f"{1e3 * one.step.least:.2f}-{1e3 * one.step.most:.2f}",
-        f"{one.teraflops:.1f}",
-        "-" if one.of_peak is None else percent(one.of_peak),
-        f"{one.of_plain.median:.3f}",
-        f"{one.of_plain.least:.3f}-{one.of_plain.most:.3f}",
-        f"{one.kernels:.1f}",
-        f"{one.microseconds:.0f}",
-    )
-
-
-def _host_row(one: StepFigures) -> tuple[str, ...]:
-    per_action = one.microseconds / one.step.median
-    return (
-        one.label,
-        f"{one.microseconds:.0f}",
-        f"{one.step.least * per_action:.0f}-{one.step.most * per_action:.0f}",
-        f"{one.cpu * per_action:.0f}",
-        f"{one.of_plain.median:.3f}",
-        f"{one.kernels:.1f}",
-    )
+def _cases(cases: Sequence[CaseFigures], columns: Columns) -> Iterator[str | Sequence[str]]:
+    for case in cases:
+        shape = f"{case.samples} x {case.tokens // case.samples} tokens per micro-batch"
+        yield f"### {NAMES[case.kind]}: {case.num_blocks} of width {case.width}, {shape}"
+        yield table(columns, case.candidates)
+        yield f"Losses differ by {largest_difference(case.candidates):.1e} at most, relative to the plain Trainer's."
+        yield [f"{label} failed: {why}" for label, why in case.refused.items()]
 
 
 def draw(figures: Figures, path: Path) -> None:

@@ -5,7 +5,6 @@ python -m recipes.benchmarks.layouts --table docs/benchmarks/layouts-tables.md -
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.benchmarks.cluster import Cluster, Link
-from recipes.benchmarks.harness import Findings, describe, new_parser, numeric, run, run_on_cluster, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, number, read, run, run_on_cluster, stored, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.layouts.rank import Plan, Record
@@ -26,10 +25,9 @@ CHECK_HIDDEN, CHECK_SEQ = 16, 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write what was asked for. Returns the exit code: 3 where there can be no cluster."""
     parser = new_parser("layouts", __doc__, picture="draw predicted steps over measured ones")
-    parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N",
-                        help="each host's bandwidth, each way, in megabits per second (default 200)")  # fmt: skip
-    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="each layout once in each (default 3)")
-    parser.add_argument("--gflops", type=numeric, default=6.0, metavar="N", help="of a host, per second (default 6)")
+    number(parser, "--mbit", 200.0, "each host's bandwidth, each way, in megabits per second")
+    number(parser, "--rounds", 3, "each layout once in each")
+    number(parser, "--gflops", 6.0, "of a host, per second")
     parser.add_argument("--some", type=whole, nargs="+", metavar="N", help="some of the layouts, numbered from 1")
     parser.add_argument("--no-paper", action="store_true", help="leave the paper's comparison out")
     parser.add_argument("--from", type=Path, dest="measured", metavar="FILE.json",
@@ -85,8 +83,10 @@ def _measure(options: argparse.Namespace) -> Findings:
 def _again(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.layouts.rank import Record
 
-    data = json.loads(options.measured.read_text())
-    return _findings(_plan(options), list(map(Record.of, data["records"])), data["about"])
+    def found(data: Any) -> Findings:
+        return _findings(_plan(options), [read(Record, one) for one in data["records"]], data["about"])
+
+    return stored(options.measured, found)
 
 
 def _findings(plan: "Plan", records: Sequence["Record"], about: list[str]) -> Findings:
@@ -94,9 +94,7 @@ def _findings(plan: "Plan", records: Sequence["Record"], about: list[str]) -> Fi
 
     outcome = report.outcome_of(plan, records)
     data = {"about": about} | outcome.plain() | {"records": [asdict(record) for record in records]}
-    return Findings(
-        report.table(outcome, about, plan.model), data, {"picture": lambda path: report.draw(outcome, path)}
-    )
+    return Findings(report.text(outcome, about, plan.model), data, {"picture": lambda path: report.draw(outcome, path)})
 
 
 if __name__ == "__main__":

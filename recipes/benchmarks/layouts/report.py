@@ -11,11 +11,11 @@ from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.schedule import CostModel, simulate
 from recipes.benchmarks.case import Candidate as Named
-from recipes.benchmarks.harness import Summary
+from recipes.benchmarks.harness import Columns, Summary, ms, page, span, table
 from recipes.benchmarks.layouts.cases import INSTANT, PROBES, Contender, Model, contenders, is_megatron
 from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, SHARE_SECONDS, Plan, Record, case_of
 from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
-from recipes.paper.table import markdown, percent
+from recipes.paper.table import percent
 
 _NEWTON, _SMALL = 6, 1e-6
 """steps of the search for the runtime's times, and seconds for differences"""
@@ -178,7 +178,7 @@ def predict_turn(one: Contender, message: float, action: float, seconds: float =
     return simulate(schedule, CostModel(forward, of_input, of_weight, message=message)).makespan
 
 
-def table(outcome: Outcome, about: Sequence[str], model: Model) -> str:
+def text(outcome: Outcome, about: Sequence[str], model: Model) -> str:
     """As Markdown."""
     link = outcome.machine.between_nodes
     best = outcome.steps[0].measured.median
@@ -197,43 +197,40 @@ def table(outcome: Outcome, about: Sequence[str], model: Model) -> str:
         f"per action and {1e3 * outcome.machine.host_call:.2f} ms for a layer's forward in it, as two layouts without "
         "compute tell."
     )
-    parts = ["\n".join(f"- {line}" for line in about), measured, summary, markdown(_HEAD, map(_row, outcome.steps))]
+    parts: list[str | Sequence[str]] = [about, measured, summary, table(COLUMNS, outcome.steps)]
     for pipe in sorted({one.contender.pipe for one in outcome.turns if one.contender.name == "1f1b"}, reverse=True):
-        parts += [f"P={pipe}, D={8 // pipe}:", markdown(_PAPER_HEAD, _paper_rows(outcome, pipe))]
-    return "\n\n".join(parts) + "\n"
+        rows = [one for one in outcome.turns if one.contender in contenders(pipe)]
+        parts += [f"P={pipe}, D={8 // pipe}:", table(_paper_columns(rows[0]), rows)]
+    return page(*parts)
 
 
-_HEAD = ("layout", "schedule", "step ms", "min-max", "predicted ms", "error", "closed form ms")
-_PAPER_HEAD = ("schedule", "ranks", "pipelines", "step ms", "predicted ms", "of gpipe", "predicted", "difference")
+COLUMNS: Columns = (
+    ("layout", lambda one: str(one.candidate)),
+    ("schedule", lambda one: one.candidate.schedule if one.candidate.pipe > 1 else "-"),
+    ("step ms", lambda one: ms(one.measured.median, 0)),
+    ("min-max", lambda one: span(one.measured, 0)),
+    ("predicted ms", lambda one: ms(one.predicted, 0)),
+    ("error", lambda one: f"{one.error:+.1%}"),
+    ("closed form ms", lambda one: ms(one.closed, 0)),
+)
 
 
-def _row(one: Step) -> tuple[str, ...]:
+def _paper_columns(base: Turn) -> Columns:
+    """Compared with the first schedule."""
+
+    def ratios(one: Turn) -> tuple[float, float]:
+        return one.measured.median / base.measured.median, one.predicted / base.predicted
+
     return (
-        str(one.candidate),
-        one.candidate.schedule if one.candidate.pipe > 1 else "-",
-        f"{1e3 * one.measured.median:.0f}",
-        f"{1e3 * one.measured.least:.0f}-{1e3 * one.measured.most:.0f}",
-        f"{1e3 * one.predicted:.0f}",
-        f"{one.error:+.1%}",
-        f"{1e3 * one.closed:.0f}",
+        ("schedule", lambda one: one.contender.name),
+        ("ranks", lambda one: str(one.contender.pipe)),
+        ("pipelines", lambda one: str(one.contender.pipelines)),
+        ("step ms", lambda one: ms(one.measured.median, 0)),
+        ("predicted ms", lambda one: ms(one.predicted, 0)),
+        ("of gpipe", lambda one: f"{ratios(one)[0]:.3f}"),
+        ("predicted", lambda one: f"{ratios(one)[1]:.3f}"),
+        ("difference", lambda one: f"{ratios(one)[0] / ratios(one)[1] - 1:+.1%}"),
     )
-
-
-def _paper_rows(outcome: Outcome, pipe: int) -> list[tuple[str, ...]]:
-    rows = [one for one in outcome.turns if one.contender in contenders(pipe)]
-    base = rows[0]
-    found: list[tuple[str, ...]] = []
-    for one in rows:
-        measured, predicted = one.measured.median / base.measured.median, one.predicted / base.predicted
-        cells = (
-            f"{1e3 * one.measured.median:.0f}",
-            f"{1e3 * one.predicted:.0f}",
-            f"{measured:.3f}",
-            f"{predicted:.3f}",
-        )
-        own = one.contender
-        found.append((own.name, str(own.pipe), str(own.pipelines), *cells, f"{measured / predicted - 1:+.1%}"))
-    return found
 
 
 def draw(outcome: Outcome, path: Path) -> None:

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from recipes.benchmarks.cluster import Cluster, Link
-from recipes.benchmarks.harness import Findings, describe, new_parser, numeric, run_on_cluster, whole
+from recipes.benchmarks.harness import Findings, describe, new_parser, number, run_on_cluster
 
 if TYPE_CHECKING:
     from recipes.benchmarks.pairs.rank import Plan
@@ -24,13 +24,11 @@ TIMEOUT_S = 3000.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write what was asked for. Returns the exit code: 3 where there can be no cluster."""
     parser = new_parser("pairs", __doc__, picture="draw steps, one by one and in pairs")
-    parser.add_argument("--rounds", type=whole, default=2, metavar="N", help="each step once in each (default 2)")
-    parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N", help="of each link (default 200)")
-    parser.add_argument("--hidden", type=whole, default=384, metavar="N", help="of the layers (default 384)")
-    parser.add_argument("--tokens", type=whole, nargs="+", default=[8, 2], metavar="N",
-                        help="of a micro-batch, in multiples of the hidden size (default 8 2)")  # fmt: skip
-    parser.add_argument("--microbatches", type=whole, nargs="+", default=[2, 4, 8], metavar="N",
-                        help="of a step, even numbers (default 2 4 8)")  # fmt: skip
+    number(parser, "--rounds", 2, "each step once in each")
+    number(parser, "--mbit", 200.0, "of each link")
+    number(parser, "--hidden", 384, "of the layers")
+    number(parser, "--tokens", [8, 2], "of a micro-batch, in multiples of the hidden size")
+    number(parser, "--microbatches", [2, 4, 8], "of a step, even numbers")
     return run_on_cluster(_measure, parser.parse_args(arguments))
 
 

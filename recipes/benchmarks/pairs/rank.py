@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,10 @@ from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs, kinds_of
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
-from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
+from recipes.benchmarks.harness import in_turn
 from recipes.benchmarks.pairs.tables import ALONE, table_of
-from recipes.benchmarks.schemes.device import Emulated
-from recipes.benchmarks.schemes.layer import shapes
+from recipes.benchmarks.runners import transport_of
+from recipes.benchmarks.schemes.layer import Emulated, shapes
 from recipes.benchmarks.schemes.log import Log
 from recipes.benchmarks.schemes.names import groups, keeps_weights, make
 from recipes.benchmarks.self_contained import SelfContainedSingleStage
@@ -70,11 +69,9 @@ def work(rank: int, plan: Plan) -> Record:
         for count in WARM[:1] if runner.way == ALONE else WARM:
             runner.step(count)
     record = Record([{count: [] for count in plan.microbatches} for _ in runners])
-    for turn in range(plan.rounds):
-        first = turn % len(runners)
-        for place in [*range(first, len(runners)), *range(first)]:
-            for count in plan.microbatches:
-                record.steps[place][count].append(runners[place].step(count))
+    for _, place in in_turn(range(len(runners)), plan.rounds):
+        for count in plan.microbatches:
+            record.steps[place][count].append(runners[place].step(count))
     for runner in runners:
         record.predicted.append({count: runner.predict(count) for count in plan.microbatches if runner.can_predict})
         runner.close()
@@ -109,13 +106,9 @@ class Runner:
         stage = SelfContainedSingleStage(
             blocks=[*layers, _Loss()], queue=weight_queue, hooks=scheme.hooks, num_blocks=case.layers + 1
         )
-        world = dist.group.WORLD
-        assert world is not None
-        transport = ProcessGroupTransport(
-            [rank], control=world, channels={}, device=torch.device("cpu"), on_failure=_fail
-        )
         pairs = self._pairs = Pairs(self._queue, [weight_queue], broadcast_object, is_first=rank == 0)
-        self._engine = Engine({0: stage}, PointToPointChannel(transport), lambda _: None, Trace(), pairs=pairs)
+        channel = PointToPointChannel(transport_of([rank]))
+        self._engine = Engine({0: stage}, channel, lambda _: None, Trace(), pairs=pairs)
         self._parameters = list(layers.parameters())
 
     def step(self, num_microbatches: int) -> float:
@@ -167,7 +160,3 @@ class Runner:
 class _Loss(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten()[0]
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error

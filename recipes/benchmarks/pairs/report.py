@@ -14,7 +14,7 @@ from recipes.benchmarks.pairs.rank import Plan, Record, Run
 from recipes.benchmarks.schemes.log import segments_of
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
 from recipes.benchmarks.tensor3d_rank import Case, dry_run
-from recipes.benchmarks.tensor3d_result import BYTES, layer_of, predict
+from recipes.benchmarks.tensor3d_report import BYTES, layer_of, predict
 
 SAMPLES = 64
 """of a forecast's micro-batch"""

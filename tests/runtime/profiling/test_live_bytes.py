@@ -5,7 +5,7 @@ import threading
 import torch
 
 from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
-from recipes.benchmarks.resized_bytes import ResizedBytes
+from recipes.benchmarks.memory_measured import ResizedBytes
 
 KB = 1024
 """bytes of 256 numbers in fp32"""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from recipes.benchmarks.cluster import Cluster, Link
+from recipes.benchmarks.cluster import Cluster, Link, checked
 from recipes.benchmarks.harness import Findings, describe, new_parser, number, run_on_cluster
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of, three_d
 
@@ -94,9 +94,7 @@ def _check(options: argparse.Namespace) -> Findings:
 
     with Cluster(HOSTS, Link(options.mbit)) as cluster:
         found = cluster.run(check_all, CHECKED, TIMEOUT_S)
-    errors = {name: max(host[name] for host in found if name in host) for name in found[0]}
-    text = "\n".join(f"{name:24} {error:.1e}" for name, error in errors.items())
-    return Findings(text, errors, code=0 if max(errors.values()) < 1e-10 else 1)
+    return checked({name: max(host[name] for host in found if name in host) for name in found[0]})
 
 
 def _measure(options: argparse.Namespace) -> Findings:
@@ -119,7 +117,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     ]
     transfers = transfers_of(link, records)
     far = report.far_ahead(link)
-    about = describe(_context(link), f"{took:.0f} s in all")
+    about = describe(link.about(HOSTS), f"{took:.0f} s in all")
     data = {"machine": about, "transfers": [vars(one) for one in transfers],
             "cases": [asdict(one) for one in outcomes], "at 64 hosts": [asdict(one) for one in far]}  # fmt: skip
     pictures = {
@@ -127,13 +125,6 @@ def _measure(options: argparse.Namespace) -> Findings:
         "trace": lambda path: report.draw_trace(plan, records, link, path),
     }
     return Findings(report.text(about, transfers, outcomes, far), data, pictures)
-
-
-def _context(link: Link) -> str:
-    return (
-        f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB, "
-        f"MTU {link.mtu})"
-    )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class PipeResult:
         return self.alone / self.paired
 
 
-def results_of(pipes: Pipes, records: Sequence[PipeRecord], link: Link) -> list[PipeResult]:
+def pipe_results_of(pipes: Pipes, records: Sequence[PipeRecord], link: Link) -> list[PipeResult]:
     """Put the hosts' records together, with the simulation of each layout by what its stages were recorded to do."""
     found = []
     message = BYTES * pipes.samples * pipes.model.seq * pipes.model.hidden / prod(MESHES[0]) / link.bytes_per_second

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from recipes.benchmarks.checkpoints.__main__ import main
+from recipes.benchmarks.checkpoints.__main__ import CaseFigures, main, text
 from recipes.benchmarks.checkpoints.rank import NAMES, Plan, RankRecord, run_all
-from recipes.benchmarks.checkpoints.report import CaseFigures, text
 from recipes.benchmarks.checkpoints.ways import BLOCKS, Sizes, State, blocks_of
 from tests.harness.pool import Pool
 

@@ -15,12 +15,11 @@ import torch
 from torch._C._autograd import DeviceType
 
 from recipes.benchmarks.gpu import card, steps
-from recipes.benchmarks.gpu.__main__ import PARTS, main
+from recipes.benchmarks.gpu.__main__ import main, text
 from recipes.benchmarks.gpu.card import PEAKS, find_card
 from recipes.benchmarks.gpu.models import ALL, Candidate, Case, Sizes, operations
-from recipes.benchmarks.gpu.parts import BARS, FULL, Figures, Stack, measure_memory
+from recipes.benchmarks.gpu.parts import BARS, Figures, Stack, measure_memory
 from recipes.benchmarks.gpu.parts import PARTS as RUN
-from recipes.benchmarks.gpu.report import text
 from recipes.benchmarks.harness import read
 from recipes.benchmarks.pairs.tables import ALONE, STEADY
 from tests.harness.pool import Pool
@@ -227,10 +226,6 @@ def test_full_sizes_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if find_card(toy=True).accelerator == "cpu":
         assert main([]) == 2
         assert "--toy runs it on the CPU" in capsys.readouterr().err
-
-
-def test_the_command_line_names_all_parts() -> None:
-    assert tuple(RUN) == PARTS and FULL.bar_tokens in FULL.tokens
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ import torch.distributed as dist
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import Link
-from recipes.benchmarks.layouts.__main__ import main
-from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Model, contenders, is_megatron, layouts
-from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, Plan, Record, check
-from recipes.benchmarks.layouts.report import (
+from recipes.benchmarks.layouts.__main__ import (
     contender_action,
     draw,
     link_of,
+    main,
     outcome_of,
     predict_turn,
     runtime_of,
     spearman,
     text,
 )
+from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Model, contenders, is_megatron, layouts
+from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, Plan, Record, check
 from tests.harness.pool import Pool
 
 MODEL = Model()

@@ -31,7 +31,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.processes import end_with_parent
-from recipes.paper.table import markdown
+from recipes.paper.page import markdown
 
 LOOPBACK = "gloo over loopback, processes on one machine"
 T = TypeVar("T")

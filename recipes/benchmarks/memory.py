@@ -26,7 +26,7 @@ from recipes.benchmarks.harness import (
 from recipes.benchmarks.memory_measured import Sizes, llama_features, run_ours, run_peer, world_size
 from recipes.benchmarks.memory_peers import SEVEN_B, Held, State, Task, best, describe_layout, ours, peers
 from recipes.h100.models import MODELS, Llama
-from recipes.paper.table import markdown
+from recipes.paper.page import markdown
 
 LAYOUTS: Sequence[Mapping[str, Any]] = (
     {"pipeline_parallel_size": 2, "schedule": "1f1b", "num_microbatches": 8},

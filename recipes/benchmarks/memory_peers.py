@@ -30,7 +30,7 @@ from lightning_hanayo.schedule import CostModel, MemoryModel, simulate
 from lightning_hanayo.strategy.memory import send_buffers
 from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
-from recipes.h100.counting_group import Tally, counting_mesh
+from recipes.h100.counts import Tally, counting_mesh
 from recipes.h100.models import Llama
 
 

@@ -36,12 +36,12 @@ from recipes.benchmarks.harness import (
     span,
     table,
 )
-from recipes.benchmarks.rounds import RoundTiming, in_rounds, step_time
+from recipes.benchmarks.rounds import RoundTiming, in_rounds, message_time, step_time
 from recipes.benchmarks.runners import OurRunner, Runner, Stack, TorchRunner
 from recipes.benchmarks.self_contained import SelfContainedFirstStage
 from recipes.gpt.module import Block
 from recipes.paper.figure import BLUE, GREY, ORANGE, new, plain, save
-from recipes.paper.table import percent
+from recipes.paper.page import percent
 
 CANDIDATES = (Candidate("1f1b", 1), Candidate("hanayo", 2), Candidate("hanayo-zb", 2), Candidate("torch-1f1b", 1))
 BASE, PEER = CANDIDATES[0].label, CANDIDATES[-1].label
@@ -143,7 +143,7 @@ def _profile(case: RealCase, stack: RealStack, record: RealRecord) -> None:
                 taken[what].append(times[what])
     for what, values in taken.items():
         setattr(record, what, median(values))
-    record.message = _message_time(x.detach())
+    record.message = message_time(x.detach(), PINGS)
 
 
 def _time_stage(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
@@ -164,26 +164,6 @@ def _time_stage(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: d
         stage.backward(batch, 0, arrived)
         times["backward"] += clock() - begin
     times["forward"] += forward - start
-
-
-def _message_time(message: Tensor) -> float:
-    """Seconds that a message takes to another rank: half a round trip."""
-    here, buffer = dist.get_rank(), torch.empty_like(message)
-    taken = []
-    for _ in range(PINGS):
-        start = time.perf_counter()
-        if here == 0:
-            dist.send(message, 1)
-            dist.recv(buffer, 1)
-        else:
-            dist.recv(buffer, 0)
-            dist.send(message, 0)
-        taken.append((time.perf_counter() - start) / 2)
-    return median(taken)
-
-
-RANKS = 2
-TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from recipes.benchmarks.harness import (
 )
 from recipes.benchmarks.rounds import WARM_UP, RoundTiming, step_time, time_steps
 from recipes.benchmarks.runners import EmulatedStack, OurRunner, transport_of
-from recipes.paper.table import percent
+from recipes.paper.page import percent
 
 Way = Literal["none", "overlapped", "end"]
 WAYS: tuple[Way, ...] = get_args(Way)

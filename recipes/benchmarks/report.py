@@ -17,7 +17,7 @@ from recipes.benchmarks.emulated import expected
 from recipes.benchmarks.harness import Columns, Findings, Summary, ms, new_parser, page, read, run, span, stored, table
 from recipes.benchmarks.rounds import Record, Records, step_time
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
-from recipes.paper.table import percent
+from recipes.paper.page import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -53,8 +53,6 @@ def measure_hop(width: int, pause: float) -> float:
 
 
 WARM_UP = 3
-HEAD_START = 0.002
-"""seconds between agreeing on a start time and that time"""
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def measure_action(case: Case) -> float:
 
 def time_steps(runner: Runner, steps: int) -> RoundTiming:
     """Run steps in a row, which all ranks begin at the same moment."""
-    sleep_until(_agreed_start())
+    agreed_start()
     cpu, start = time.process_time(), time.monotonic()
     ends = []
     for _ in range(steps):
@@ -183,11 +181,29 @@ def step_time(turn: Sequence[RoundTiming]) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
-def _agreed_start() -> float:
-    """Agree on a start time soon after the last rank has arrived; all ranks share the machine's clock."""
-    start = torch.tensor([time.monotonic() + HEAD_START], dtype=torch.float64)
+def agreed_start(head_start: float = 0.002) -> float:
+    """Wait for a moment at which all ranks start, soon after the last one has arrived, and return it.
+
+    They share the machine's clock.
+    """
+    start = torch.tensor([time.monotonic() + head_start], dtype=torch.float64)
     dist.all_reduce(start, dist.ReduceOp.MAX)
+    sleep_until(start.item())
     return start.item()
+
+
+def message_time(message: torch.Tensor, repeats: int) -> float:
+    """Seconds of a message between the first two ranks: half of the way there and back. All ranks call it."""
+    buffer, taken = torch.empty_like(message), []
+    for _ in range(repeats + 1):
+        start = agreed_start()
+        for sender, receiver in ((0, 1), (1, 0)):
+            if dist.get_rank() == sender:
+                dist.send(message, receiver)
+            elif dist.get_rank() == receiver:
+                dist.recv(buffer, sender)
+        taken.append((time.monotonic() - start) / 2)
+    return median(taken[1:])
 
 
 def _record(runner: Runner, rounds: list[RoundTiming], case: Case) -> Record:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from recipes.benchmarks.cluster import received
 from recipes.benchmarks.harness import in_turn, sleep_until
+from recipes.benchmarks.rounds import agreed_start
 from recipes.benchmarks.schemes.dimensions import Wire, check
 from recipes.benchmarks.schemes.layer import Emulated, shapes
 from recipes.benchmarks.schemes.log import Event, Log
@@ -110,24 +111,13 @@ class Groups:
         return next((self._made[purpose, ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
 
 
-def agreed_start() -> float:
-    """Wait for a moment at which all hosts start, and return it. They share a machine, and so a clock."""
-    moment = torch.zeros(1, dtype=torch.float64)
-    dist.barrier()
-    moment += time.monotonic() + HEAD_START
-    dist.broadcast(moment, 0)
-    start = float(moment)
-    sleep_until(start)
-    return start
-
-
 def _timed(action: Callable[[], object], times: int) -> list[float]:
     """From the last host's start; as in a step, they don't begin at one moment."""
     skew = SKEW * dist.get_rank()
     last = SKEW * (dist.get_world_size() - 1)
     ends = []
     for _ in range(times + 1):
-        start = agreed_start()
+        start = agreed_start(HEAD_START)
         sleep_until(start + skew)
         action()
         ends.append(time.monotonic() - start - last)
@@ -205,7 +195,7 @@ def _case(process_groups: Groups, case: Case) -> dict[str, Steps]:
         process_groups.find(among)
     if process_groups.rank >= case.hosts:
         for _ in range((case.rounds + 2) * len(case.schemes)):
-            agreed_start()
+            agreed_start(HEAD_START)
             dist.barrier()
         return {}
     runners = {name: StepRunner(case, name, process_groups.rank, process_groups.find) for name in case.schemes}
@@ -220,7 +210,7 @@ def _case(process_groups: Groups, case: Case) -> dict[str, Steps]:
 
 def _run(runner: StepRunner, *, keep: bool) -> float:
     """Run one step on all hosts, and return when it started."""
-    start = agreed_start()
+    start = agreed_start(HEAD_START)
     before = received()
     forward, end = runner.run()
     dist.barrier()

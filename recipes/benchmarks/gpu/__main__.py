@@ -33,7 +33,7 @@ from recipes.benchmarks.harness import (
     table,
 )
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, RED, VIOLET, new, plain, save
-from recipes.paper.table import percent
+from recipes.paper.page import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -388,6 +388,10 @@ FULL = Scale({"llama": LLAMA_7B, "gpt": GPT_BLOCKS}, _NARROW, (1024, 4096, 16384
 TOY = Scale({"llama": Sizes(16, 2, 32, 4), "gpt": Sizes(16, 2, 64, 4, 32)}, _NARROW, (16,), 16, 8, (8, 8, 8))
 
 
+PARTS = ("products", "memory", "pairs", "llama", "gpt", "host")
+"""in the order in which they run: the quick ones first"""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the benchmark: where, at which sizes, and how often."""
@@ -408,7 +412,7 @@ class Run:
         figures, begin = Figures([], self.card.peak, self.scale.bar_tokens), time.monotonic()
         for part in parts:
             try:
-                PARTS[part](self, figures)
+                self._measure(part, figures)
             except Exception as error:
                 figures.failed[part] = " ".join(f"{type(error).__name__}: {error}".split())[:500]
                 self.say(f"{part} failed: {figures.failed[part]}")
@@ -416,40 +420,22 @@ class Run:
             self.say(f"{time.monotonic() - begin:.0f} s: {part} has ended")
         return figures
 
-
-def _products(run: Run, figures: Figures) -> None:
-    figures.products += measure_products(run.scale.product, run.card, run.say)
-
-
-def _memory(run: Run, figures: Figures) -> None:
-    figures.memory.append(measure_memory(run.scale.models["llama"], run.scale.bar_tokens, run.card, run.say))
-
-
-def _pairs(run: Run, figures: Figures) -> None:
-    sizes, rounds = run.scale.models["llama"], run.rounds.rounds
-    figures.pairs.append(measure_pairs(sizes, run.scale.bar_tokens, run.card, rounds, run.say))
-
-
-def _steps(kind: Kind) -> Callable[[Run, Figures], None]:
-    def measure(run: Run, figures: Figures) -> None:
-        for case in run.scale.cases(kind, is_eager=run.is_eager):
-            figures.steps.append(steps.measure(replace(case, precision=run.precision), run.card, run.rounds, run.say))
-
-    return measure
-
-
-def _host(run: Run, figures: Figures) -> None:
-    often = replace(run.rounds, rounds=3 * run.rounds.rounds)  # steps of milliseconds
-    for case in run.scale.host_cases(is_eager=run.is_eager):
-        figures.host.append(steps.measure(replace(case, precision=run.precision), run.card, often, run.say))
-
-
-PARTS: dict[str, Callable[[Run, Figures], None]] = {
-    "products": _products,
-    "memory": _memory,
-    "pairs": _pairs,
-    "llama": _steps("llama"),
-    "gpt": _steps("gpt"),
-    "host": _host,
-}
-"""in the order in which they run: the quick ones first"""
+    def _measure(self, part: str, figures: Figures) -> None:
+        tokens, rounds = self.scale.bar_tokens, self.rounds
+        cases, into = self.scale.host_cases(is_eager=self.is_eager), figures.host
+        match part:
+            case "products":
+                figures.products += measure_products(self.scale.product, self.card, self.say)
+                return
+            case "memory":
+                figures.memory.append(measure_memory(self.scale.models["llama"], tokens, self.card, self.say))
+                return
+            case "pairs":
+                llama = self.scale.models["llama"]
+                figures.pairs.append(measure_pairs(llama, tokens, self.card, rounds.rounds, self.say))
+                return
+            case "host":
+                rounds = replace(rounds, rounds=3 * rounds.rounds)  # steps of milliseconds
+            case "llama" | "gpt":
+                cases, into = self.scale.cases(part, is_eager=self.is_eager), figures.steps
+        into += [steps.measure(replace(one, precision=self.precision), self.card, rounds, self.say) for one in cases]

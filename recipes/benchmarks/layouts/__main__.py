@@ -40,7 +40,7 @@ from recipes.benchmarks.harness import (
 from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Contender, Model, contenders, is_megatron, layouts
 from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, SHARE_SECONDS, Plan, Record, case_of, check, work
 from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
-from recipes.paper.table import percent
+from recipes.paper.page import percent
 
 _NEWTON, _SMALL = 6, 1e-6
 """steps of the search for the runtime's times, and seconds for differences"""

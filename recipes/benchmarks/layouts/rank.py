@@ -29,6 +29,7 @@ from recipes.benchmarks.case import Candidate as Named
 from recipes.benchmarks.case import Case
 from recipes.benchmarks.harness import in_turn
 from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Contender, Model, contenders
+from recipes.benchmarks.rounds import agreed_start, message_time
 from recipes.benchmarks.runners import EmulatedStack, OurRunner, transport_of
 from recipes.benchmarks.schemes.dimensions import ThreeD
 from recipes.benchmarks.schemes.layer import Device, Emulated, Layer, WholeLinear, shapes
@@ -38,7 +39,7 @@ from recipes.benchmarks.self_contained import (
     SelfContainedLastStage,
     SelfContainedMiddleStage,
 )
-from recipes.benchmarks.tensor3d_rank import Groups, agreed_start
+from recipes.benchmarks.tensor3d_rank import HEAD_START, Groups
 
 QUIET = 0.02
 REPEATS, PROBED = 7, (16 << 10, 1 << 20)
@@ -97,25 +98,11 @@ def _probe(groups: Groups, record: Record) -> None:
         part = torch.zeros(size // 4)
         taken = []
         for _ in range(REPEATS + 1):
-            start = agreed_start()
+            start = agreed_start(HEAD_START)
             axis.all_gather(part).wait()
             taken.append(time.monotonic() - start)
         record.collective[size] = median(taken[1:])
-    record.messages = {floats: _message(floats) for floats in (1, MESSAGE_FLOATS)}
-
-
-def _message(floats: int) -> float:
-    """Seconds of a message between the first two hosts: half of the way there and back."""
-    message, taken = torch.zeros(floats), []
-    for _ in range(REPEATS + 1):
-        start = agreed_start()
-        for sender, receiver in ((0, 1), (1, 0)):
-            if dist.get_rank() == sender:
-                dist.send(message, receiver)
-            elif dist.get_rank() == receiver:
-                dist.recv(message, sender)
-        taken.append((time.monotonic() - start) / 2)
-    return median(taken[1:])
+    record.messages = {floats: message_time(torch.zeros(floats), REPEATS) for floats in (1, MESSAGE_FLOATS)}
 
 
 def alternate(runners: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
@@ -125,7 +112,7 @@ def alternate(runners: Sequence[Callable[[], None]], rounds: int) -> list[list[f
     """
     taken: list[list[float]] = [[] for _ in runners]
     for counts, place in in_turn(range(len(runners)), rounds, warm_up=1):
-        start = agreed_start()
+        start = agreed_start(HEAD_START)
         runners[place]()
         end = time.monotonic() - start
         dist.barrier()

@@ -13,9 +13,8 @@ from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.schemes.log import Log, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, groups, mesh_of, three_d
-from recipes.benchmarks.tensor3d import cases, speed_of
+from recipes.benchmarks.tensor3d import BYTES, cases, outcome_of, predict, speed_of, text, volume_of
 from recipes.benchmarks.tensor3d_rank import Case, Steps, check_all
-from recipes.benchmarks.tensor3d_report import BYTES, outcome_of, predict, text, volume_of
 from tests.harness.pool import Pool
 
 LINK = Link(200)

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from recipes.benchmarks.gpu import card, steps
+from recipes.benchmarks.gpu import card, parts, steps
 from recipes.benchmarks.gpu.__main__ import main, text
 from recipes.benchmarks.gpu.card import PEAKS, find_card
 from recipes.benchmarks.gpu.models import ALL, Candidate, Case, Sizes, operations
 from recipes.benchmarks.gpu.parts import BARS, Figures, Stack, measure_memory
-from recipes.benchmarks.gpu.parts import PARTS as RUN
 from recipes.benchmarks.harness import read
 from recipes.benchmarks.pairs.tables import ALONE, STEADY
 from tests.harness.pool import Pool
@@ -131,7 +130,7 @@ TOY_CASE = Case("llama", Sizes(8, 1, 8, 4), 1, 8)
 
 def test_what_was_measured_is_kept_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
-    monkeypatch.setitem(RUN, "memory", lambda *_: kept.read_text() and pytest.fail("killed"))
+    monkeypatch.setattr(parts, "measure_memory", lambda *_: kept.read_text() and pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
         main([*TOY, "--parts", "products", "memory", "--json", str(kept)])
     assert len(read(Figures, json.loads(kept.read_text())).products) == 4

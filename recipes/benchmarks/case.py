@@ -1,4 +1,4 @@
-"""Defines a benchmark case (the sizes and times of one pipeline) and the candidates that run it."""
+"""Names the candidates of the pipeline benchmark, and defines a case: the sizes and times of one pipeline."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,7 +8,24 @@ from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, build
 from lightning_hanayo.schedule.registry import sizes_for
 from recipes.benchmarks.emulated import StageTimes
-from recipes.benchmarks.names import AUTOGRAD, NAMES, OURS, PLANNED, TORCHS
+
+PLANNED = "hanayo-zb-planned"
+"""with the number of waves that is fastest in simulation, with measured times of a message and of the runtime"""
+OURS = ("1f1b", "interleaved", "interleaved-zb", "zbv", "hanayo", "hanayo-zb", PLANNED)
+TORCHS = {
+    "torch-1f1b": "Schedule1F1B",
+    "torch-interleaved": "ScheduleInterleaved1F1B",
+    "torch-interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "torch-zbv": "ScheduleZBVZeroBubble",
+    "torch-hanayo-zb": "",
+}
+"""torch's own schedules, and our table in torch's runtime, whose class is `_PipelineScheduleRuntime`"""
+BARE = ("bare-hanayo-zb",)
+"""only the sleeps and messages of our schedule: the least time that any runtime could need"""
+AUTOGRAD = ("autograd-hanayo-zb",)
+"""these, and autograd's forwards and backwards: what a runtime needs at least that computes gradients with it"""
+NAMES = (*OURS, *TORCHS, *AUTOGRAD, *BARE)
+
 
 BYTES_PER_FLOAT = 4
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.harness import ProcessOptions, Work, run_ranks, uninterrupted
+from recipes.benchmarks.harness import Findings, ProcessOptions, Work, run_ranks, uninterrupted
 
 DEVICE = "eth0"
 _NUMBERS = count()
@@ -51,10 +51,21 @@ class Link:
     burst_kb: int = 16
     mtu: int = 9000
 
+    def about(self, hosts: int) -> str:
+        """Such hosts, in words."""
+        burst = f"tbf, burst {self.burst_kb} KB, MTU {self.mtu}"
+        return f"gloo, {hosts} network namespaces, {self.mbit:g} Mbit/s each way ({burst})"
+
     @property
     def bytes_per_second(self) -> float:
         """The bandwidth in each direction; packet headers count, too."""
         return self.mbit * 1e6 / 8
+
+
+def checked(errors: Mapping[str, float]) -> Findings:
+    """Lists errors of computed values; the exit code is 1 if one isn't that of rounding."""
+    text = "\n".join(f"{name:56} {error:.1e}" for name, error in errors.items())
+    return Findings(text, errors, code=0 if max(errors.values()) < 1e-10 else 1)
 
 
 def refusal() -> str | None:

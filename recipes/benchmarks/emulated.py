@@ -57,16 +57,16 @@ class EmulatedStage(nn.Module):
         return total
 
 
-class EmulatedLoss(nn.Module):
-    """The last stage and the loss of its output."""
+class WithLoss(nn.Module):
+    """The last block and the loss of its output."""
 
-    def __init__(self, stage: EmulatedStage) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.stage = stage
+        self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the loss, a scalar."""
-        return loss_of(self.stage(x))
+        return loss_of(self.block(x))
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -88,9 +88,10 @@ def expected(num_stages: int, num_microbatches: int, width: int) -> tuple[list[f
     return [gradient_of(stage) for stage in stages], [loss.item() for loss in losses]
 
 
-def gradient_of(stage: EmulatedStage) -> float:
+def gradient_of(stage: nn.Module) -> float:
     """The stage's weight gradient as a number, or NaN if there is none."""
-    return float("nan") if stage.weight.grad is None else stage.weight.grad.item()
+    weight = stage.get_parameter("weight")
+    return float("nan") if weight.grad is None else weight.grad.item()
 
 
 class _Act(torch.autograd.Function):

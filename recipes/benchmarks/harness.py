@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import timedelta
@@ -31,6 +31,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.processes import end_with_parent
+from recipes.paper.page import markdown
 
 LOOPBACK = "gloo over loopback, processes on one machine"
 T = TypeVar("T")
@@ -67,13 +68,14 @@ def in_turn(candidates: Sequence[T], rounds: int, warm_up: int = 0) -> Iterator[
 
 def read(kind: Any, plain: Any) -> Any:
     """A value of this type from its JSON, as `dataclasses.asdict` made it: also dataclasses within others."""
-    arguments = get_args(kind)
+    arguments, origin = get_args(kind), get_origin(kind)
     if is_dataclass(kind):
         known, hints = {one.name for one in fields(kind)}, get_type_hints(kind)
-        return kind(**{name: read(hints[name], plain[name]) for name in known & plain.keys()})  # type: ignore[operator]
-    if get_origin(kind) in (tuple, list):
-        return get_origin(kind)(read(arguments[0], one) for one in plain)
-    if get_origin(kind) in (dict, Mapping):
+        make: Callable[..., Any] = kind  # type: ignore[assignment]
+        return make(**{name: read(hints[name], plain[name]) for name in known & plain.keys()})
+    if origin is tuple or origin is list:
+        return origin(read(arguments[0], one) for one in plain)
+    if origin in (dict, Mapping):
         return {arguments[0](key): read(arguments[1], one) for key, one in plain.items()}
     if type(None) in arguments and plain is not None:
         return read(next(one for one in arguments if one is not type(None)), plain)
@@ -96,6 +98,25 @@ def page(*parts: str | Sequence[str]) -> str:
     """A page of these paragraphs and, where a part isn't one text, lists; empty ones are left out."""
     texts = (part if isinstance(part, str) else "\n".join(f"- {line}" for line in part) for part in parts)
     return "\n\n".join(filter(None, texts)) + "\n"
+
+
+Columns = Sequence[tuple[str, Callable[[Any], str]]]
+"""of a table: their heads, and the functions that format a row's cells"""
+
+
+def table(columns: Columns, rows: Iterable[Any]) -> str:
+    """A Markdown table."""
+    return markdown([head for head, _ in columns], ([cell(row) for _, cell in columns] for row in rows))
+
+
+def ms(seconds: float, digits: int = 1) -> str:
+    """Milliseconds, without the unit."""
+    return f"{1e3 * seconds:.{digits}f}"
+
+
+def span(one: Summary, digits: int = 1, scale: float = 1e3) -> str:
+    """Least and greatest value, in milliseconds unless the scale is another one."""
+    return f"{scale * one.least:.{digits}f}-{scale * one.most:.{digits}f}"
 
 
 # command lines
@@ -128,6 +149,16 @@ def new_parser(name: str, about: str | None, **pictures: str) -> argparse.Argume
     for option, what in pictures.items():
         files.add_argument(f"--{option}", type=Path, metavar="FILE.png", help=what)
     return parser
+
+
+def number(parser: argparse.ArgumentParser, name: str, default: Any, about: str, metavar: str = "N") -> None:
+    """Add an option for a number, or several where the default is a list, of the default's type."""
+    several = isinstance(default, list)
+    values = default if several else [default]
+    shown = " ".join(f"{value:g}" for value in values)
+    kind = numeric if isinstance(values[0], float) else whole
+    parser.add_argument(name, type=kind, default=default, nargs="+" if several else None, metavar=metavar,
+                        help=f"{about} (default {shown})")  # fmt: skip
 
 
 def whole(text: str) -> int:

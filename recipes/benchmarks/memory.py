@@ -4,17 +4,29 @@ python -m recipes.benchmarks.memory --table docs/benchmarks/memory.md --json doc
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.benchmarks.harness import LOOPBACK, Findings, describe, new_parser, run, whole
-from recipes.benchmarks.memory_measured import Sizes, run_ours, run_peer, world_size
+import torch
 
-if TYPE_CHECKING:
-    from recipes.benchmarks.memory_peers import Held, Task
+from recipes.benchmarks.harness import (
+    LOOPBACK,
+    Columns,
+    Findings,
+    describe,
+    new_parser,
+    number,
+    page,
+    run,
+    table,
+    whole,
+)
+from recipes.benchmarks.memory_measured import Sizes, llama_features, run_ours, run_peer, world_size
+from recipes.benchmarks.memory_peers import SEVEN_B, Held, State, Task, best, describe_layout, ours, peers
+from recipes.h100.models import MODELS, Llama
+from recipes.paper.page import markdown
 
 LAYOUTS: Sequence[Mapping[str, Any]] = (
     {"pipeline_parallel_size": 2, "schedule": "1f1b", "num_microbatches": 8},
@@ -66,60 +78,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--models", nargs="*", default=["gpt", "llama"], choices=["gpt", "llama"], help="(default gpt llama)"
     )
     parser.add_argument("--layouts", type=whole, nargs="+", metavar="N", help="some of the layouts, numbered from 1")
-    parser.add_argument("--width", type=whole, default=128, metavar="N", help="of the models (default 128)")
-    parser.add_argument("--context", type=whole, default=256, metavar="N", help="tokens of a sequence (default 256)")
+    number(parser, "--width", 128, "of the models")
+    number(parser, "--context", 256, "tokens of a sequence")
     parser.add_argument("--no-peers", action="store_true", help="leave other systems out")
     return run(_measure, parser.parse_args(arguments))
 
 
 def _measure(options: argparse.Namespace) -> Findings:
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
-    from recipes.paper.table import markdown
-
+    torch.set_num_threads(1)
     sizes = Sizes("gpt", options.width, options.context)
     cases = list(_cases(options, sizes))
     machine = describe(LOOPBACK)
-    text = ["# Memory", "\n".join(f"- {line}" for line in machine)]
+    parts: list[str | Sequence[str]] = ["# Memory", machine]
     if cases:
-        about = ABOUT.format(**vars(sizes))
-        head = ("model", "layout", "predicted MB", "measured MB", "greatest error of a rank")
-        text += ["## Predicted and measured", about, markdown(head, map(_row, cases))]
+        parts += ["## Predicted and measured", ABOUT.format(**vars(sizes)), table(COLUMNS, map(_Row, cases))]
     data: dict[str, Any] = {"machine": machine, "cases": cases}
     if not options.no_peers:
         own, data["peers"] = _peers(replace(sizes, model="llama"))
-        text += own
-    text.append(
-        "    python -m recipes.benchmarks.memory --table docs/benchmarks/memory.md --json docs/benchmarks/memory.json"
-    )
-    return Findings("\n\n".join(text) + "\n", data)
+        parts += own
+    command = "python -m recipes.benchmarks.memory --table docs/benchmarks/memory.md --json docs/benchmarks/memory.json"
+    return Findings(page(*parts, f"    {command}"), data)
 
 
 def _cases(options: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     for model in options.models:
-        for number, layout in enumerate(LAYOUTS, 1):
-            if not options.layouts or number in options.layouts:
+        for place, layout in enumerate(LAYOUTS, 1):
+            if not options.layouts or place in options.layouts:
                 ranks = run_ours(replace(sizes, model=model), layout)
                 yield {"model": model, "layout": layout, "ranks": ranks}
 
 
-def _row(case: dict[str, Any]) -> tuple[str, ...]:
-    from recipes.benchmarks.memory_peers import describe_layout
+class _Row:
+    """A layout, and the rank that holds the most of it."""
 
-    fullest = max(case["ranks"], key=lambda rank: rank["measured_peak"])
-    worst = max((rank["error"] for rank in case["ranks"]), key=abs)
-    shown = (f"{fullest[name] / 1e6:.1f}" for name in ("predicted_peak", "measured_peak"))
-    return case["model"], describe_layout(case["layout"]), *shown, f"{worst:+.1%}"
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.model, self.layout = case["model"], describe_layout(case["layout"])
+        self.fullest = max(case["ranks"], key=lambda rank: rank["measured_peak"])
+        self.worst = max((rank["error"] for rank in case["ranks"]), key=abs)
+
+
+COLUMNS: Columns = (
+    ("model", lambda one: one.model),
+    ("layout", lambda one: one.layout),
+    ("predicted MB", lambda one: f"{one.fullest['predicted_peak'] / 1e6:.1f}"),
+    ("measured MB", lambda one: f"{one.fullest['measured_peak'] / 1e6:.1f}"),
+    ("greatest error of a rank", lambda one: f"{one.worst:+.1%}"),
+)
 
 
 def _peers(sizes: Sizes) -> tuple[list[str], dict[str, Any]]:
     """The comparison with other systems as text, and its figures."""
-    import torch
-
-    from recipes.benchmarks.memory_models import llama_features
-    from recipes.benchmarks.memory_peers import SEVEN_B, State, Task, best, peers
-    from recipes.h100.models import MODELS, Llama
-    from recipes.paper.table import markdown
-
     task = Task(MODELS["7B"], SEQUENCES, torch.bfloat16, SEVEN_B)
     shown = sorted([*peers(task, NUM_RANKS), *best(task, NUM_RANKS)], key=lambda held: held.total)
     of_heads, words = (sizes.heads, sizes.heads), sizes.words
@@ -148,10 +156,8 @@ def _peers(sizes: Sizes) -> tuple[list[str], dict[str, Any]]:
     return text, figures
 
 
-def _checked(sizes: Sizes, task: "Task") -> Iterator[tuple["Held", int]]:
+def _checked(sizes: Sizes, task: Task) -> Iterator[tuple[Held, int]]:
     """What can be measured here: bytes on paper, and measured ones."""
-    from recipes.benchmarks.memory_peers import ours, peers
-
     for held in peers(task, SMALL_RANKS)[:2]:
         own = replace(sizes, samples=SMALL_SEQUENCES // SMALL_RANKS)
         yield held, run_peer(own, held.system, SMALL_RANKS)

@@ -1,15 +1,22 @@
 """Measures the most memory that ranks hold in a training step: ours, DDP and FSDP2, over gloo."""
 
-import logging
-import os
-import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
+import lightning as L
+import torch
+from torch import Tensor, UntypedStorage, nn
+from typing_extensions import override
+
+from lightning_hanayo import HanayoStrategy
+from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
+from recipes.benchmarks.fits import fit_on_rank, random_batches
 from recipes.benchmarks.harness import ORDINARY, run_ranks
+from recipes.gpt.module import GPT
 
 STEPS = 3
 """the third one is measured"""
@@ -35,6 +42,64 @@ class Sizes:
         return max(1, self.width // 32)
 
 
+class ResizedBytes(LiveBytes):
+    """Looks at the sizes of all live memory before it takes a peak for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+
+    @override
+    def note(self, tensors: Iterable[Any]) -> None:
+        peak, found = self.peak, list(tensors)
+        super().note(found)
+        self._storages.update(one.untyped_storage() for one in found if isinstance(one, Tensor) and one.is_cpu)
+        if self.peak > peak:
+            for storage in tuple(self._storages):
+                self._note(storage)
+            self.peak = max(peak, self.num_bytes)
+
+
+class Llama(L.LightningModule):
+    """`LlamaForCausalLM` as it is, trained with AdamW."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The model's own loss."""
+        loss: Tensor = self.net(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """AdamW over all parameters."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def make_model(sizes: Sizes) -> L.LightningModule:
+    """The model of these sizes."""
+    if sizes.model == "gpt":
+        return GPT(sizes.words, sizes.context, sizes.blocks, sizes.width, sizes.heads)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=sizes.width,
+        intermediate_size=llama_features(sizes.width),
+        num_hidden_layers=sizes.blocks,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        max_position_embeddings=sizes.context,
+        vocab_size=sizes.words,
+    )
+    return Llama(LlamaForCausalLM(config))
+
+
+def llama_features(width: int) -> int:
+    """Of the feed-forward networks: 8/3 of the width, in eights."""
+    return 8 * width // 3 // 8 * 8
+
+
 def world_size(layout: Mapping[str, Any]) -> int:
     """How many ranks it takes."""
     sizes = (layout.get("pipeline_parallel_size", 1), layout.get("data_parallel_size", 1))
@@ -58,36 +123,15 @@ def _run(num_ranks: int, work: Any) -> list[Any]:
 
 
 def _fit_ours(rank: int, num_ranks: int, *, sizes: Sizes, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
-    import lightning as L
-    import torch
-    from torch.utils.data import DataLoader
-
-    from lightning_hanayo import HanayoStrategy
-    from recipes.benchmarks.memory_models import make_model
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*(does not have many workers|no `val_dataloader`|LeafSpec)")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "NODE_RANK": "0"}
     torch.manual_seed(0)
-    tokens = torch.randint(sizes.words, (STEPS, sizes.samples, sizes.context + 1))
-    batches: list[Any] = [{"input_ids": one[:, :-1].clone(), "labels": one[:, 1:].clone()} for one in tokens]
     strategy = HanayoStrategy(measure_memory=True, **layout)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=num_ranks, strategy=strategy, max_steps=STEPS, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(make_model(sizes), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    batches = random_batches(STEPS, sizes.samples, sizes.context, sizes.words)
+    fit_on_rank(rank, num_ranks, make_model(sizes), batches, strategy=strategy)
     names: Sequence[str] = ("predicted", "predicted_peak", "measured_peak", "error", "process")
     return [{name: getattr(one, name) for name in names} for one in strategy.memory_report().ranks]
 
 
 def _fit_peer(_: int, num_ranks: int, *, sizes: Sizes, system: str) -> int:
-    import torch
-
-    from recipes.benchmarks.memory_models import make_model
-    from recipes.benchmarks.resized_bytes import ResizedBytes
-
     torch.manual_seed(0)
     live = ResizedBytes()
     with live.counting():

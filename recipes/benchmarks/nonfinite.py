@@ -4,26 +4,38 @@ python -m recipes.benchmarks.nonfinite --table docs/benchmarks/nonfinite.md
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import lightning as L
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from lightning_hanayo import HanayoStrategy
+from recipes.benchmarks.fits import fit_on_rank, random_batches
 from recipes.benchmarks.harness import (
     LOOPBACK,
     ORDINARY,
+    Columns,
     Findings,
     Summary,
     describe,
+    ms,
     new_parser,
+    number,
+    page,
     run,
     run_ranks,
-    whole,
+    span,
+    table,
 )
+from recipes.gpt.module import GPT
 
 READING = """\
 Four steps look for NaN and infinite gradients, the next four don't, and so on. The ratio compares neighbouring fours;
@@ -48,39 +60,42 @@ Pair = tuple[Seconds, Seconds]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the requested files. Returns the exit code."""
     parser = new_parser("nonfinite", __doc__)
-    parser.add_argument("--ranks", type=whole, nargs="+", default=[1, 2], metavar="P", help="(default 1 2)")
-    parser.add_argument("--fits", type=whole, default=3, metavar="N", help="per case (default 3)")
-    parser.add_argument("--pairs", type=whole, default=8, metavar="N", help="of turns in a fit (default 8)")
-    parser.add_argument("--blocks", type=whole, default=8, metavar="N", help="of the GPT (default 8)")
-    parser.add_argument("--width", type=whole, default=128, metavar="N", help="of the GPT (default 128)")
-    parser.add_argument("--batch-size", type=whole, default=8, metavar="N", help="sequences (default 8)")
+    number(parser, "--ranks", [1, 2], "", "P")
+    number(parser, "--fits", 3, "per case")
+    number(parser, "--pairs", 8, "of turns in a fit")
+    number(parser, "--blocks", 8, "of the GPT")
+    number(parser, "--width", 128, "of the GPT")
+    number(parser, "--batch-size", 8, "sequences")
     return run(_measure, parser.parse_args(arguments))
 
 
 def _measure(options: argparse.Namespace) -> Findings:
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
-    from recipes.paper.table import markdown
-
-    rows, cases = [], []
+    cases = []
     for ranks in options.ranks:
         for clip in (None, 1.0):
             fits = [_fit_on(ranks, options, clip) for _ in range(options.fits)]
             step = Summary.of([median(on for (on, _), _ in fit) for fit in fits])
             ratio, cpu = (Summary.of([_ratio(fit, clock) for fit in fits]) for clock in (0, 1))
-            figures = {"step": step, "ratio": ratio, "cpu": cpu}
-            cases.append({"ranks": ranks, "clip": clip} | {name: vars(one) for name, one in figures.items()})
-            shown = (f"{one.median:.3f} ({one.least:.3f}-{one.most:.3f})" for one in (ratio, cpu))
-            rows.append((str(ranks), str(clip), f"{1e3 * step.median:.1f}", *shown))
+            cases.append({"ranks": ranks, "clip": clip, "step": step, "ratio": ratio, "cpu": cpu})
     machine = describe(LOOPBACK)
     about = (
         f"The GPT recipe, {options.blocks} blocks of width {options.width}, {options.batch_size} sequences of 128 "
         f"tokens, 4 micro-batches, one wave (two on one rank), a thread per rank. {options.fits} fits of "
         f"{options.pairs} pairs of {TURN} steps per case."
     )
-    table = markdown(("P", "gradient_clip_val", "step ms", "raise / ignore (fits)", "CPU time (fits)"), rows)
-    listed = "\n".join(f"- {line}" for line in machine)
-    text = "\n\n".join(["# Looking for NaN and infinite gradients", listed, about, table, READING]) + "\n"
-    return Findings(text, {"machine": machine, "cases": cases})
+    text = page("# Looking for NaN and infinite gradients", machine, about, table(COLUMNS, cases), READING)
+    plain = [{name: asdict(one) if name in ("step", "ratio", "cpu") else one for name, one in case.items()}
+             for case in cases]  # fmt: skip
+    return Findings(text, {"machine": machine, "cases": plain})
+
+
+COLUMNS: Columns = (
+    ("P", lambda case: str(case["ranks"])),
+    ("gradient_clip_val", lambda case: str(case["clip"])),
+    ("step ms", lambda case: ms(case["step"].median)),
+    ("raise / ignore (fits)", lambda case: f"{case['ratio'].median:.3f} ({span(case['ratio'], 3, 1)})"),
+    ("CPU time (fits)", lambda case: f"{case['cpu'].median:.3f} ({span(case['cpu'], 3, 1)})"),
+)
 
 
 def _ratio(fit: Sequence[Pair], clock: int) -> float:
@@ -88,27 +103,13 @@ def _ratio(fit: Sequence[Pair], clock: int) -> float:
 
 
 def _fit_on(ranks: int, options: argparse.Namespace, clip: float | None) -> list[Pair]:
-    found = run_ranks(partial(_fit, clip=clip), vars(options) | {"world": ranks}, [ORDINARY] * ranks, TIMEOUT_S)
-    turns: list[Seconds] = found[0][1]
+    work = partial(_fit, clip=clip, num_ranks=ranks)
+    turns: list[Seconds] = run_ranks(work, vars(options), [ORDINARY] * ranks, TIMEOUT_S)[0][1]
     return list(zip(turns[::2], turns[1::2], strict=True))
 
 
-def _fit(rank: int, options: dict[str, Any], *, clip: float | None) -> list[Seconds]:
+def _fit(rank: int, options: dict[str, Any], *, clip: float | None, num_ranks: int) -> list[Seconds]:
     """Train on one rank; return the times of each turn."""
-    import logging
-    import warnings
-
-    import lightning as L
-    import torch
-    import yaml  # type: ignore[import-untyped]
-    from torch.utils.data import DataLoader
-
-    from lightning_hanayo import HanayoStrategy
-    from recipes.gpt.module import GPT
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*(does not have many workers|no `val_dataloader`)")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options["world"]), "NODE_RANK": "0"}
     times: list[Seconds] = []
 
     class Turns(L.Callback):
@@ -120,19 +121,13 @@ def _fit(rank: int, options: dict[str, Any], *, clip: float | None) -> list[Seco
             session.nonfinite.mode = "raise" if session.values.is_watched else "ignore"
             times.append((time.perf_counter(), time.process_time()))
 
+    sizes = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]
+    sizes |= {"num_layers": options["blocks"], "width": options["width"]}
     steps = WARM_UP + 2 * TURN * options["pairs"] + 1
-    arguments = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]
-    arguments |= {"num_layers": options["blocks"], "width": options["width"]}
+    batches = random_batches(steps, options["batch_size"], sizes["context"], sizes["vocab_size"])
     torch.manual_seed(0)
-    tokens = torch.randint(arguments["vocab_size"], (steps, options["batch_size"], arguments["context"] + 1))
-    batches: list[Any] = [{"input_ids": one[:, :-1], "labels": one[:, 1:]} for one in tokens]
-    strategy = HanayoStrategy(num_waves=2 if options["world"] == 1 else 1, num_microbatches=4)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=options["world"], strategy=strategy, gradient_clip_val=clip, max_epochs=1,
-        callbacks=[Turns()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(GPT(**arguments), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    strategy = HanayoStrategy(num_waves=2 if num_ranks == 1 else 1, num_microbatches=4)
+    fit_on_rank(rank, num_ranks, GPT(**sizes), batches, strategy=strategy, gradient_clip_val=clip, callbacks=[Turns()])
     marks = times[WARM_UP::TURN]
     between = zip(marks, marks[1:], strict=False)
     return [((end[0] - begin[0]) / TURN, (end[1] - begin[1]) / TURN) for begin, end in between]

@@ -7,10 +7,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.harness import LOOPBACK, Findings, describe, new_parser, numeric, run, run_ranks, whole
+from recipes.benchmarks.harness import LOOPBACK, Findings, describe, new_parser, number, numeric, run, run_ranks
 
 if TYPE_CHECKING:
     from recipes.benchmarks.rounds import Plan
@@ -18,47 +18,39 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the requested files. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    return run(_real if options.real else _emulated, options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    from recipes.benchmarks.names import NAMES
+    from recipes.benchmarks.case import NAMES
 
     parser = new_parser("pipeline", __doc__, picture="draw bars, measured and ideal")
-    many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
-    parser.add_argument("--ranks", type=whole, default=[4], help="P, a case for each (default 4)", **many)
-    parser.add_argument("--microbatches", type=whole, default=[4], help="B (default 4)", **many)
-    parser.add_argument(
-        "--waves", type=whole, default=[2], help="W; interleaved schedules get 2W stages per rank (default 2)", **many
-    )
-    parser.add_argument("--forward-ms", type=numeric, default=20.0, metavar="MS",
-                        help="one micro-batch's forward through a rank's whole share; 0: no compute at all "
-                        "(default 20)")  # fmt: skip
+    number(parser, "--ranks", [4], "P, a case for each")
+    number(parser, "--microbatches", [4], "B")
+    number(parser, "--waves", [2], "W; interleaved schedules get 2W stages per rank")
+    number(parser, "--forward-ms", 20.0, "one micro-batch's forward through a rank's whole share; 0: no compute at all",
+           "MS")  # fmt: skip
     parser.add_argument("--backward", type=numeric, nargs=2, default=[1.0, 1.0], metavar=("I", "W"),
                         help="input and weight gradient, in forwards (default 1 1)")  # fmt: skip
-    parser.add_argument("--message-bytes", type=whole, default=[4096], help="(default 4096)", **many)
+    number(parser, "--message-bytes", [4096], "")
     parser.add_argument("--hop-ms", type=numeric, metavar="MS",
                         help="message time for which hanayo-zb chooses its order (default: as measured before each "
                         "case, with messages of its size)")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", default=list(NAMES), metavar="NAME",
                         help=f"of {', '.join(NAMES)} (default: all)")  # fmt: skip
-    parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="runs of each candidate (default 7)")
-    parser.add_argument("--steps", type=whole, default=1, metavar="N", help="in a row, without a barrier (default 1)")
+    number(parser, "--rounds", 7, "runs of each candidate")
+    number(parser, "--steps", 1, "in a row, without a barrier")
     parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
     parser.add_argument("--real", action="store_true", help="real computation instead: transformer blocks, 2 ranks, "
                         "a core each; see the README")  # fmt: skip
-    parser.add_argument("--width", type=whole, default=256, help="--real: features per token (default 256)")
-    parser.add_argument("--blocks", type=whole, default=4, help="--real: blocks per rank, a multiple of 4 (default 4)")
-    parser.add_argument("--samples", type=whole, default=4, help="--real: sequences of 128 tokens (default 4)")
-    return parser
+    number(parser, "--width", 256, "--real: features per token")
+    number(parser, "--blocks", 4, "--real: blocks per rank, a multiple of 4")
+    number(parser, "--samples", 4, "--real: sequences of 128 tokens")
+    options = parser.parse_args(arguments)
+    return run(_real if options.real else _emulated, options)
 
 
 def _emulated(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import report
     from recipes.benchmarks.case import Case, candidates
     from recipes.benchmarks.harness import ProcessOptions
-    from recipes.benchmarks.result import outcome_of
+    from recipes.benchmarks.report import outcome_of
     from recipes.benchmarks.rounds import Plan, run_all
 
     chosen = tuple(candidates(options.schedules, options.waves))

@@ -4,13 +4,16 @@ python -m recipes.benchmarks.random_streams --table random_streams.md
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from recipes.benchmarks.harness import Findings, describe, new_parser, run, whole
+import torch
+
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.schedule import Kind
+from recipes.benchmarks.harness import Columns, Findings, Summary, describe, new_parser, number, page, run, span, table
+from recipes.gpt.module import Block
 
 READING = """\
 A rank begins a stream before each backward, before the step's own code, and before each block. When the step's own
@@ -23,34 +26,29 @@ and restores them at its end.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the requested files. Returns the exit code."""
     parser = new_parser("random_streams", __doc__)
-    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="the median is shown (default 9)")
-    parser.add_argument("--calls", type=whole, default=2000, metavar="N", help="calls per round (default 2000)")
+    number(parser, "--rounds", 9, "the median is shown")
+    number(parser, "--calls", 2000, "calls per round")
     parser.add_argument("--device", default="cpu", help="the model's device (default cpu)")
     return run(_measure, parser.parse_args(arguments))
 
 
+COLUMNS: Columns = (
+    ("what", lambda one: one[0]),
+    ("microseconds", lambda one: f"{one[1].median:.1f}"),
+    ("min-max", lambda one: span(one[1], 1, 1)),
+)
+
+
 def _measure(options: argparse.Namespace) -> Findings:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it once
-    import torch
-
-    from recipes.benchmarks.harness import Summary
-
+    torch.set_num_threads(1)
     machine = describe(f"{options.device}, threads: {torch.get_num_threads()}")
     found = {name: Summary.of(_times(call, options)) for name, call in _cases(torch.device(options.device)).items()}
-    rows = [f"| {name} | {us.median:.1f} | {us.least:.1f}-{us.most:.1f} |" for name, us in found.items()]
-    head = ["# Keyed random numbers", "", *(f"- {line}" for line in machine), ""]
-    table = ["| what | microseconds | min-max |", "|---|---:|---:|", *rows]
+    text = page("# Keyed random numbers", machine, table(COLUMNS, found.items()), READING)
     figures = {name: {"us": us.median, "least": us.least, "most": us.most} for name, us in found.items()}
-    return Findings("\n".join([*head, *table, "", READING, ""]), {"machine": machine, "cases": figures})
+    return Findings(text, {"machine": machine, "cases": figures})
 
 
-def _cases(device: Any) -> dict[str, Callable[[], object]]:
-    import torch
-
-    from lightning_hanayo.pipeline_parallel.rng import RandomStreams
-    from lightning_hanayo.schedule import Kind
-    from recipes.gpt.module import Block
-
+def _cases(device: torch.device) -> dict[str, Callable[[], object]]:
     streams = RandomStreams(0, 0, device)
     batch = streams.batch("train 0 0")
     batch.__enter__()  # the process ends with it

@@ -5,22 +5,165 @@ that they disturb each other as they do later) and a message. The simulator pred
 times; then all schedules run in turn.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import CostModel, Schedule, simulate
-from recipes.benchmarks.harness import Findings, ProcessOptions, Summary, cores, run_ranks
-from recipes.benchmarks.real_rank import CANDIDATES, PEER, RealCase, RealRecord, schedule_of, work
-from recipes.paper.figure import BLUE, GREY, ORANGE, new, plain, save
-from recipes.paper.table import markdown, percent
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
 
-RANKS = 2
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.pipeline_parallel import split_backward
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.message import gradient_message
+from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
+from recipes.benchmarks.case import TORCHS, Candidate
+from recipes.benchmarks.harness import (
+    Columns,
+    Findings,
+    ProcessOptions,
+    Summary,
+    cores,
+    ms,
+    page,
+    run_ranks,
+    span,
+    table,
+)
+from recipes.benchmarks.rounds import RoundTiming, in_rounds, message_time, step_time
+from recipes.benchmarks.runners import OurRunner, Runner, Stack, TorchRunner
+from recipes.benchmarks.self_contained import SelfContainedFirstStage
+from recipes.gpt.module import Block
+from recipes.paper.figure import BLUE, GREY, ORANGE, new, plain, save
+from recipes.paper.page import percent
+
+CANDIDATES = (Candidate("1f1b", 1), Candidate("hanayo", 2), Candidate("hanayo-zb", 2), Candidate("torch-1f1b", 1))
+BASE, PEER = CANDIDATES[0].label, CANDIDATES[-1].label
+CONTEXT, HEADS, RANKS = 128, 4, 2
+REPEATS, WARM_UP, PINGS = 10, 2, 50
 TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """Sizes: `blocks` per rank of `width` features, and micro-batches of `samples` sequences."""
+
+    num_microbatches: int
+    width: int
+    blocks: int
+    samples: int
+    num_rounds: int
+
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """The schedule of a candidate."""
+        return build(candidate.schedule_name, num_ranks=RANKS, num_microbatches=self.num_microbatches,
+                     num_waves=candidate.waves)  # fmt: skip
+
+
+@dataclass
+class RealRecord:
+    """One rank's times in seconds. The first four are for its whole share of one micro-batch; then one message."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    backward: float = 0.0
+    message: float = 0.0
+    rounds: dict[Candidate, list[RoundTiming]] = field(default_factory=dict)
+    losses: dict[Candidate, float] = field(default_factory=dict)
+    """of the last step, on the rank with the last stage"""
+
+
+class RealStack(Stack):
+    """Blocks of the GPT recipe."""
+
+    def __init__(self, case: RealCase) -> None:
+        self._case, self.num_blocks = case, case.blocks * RANKS
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(case.num_microbatches * case.samples, CONTEXT, case.width, generator=generator)
+        self.inputs = whole.split(case.samples)
+
+    @override
+    def blocks(self, stage: int, num_stages: int) -> list[nn.Module]:
+        per_stage = self.num_blocks // num_stages
+        return [self.block(stage * per_stage + place) for place in range(per_stage)]
+
+    def block(self, number: int) -> nn.Module:
+        """Block `number` of the stack, with the same initial values on every rank."""
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            return Block(self._case.width, HEADS, 0.0)
+
+    @override
+    def defer(self, blocks: Sequence[nn.Module], queue: WeightGradientQueue) -> None:
+        split_backward.patch_linear_layers(blocks, queue)
+
+
+def work(rank: int, cases: list[RealCase]) -> list[RealRecord]:
+    """Run all cases, one after the other."""
+    return [_case(case) for case in cases]
+
+
+def _case(case: RealCase) -> RealRecord:
+    record, stack = RealRecord(), RealStack(case)
+    _profile(case, stack, record)
+    runners: dict[Candidate, Runner] = {}
+    for one in CANDIDATES:
+        schedule = case.schedule(one)
+        runners[one] = (
+            TorchRunner(schedule, stack, TORCHS[one.name]) if one.runtime == "torch" else OurRunner(schedule, stack)
+        )
+    record.rounds = in_rounds(runners, case.num_rounds)
+    record.losses = {one: sum(runner.losses) for one, runner in runners.items() if runner.losses}
+    return record
+
+
+def _profile(case: RealCase, stack: RealStack, record: RealRecord) -> None:
+    """Time this rank's blocks one by one: forward, backward, and split backward; all ranks at the same time."""
+    queue = WeightGradientQueue()
+    blocks = [stack.block(place) for place in range(case.blocks)]
+    stack.defer(blocks, queue)
+    stages = [SelfContainedFirstStage(blocks=[block], queue=queue, num_blocks=1) for block in blocks]
+    x = stack.inputs[0].clone().requires_grad_()
+    taken: dict[str, list[float]] = {what: [] for what in ("forward", "backward", "backward_input", "backward_weight")}
+    dist.barrier()
+    for turn in range(2 * (REPEATS + WARM_UP)):
+        split = bool(turn % 2)
+        times = dict.fromkeys(taken, 0.0)
+        for stage in stages:
+            _time_stage(stage, x, split, times)
+        if turn >= 2 * WARM_UP:
+            for what in ("forward", "backward_input", "backward_weight") if split else ("backward",):
+                taken[what].append(times[what])
+    for what, values in taken.items():
+        setattr(record, what, median(values))
+    record.message = message_time(x.detach(), PINGS)
+
+
+def _time_stage(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
+    clock = time.perf_counter
+    batch = Batch(inputs=[x])
+    start = clock()
+    stage.forward(batch, 0, None)
+    forward = clock()
+    arrived = gradient_message([torch.full_like(x, 1e-3)])
+    begin = clock()
+    if split:
+        stage.backward_input(batch, 0, arrived)
+        middle = clock()
+        stage.backward_weight(batch, 0, None)
+        times["backward_input"] += middle - begin
+        times["backward_weight"] += clock() - middle
+    else:
+        stage.backward(batch, 0, arrived)
+        times["backward"] += clock() - begin
+    times["forward"] += forward - start
 
 
 @dataclass(frozen=True)
@@ -51,18 +194,6 @@ class RealOutcome:
     """measured seconds of the backward in one piece"""
     results: tuple[RealResult, ...]
     num_rounds: int
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def of(plain: Mapping[str, Any]) -> "RealOutcome":
-        """From JSON."""
-        spreads = "step", "gain"
-        results = (one | {what: Summary(**one[what]) for what in spreads} for one in plain["results"])
-        known = {"costs": CostModel(**plain["costs"]), "results": tuple(RealResult(**one) for one in results)}
-        return RealOutcome(**{**plain, **known})
 
 
 def measure(microbatches: Sequence[int], width: int, blocks: int, samples: int, rounds: int) -> RealOutcome:
@@ -102,25 +233,23 @@ def _costs(records: Sequence[RealRecord]) -> tuple[CostModel, float]:
 
 
 def _results(case: RealCase, ranks: Sequence[RealRecord], costs: CostModel, whole: float) -> list[RealResult]:
-    steps = {name: [max(ends) - min(starts) for starts, ends in zip(
-        zip(*(record.starts[name] for record in ranks), strict=True),
-        zip(*(record.ends[name] for record in ranks), strict=True), strict=True)]
-        for name in CANDIDATES}  # fmt: skip
-    predicted = {name: _predict(schedule_of(name, case), costs, whole) for name in CANDIDATES}
-    losses = {name: next(r.losses[name] for r in ranks if name in r.losses) for name in CANDIDATES}
+    turns = {one: list(zip(*(record.rounds[one] for record in ranks), strict=True)) for one in CANDIDATES}
+    steps = {one: [step_time(turn) for turn in turns[one]] for one in CANDIDATES}
+    predicted = {one: _predict(case.schedule(one), costs, whole) for one in CANDIDATES}
+    losses = {one: next(record.losses[one] for record in ranks if one in record.losses) for one in CANDIDATES}
     base = CANDIDATES[0]
     return [
         RealResult(
-            name,
+            one.label,
             case.num_microbatches,
-            Summary.of(steps[name]),
-            Summary.of([1 - mine / theirs for mine, theirs in zip(steps[name], steps[base], strict=True)]),
-            predicted[name],
-            1 - predicted[name] / predicted[base],
-            median(sum(cpus) / len(cpus) for cpus in zip(*(r.cpu[name] for r in ranks), strict=True)),
-            abs(losses[name] / losses[base] - 1),
+            Summary.of(steps[one]),
+            Summary.of([1 - mine / theirs for mine, theirs in zip(steps[one], steps[base], strict=True)]),
+            predicted[one],
+            1 - predicted[one] / predicted[base],
+            median(fmean(timing.cpu for timing in turn) for turn in turns[one]),
+            abs(losses[one] / losses[base] - 1),
         )
-        for name in CANDIDATES
+        for one in CANDIDATES
     ]
 
 
@@ -133,62 +262,38 @@ def _predict(schedule: Schedule, costs: CostModel, whole: float) -> float:
 
 def findings(outcome: RealOutcome, machine: Sequence[str]) -> Findings:
     """Returns what the command prints and writes."""
-    data = {"machine": machine, "real": outcome.plain()}
-    return Findings(table(outcome, machine), data, {"picture": lambda path: draw(outcome, path)})
-
-
-def table(outcome: RealOutcome, machine: Sequence[str]) -> str:
-    """The results as Markdown."""
-    costs, unit = outcome.costs, 1e3
-    forward, inputs, weights = costs.forward, costs.backward_input, costs.backward_weight
-    assert isinstance(forward, float) and isinstance(inputs, float) and isinstance(weights, float)
-    assert isinstance(costs.message, float)
+    costs: Any = outcome.costs
     about = (
-        f"A rank's share of one micro-batch alone: F {unit * forward:.1f}, I {unit * inputs:.1f}, W "
-        f"{unit * weights:.1f} ms, the backward in one piece {unit * outcome.whole_backward:.1f} ms; a message "
-        f"{unit * costs.message:.2f} ms. {outcome.num_rounds} rounds. Gains are over our 1f1b of the same round."
+        f"A rank's share of one micro-batch alone: F {ms(costs.forward)}, I {ms(costs.backward_input)}, W "
+        f"{ms(costs.backward_weight)} ms, the backward in one piece {ms(outcome.whole_backward)} ms; a message "
+        f"{ms(costs.message, 2)} ms. {outcome.num_rounds} rounds. Gains are over our 1f1b of the same round."
     )
-    head = (
-        "schedule",
-        "B",
-        "step ms",
-        "min-max",
-        "predicted ms",
-        "gain",
-        "min-max",
-        "predicted gain",
-        "reached",
-        "CPU ms",
-    )
-    rows = map(_row, outcome.results)
-    parts = [
-        "# A pipeline with real computation",
-        "\n".join(f"- {line}" for line in machine),
-        about,
-        markdown(head, rows),
-    ]
-    return "\n\n".join(parts) + "\n"
+    text = page("# A pipeline with real computation", machine, about, table(COLUMNS, outcome.results))
+    return Findings(text, {"machine": machine, "real": asdict(outcome)}, {"picture": lambda path: draw(outcome, path)})
 
 
-def _row(result: RealResult) -> tuple[str, ...]:
-    reached = result.gain.median / result.predicted_gain if result.predicted_gain > 1e-9 else math.nan
-    return (
-        result.name,
-        str(result.num_microbatches),
-        f"{1e3 * result.step.median:.1f}",
-        f"{1e3 * result.step.least:.1f}-{1e3 * result.step.most:.1f}",
-        f"{1e3 * result.predicted_step:.1f}",
-        percent(result.gain.median),
-        f"{percent(result.gain.least)} to {percent(result.gain.most)}",
-        "-" if result.name in (CANDIDATES[0], PEER) else percent(result.predicted_gain),
-        "-" if math.isnan(reached) else percent(reached, 0),
-        f"{1e3 * result.cpu:.0f}",
-    )
+def _reached(result: RealResult) -> str:
+    """The part of the predicted gain that was reached."""
+    return percent(result.gain.median / result.predicted_gain, 0) if result.predicted_gain > 1e-9 else "-"
+
+
+COLUMNS: Columns = (
+    ("schedule", lambda one: one.name),
+    ("B", lambda one: str(one.num_microbatches)),
+    ("step ms", lambda one: ms(one.step.median)),
+    ("min-max", lambda one: span(one.step)),
+    ("predicted ms", lambda one: ms(one.predicted_step)),
+    ("gain", lambda one: percent(one.gain.median)),
+    ("min-max", lambda one: f"{percent(one.gain.least)} to {percent(one.gain.most)}"),
+    ("predicted gain", lambda one: "-" if one.name in (BASE, PEER) else percent(one.predicted_gain)),
+    ("reached", _reached),
+    ("CPU ms", lambda one: ms(one.cpu, 0)),
+)
 
 
 def draw(outcome: RealOutcome, path: Path) -> None:
     """Draw bars: gains over 1f1b, measured and predicted."""
-    shown = [result for result in outcome.results if result.name != CANDIDATES[0]]
+    shown = [result for result in outcome.results if result.name != BASE]
     figure = new(2 + 0.9 * len(shown), 3.4)
     axes = figure.subplots()
     plain(axes, "Gain over 1f1b, two ranks, real computation", y="%")

@@ -1,27 +1,169 @@
 """Measures how much of the gradient reduction over data ranks a step still waits for.
 
 python -m recipes.benchmarks.reduction --data 2 --ranks 2 4 --microbatches 4 8
+
+none          F F B B                    the step without reductions
+overlapped    F F B |reduce| B |         where the schedule has them, while other stages compute
+end           F F B B |reduce reduce|    the same reductions, all after the last action
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.harness import LOOPBACK, Findings, describe, new_parser, numeric, run, run_ranks, whole
-from recipes.benchmarks.names import OURS
+from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
+from lightning_hanayo.schedule import simulate
+from lightning_hanayo.topology import Topology
+from recipes.benchmarks.case import OURS, Candidate, Case, candidates
+from recipes.benchmarks.harness import (
+    LOOPBACK,
+    Columns,
+    Findings,
+    ProcessOptions,
+    describe,
+    in_turn,
+    ms,
+    new_parser,
+    number,
+    page,
+    run,
+    run_ranks,
+    table,
+)
+from recipes.benchmarks.rounds import WARM_UP, RoundTiming, step_time, time_steps
+from recipes.benchmarks.runners import EmulatedStack, OurRunner, transport_of
+from recipes.paper.page import percent
 
-if TYPE_CHECKING:
-    from recipes.benchmarks.case import Candidate, Case
-    from recipes.benchmarks.harness import ProcessOptions
-    from recipes.benchmarks.reduction_rank import ReductionPlan, WayTimings
+Way = Literal["none", "overlapped", "end"]
+WAYS: tuple[Way, ...] = get_args(Way)
+MATRICES, VECTORS, FEATURES = 4, 8, 1024
+"""a stage's gradients: a few large and some small ones, as in a transformer block"""
 
-HEAD = ("schedule", "P", "B", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "overlapped, + ms",
-        "exposed", "min-max", "ideal")  # fmt: skip
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """What all ranks run."""
+
+    case: Case
+    candidates: tuple[Candidate, ...]
+    num_replicas: int
+    megabytes: tuple[float, ...]
+    """sizes of a rank's gradients; one case each"""
+    num_rounds: int
+
+    @property
+    def pairs(self) -> list[tuple[Candidate, float]]:
+        """Each candidate with each size."""
+        return list(product(self.candidates, self.megabytes))
+
+
+@dataclass(frozen=True)
+class WayTimings:
+    """One rank's times for one candidate and size."""
+
+    rounds: dict[Way, tuple[RoundTiming, ...]]
+    """for each way, by round"""
+    max_error: float
+    """relative error of the sums"""
+
+
+def run_all(rank: int, plan: ReductionPlan) -> list[WayTimings]:
+    """Run this rank: each candidate with each size, all ways in each round."""
+    topology = Topology(data=plan.num_replicas, pipe=plan.case.num_ranks)
+    pipe, data = (
+        dist.new_subgroups_by_enumeration([list(ranks) for ranks in topology.groups(axis)])[0]
+        for axis in ("pipe", "data")
+    )
+    transport = transport_of(topology.group_of(rank, "pipe"), pipe)
+    return [
+        _measure_ways(ReducingRunner(plan.case, candidate, transport, data, megabytes), plan.num_rounds)
+        for candidate, megabytes in plan.pairs
+    ]
+
+
+class ReducingRunner(OurRunner):
+    """Our runtime; this rank's stages together have `megabytes` of gradients, allocated before the step."""
+
+    def __init__(
+        self,
+        case: Case,
+        candidate: Candidate,
+        transport: ProcessGroupTransport,
+        data: dist.ProcessGroup,
+        megabytes: float,
+    ) -> None:
+        schedule = case.schedule(candidate)
+        super().__init__(schedule, EmulatedStack(case, schedule.num_stages), transport, self._reach)
+        self.way: Way = "none"
+        self.share = 1.0 + data.rank()
+        self._whole = data.size() * (data.size() + 1) / 2
+        self._reduced = {number: _dummy_parameters(megabytes / len(self.stages)) for number in self.stages}
+        self._reduction = GradientAllReduce(self._reduced, data)
+
+    def fill(self, value: float) -> None:
+        """Set all gradients."""
+        for gradient in self._gradients():
+            gradient.fill_(value)
+
+    @property
+    def error(self) -> float:
+        """The relative error of the sums after a step that began with gradients of `share`."""
+        expected = self.share if self.way == "none" else self._whole
+        return max(float((gradient / expected - 1).abs().max()) for gradient in self._gradients())
+
+    @override
+    def run_step(self) -> None:
+        super().run_step()
+        if self.way == "end":
+            for stage in reversed(self.stages):
+                self._reduction.start(stage)
+        self._reduction.finish()
+
+    def _reach(self, stage: int) -> None:
+        if self.way == "overlapped":
+            self._reduction.start(stage)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for parameters in self._reduced.values():
+            for parameter in parameters:
+                assert parameter.grad is not None
+                yield parameter.grad
+
+
+def _dummy_parameters(megabytes: float) -> list[nn.Parameter]:
+    features = max(1, min(FEATURES, int(megabytes * 2**20 / 4) // (MATRICES + VECTORS)))
+    rows = max(1, round((megabytes * 2**20 / 4 - VECTORS * features) / (MATRICES * features)))
+    shapes = [(rows, features)] * MATRICES + [(features,)] * VECTORS
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameters
+
+
+def _measure_ways(runner: ReducingRunner, num_rounds: int) -> WayTimings:
+    errors = []
+    rounds: dict[Way, list[RoundTiming]] = {way: [] for way in WAYS}
+    for way in WAYS * WARM_UP:
+        runner.way = way
+        runner.fill(runner.share)
+        runner.run_step()
+        errors.append(runner.error)
+    runner.fill(0.0)  # zero stays zero however often it is summed, so nothing needs to be written between rounds
+    for _, way in in_turn(WAYS, num_rounds):
+        runner.way = way
+        rounds[way].append(time_steps(runner, steps=1))
+    return WayTimings({way: tuple(found) for way, found in rounds.items()}, max(errors))
 
 
 @dataclass(frozen=True)
@@ -48,100 +190,64 @@ class ReductionResult:
     max_error: float
 
 
+COLUMNS: Columns = (
+    ("schedule", lambda one: one.label),
+    ("P", lambda one: str(one.num_ranks)),
+    ("B", lambda one: str(one.num_microbatches)),
+    ("MB per rank", lambda one: f"{one.megabytes_per_rank:g}"),
+    ("step ms", lambda one: ms(one.step)),
+    ("reduced at the end, + ms", lambda one: ms(one.at_the_end)),
+    ("of the step", lambda one: percent(one.at_the_end / one.step, 0)),
+    ("overlapped, + ms", lambda one: ms(one.overlapped)),
+    ("exposed", lambda one: percent(one.exposed, 0)),
+    ("min-max", lambda one: f"{percent(one.least, 0)} - {percent(one.most, 0)}"),
+    ("ideal", lambda one: percent(one.ideal, 0)),
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the requested files. Returns the exit code."""
-    return run(_measure, _parser().parse_args(arguments))
-
-
-def table(results: Sequence[ReductionResult], machine: Sequence[str], title: str) -> str:
-    """The results as Markdown."""
-    from recipes.paper.table import markdown
-
-    return "\n\n".join(["\n".join(f"- {line}" for line in machine), title, markdown(HEAD, map(_row, results))]) + "\n"
-
-
-def _row(result: ReductionResult) -> tuple[str, ...]:
-    from recipes.paper.table import percent
-
-    return (
-        result.label,
-        str(result.num_ranks),
-        str(result.num_microbatches),
-        f"{result.megabytes_per_rank:g}",
-        f"{1e3 * result.step:.1f}",
-        f"{1e3 * result.at_the_end:.1f}",
-        percent(result.at_the_end / result.step, 0),
-        f"{1e3 * result.overlapped:.1f}",
-        percent(result.exposed, 0),
-        f"{percent(result.least, 0)} - {percent(result.most, 0)}",
-        percent(result.ideal, 0),
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser("reduction", __doc__)
-    many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
-    parser.add_argument("--data", type=whole, default=2, metavar="N", help="D, replicas of the pipeline (default 2)")
-    parser.add_argument("--ranks", type=whole, default=[2], help="P (default 2)", **many)
-    parser.add_argument("--microbatches", type=whole, default=[4], help="B (default 4)", **many)
-    parser.add_argument("--waves", type=whole, default=[2, 4], help="W (default 2 4)", **many)
-    parser.add_argument("--schedules", nargs="+", default=["hanayo"], metavar="NAME",
+    number(parser, "--data", 2, "D, replicas of the pipeline")
+    number(parser, "--ranks", [2], "P")
+    number(parser, "--microbatches", [4], "B")
+    number(parser, "--waves", [2, 4], "W")
+    parser.add_argument("--schedules", nargs="+", choices=OURS, default=["hanayo"], metavar="NAME",
                         help=f"of {', '.join(OURS)} (default hanayo)")  # fmt: skip
-    parser.add_argument("--forward-ms", type=numeric, default=40.0, metavar="MS",
-                        help="one micro-batch's forward through a rank's whole share; the input and the weight "
-                        "gradient take as long each (default 40)")  # fmt: skip
-    parser.add_argument("--megabytes", type=numeric, nargs="+", default=[128.0], metavar="MB",
-                        help="size of a rank's gradients (default 128)")  # fmt: skip
-    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="all three ways in each (default 9)")
+    number(parser, "--forward-ms", 40.0, "one micro-batch's forward through a rank's whole share; the input and the "
+           "weight gradient take as long each", "MS")  # fmt: skip
+    number(parser, "--megabytes", [128.0], "size of a rank's gradients", "MB")
+    number(parser, "--rounds", 9, "all three ways in each")
     parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
-    return parser
+    return run(_measure, parser.parse_args(arguments))
 
 
 def _measure(options: argparse.Namespace) -> Findings:
-    from recipes.benchmarks.case import Case, candidates
-    from recipes.benchmarks.harness import ProcessOptions
-    from recipes.benchmarks.reduction_rank import ReductionPlan
-
-    chosen = tuple(candidates(_ours(options.schedules), options.waves))
+    chosen = tuple(candidates(options.schedules, options.waves))
     time = options.forward_ms / 1e3
     if min(options.ranks) < 2 or options.data < 2:
         raise HanayoError(f"--ranks {min(options.ranks)} --data {options.data}: both are at least 2")
     results: list[ReductionResult] = []
-    for num_ranks, count in product(options.ranks, options.microbatches):
-        case = Case(num_ranks, count, time, time, time, 4096, 1, planned_message=0.0005)
+    for num_ranks, microbatches in product(options.ranks, options.microbatches):
+        case = Case(num_ranks, microbatches, time, time, time, 4096, 1, planned_message=0.0005)
         plan = ReductionPlan(case, chosen, options.data, tuple(options.megabytes), options.rounds)
-        priority, found = _results(plan, ProcessOptions(not options.ordinary))
-        results += found
+        count, num_runs = num_ranks * options.data, len(plan.pairs) * (plan.num_rounds + 3) * 3
+        processes = [ProcessOptions(not options.ordinary)] * count
+        found = run_ranks(run_all, plan, processes, 120 + 40 * num_runs * case.busy)
+        results += [
+            result_of(plan, candidate, megabytes, timings)
+            for (candidate, megabytes), *timings in zip(plan.pairs, *(timings for _, timings in found), strict=True)
+        ]
     title = f"D={options.data}, F/I/W {options.forward_ms:g} ms each, {options.rounds} rounds"
-    machine = describe(LOOPBACK, priority)
+    machine = describe(LOOPBACK, found[0][0])
     data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
-    return Findings(table(results, machine, title), data)
-
-
-def _results(plan: "ReductionPlan", options: "ProcessOptions") -> "tuple[str, list[ReductionResult]]":
-    """Run a plan in processes of its own. Returns the priority that they got, and the results."""
-    from recipes.benchmarks.reduction_rank import run_all
-
-    count, num_runs = plan.case.num_ranks * plan.num_replicas, len(plan.pairs) * (plan.num_rounds + 3) * 3
-    found = run_ranks(run_all, plan, [options] * count, 120 + 40 * num_runs * plan.case.busy)
-    ranks = [timings for _, timings in found]
-    return found[0][0], [
-        result_of(plan, candidate, megabytes, timings)
-        for (candidate, megabytes), *timings in zip(plan.pairs, *ranks, strict=True)
-    ]
-
-
-def _ours(names: Sequence[str]) -> Sequence[str]:
-    if strange := [name for name in names if name not in OURS]:
-        raise HanayoError(f"--schedules {strange[0]}: expected some of {', '.join(OURS)}")
-    return names
+    return Findings(page(machine, title, table(COLUMNS, results)), data)
 
 
 def result_of(
-    plan: "ReductionPlan", candidate: "Candidate", megabytes: float, ranks: Sequence["WayTimings"]
+    plan: ReductionPlan, candidate: Candidate, megabytes: float, ranks: Sequence[WayTimings]
 ) -> ReductionResult:
     """Combine the ranks' records: in each round, the time that either way adds to the step without reductions."""
-    from recipes.benchmarks.result import step_time
 
     def steps(way: Any) -> list[float]:
         return [step_time(turn) for turn in zip(*(timings.rounds[way] for timings in ranks), strict=True)]
@@ -166,10 +272,8 @@ def result_of(
     )
 
 
-def ideal(case: "Case", candidate: "Candidate", seconds: float) -> float:
+def ideal(case: Case, candidate: Candidate, seconds: float) -> float:
     """The exposed part in the simulator, if a rank's reductions together take `seconds`."""
-    from lightning_hanayo.schedule import simulate
-
     schedule = case.schedule(candidate)
     plain, reducing = (
         simulate(schedule, replace(case.costs, gradient_reduce=time)).makespan for time in (0.0, max(seconds, 1e-9))

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from recipes.benchmarks.cluster import received
-from recipes.benchmarks.harness import sleep_until
-from recipes.benchmarks.schemes.check import check
-from recipes.benchmarks.schemes.device import Emulated
-from recipes.benchmarks.schemes.layer import shapes
+from recipes.benchmarks.harness import in_turn, sleep_until
+from recipes.benchmarks.rounds import agreed_start
+from recipes.benchmarks.schemes.dimensions import Wire, check
+from recipes.benchmarks.schemes.layer import Emulated, shapes
 from recipes.benchmarks.schemes.log import Event, Log
 from recipes.benchmarks.schemes.names import Find, Group, groups, make
-from recipes.benchmarks.schemes.wire import Wire
 
 HEAD_START, QUIET, SAMPLE_S, SKEW = 0.01, 0.03, 0.004, 0.0004
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
@@ -112,24 +111,13 @@ class Groups:
         return next((self._made[purpose, ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
 
 
-def agreed_start() -> float:
-    """Wait for a moment at which all hosts start, and return it. They share a machine, and so a clock."""
-    moment = torch.zeros(1, dtype=torch.float64)
-    dist.barrier()
-    moment += time.monotonic() + HEAD_START
-    dist.broadcast(moment, 0)
-    start = float(moment)
-    sleep_until(start)
-    return start
-
-
 def _timed(action: Callable[[], object], times: int) -> list[float]:
     """From the last host's start; as in a step, they don't begin at one moment."""
     skew = SKEW * dist.get_rank()
     last = SKEW * (dist.get_world_size() - 1)
     ends = []
     for _ in range(times + 1):
-        start = agreed_start()
+        start = agreed_start(HEAD_START)
         sleep_until(start + skew)
         action()
         ends.append(time.monotonic() - start - last)
@@ -207,13 +195,12 @@ def _case(process_groups: Groups, case: Case) -> dict[str, Steps]:
         process_groups.find(among)
     if process_groups.rank >= case.hosts:
         for _ in range((case.rounds + 2) * len(case.schemes)):
-            agreed_start()
+            agreed_start(HEAD_START)
             dist.barrier()
         return {}
     runners = {name: StepRunner(case, name, process_groups.rank, process_groups.find) for name in case.schemes}
-    for turn in range(-1, case.rounds):
-        for name in _turned(case.schemes, turn):
-            _run(runners[name], keep=turn >= 0)
+    for counts, name in in_turn(case.schemes, case.rounds, warm_up=1):
+        _run(runners[name], keep=counts)
     for runner in runners.values():
         with _sampled(runner.steps.samples) as begin:
             begin(_run(runner, keep=False))
@@ -221,15 +208,9 @@ def _case(process_groups: Groups, case: Case) -> dict[str, Steps]:
     return {name: runner.steps for name, runner in runners.items()}
 
 
-def _turned(names: Sequence[str], turn: int) -> list[str]:
-    """Returns the names in an order that begins with another one in each round."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
-
-
 def _run(runner: StepRunner, *, keep: bool) -> float:
     """Run one step on all hosts, and return when it started."""
-    start = agreed_start()
+    start = agreed_start(HEAD_START)
     before = received()
     forward, end = runner.run()
     dist.barrier()

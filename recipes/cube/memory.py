@@ -2,7 +2,7 @@
 
 from lightning_hanayo.divisibility import MeshSizes
 from recipes.cube.volumes import layer_of
-from recipes.paper.table import markdown
+from recipes.paper.page import markdown
 
 TOKENS, HIDDEN = 16384, 4096
 MESHES: tuple[MeshSizes, ...] = ((2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8))

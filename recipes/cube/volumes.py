@@ -13,7 +13,7 @@ from lightning_hanayo.planner.candidates import best_mesh, ranked_meshes
 from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.cube.schemes import OneD, TwoAndAHalfD, two_d
 from recipes.paper import figure
-from recipes.paper.table import markdown
+from recipes.paper.page import markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

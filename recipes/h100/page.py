@@ -14,8 +14,7 @@ from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.h100.counts import BlockCounts, Pass, count_block
 from recipes.h100.models import MODELS, Llama
 from recipes.h100.step import Step
-from recipes.paper.page import fill
-from recipes.paper.table import markdown, percent
+from recipes.paper.page import fill, markdown, percent
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 PAGE, COUNTS = FOLDER / "h100.md", FOLDER / "h100.json"

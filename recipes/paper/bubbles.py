@@ -6,8 +6,8 @@ from pathlib import Path
 from recipes.paper import figure
 from recipes.paper.closed_form import Times, bubble, chimera_bubble, dapple, gems, gpipe, hanayo_printed_bubble
 from recipes.paper.contender import Contender
+from recipes.paper.page import markdown, percent
 from recipes.paper.printed import BUBBLES
-from recipes.paper.table import markdown, percent
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from recipes.paper import figure
 from recipes.paper.closed_form import Times, dapple, gpipe, hanayo
+from recipes.paper.page import markdown, percent
 from recipes.paper.printed import EIGHT_GPUS, SCHEMES, Row
-from recipes.paper.table import markdown, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from recipes.benchmarks.schemes.log import Replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D
 from recipes.paper import figure
 from recipes.paper.cube_steps import RANKS, Sizes, Steps, longer_batch, machine, steps, strong, wider_model
-from recipes.paper.table import markdown, percent
+from recipes.paper.page import markdown, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

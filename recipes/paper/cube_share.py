@@ -12,8 +12,8 @@ from recipes.benchmarks.schemes.log import Replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
 from recipes.paper import figure
 from recipes.paper.cube_steps import SHARE, Sizes, machine, meshes, step
+from recipes.paper.page import markdown, percent
 from recipes.paper.printed import CUBE
-from recipes.paper.table import markdown, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

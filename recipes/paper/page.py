@@ -1,4 +1,4 @@
-"""Fills the tables of a hand-written Markdown page.
+"""Formats rows as Markdown tables, and fills the tables of a hand-written page.
 
 prose, prose                                 <- hand-written
 <!-- begin bubbles -->
@@ -8,9 +8,32 @@ prose
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_hanayo.errors import HanayoError
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose first column is left-aligned, the others right-aligned.
+
+    Example:
+        >>> print(markdown(("schedule", "bubble"), [("gpipe", "42.9 %")]))
+        | schedule | bubble |
+        |---|---:|
+        | gpipe | 42.9 % |
+    """
+    line = "|---" + "|---:" * (len(head) - 1) + "|"
+    return "\n".join([_row(head), line, *map(_row, rows)])
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """Format 0.4286 as `42.9 %`."""
+    return f"{100 * value:.{digits}f} %"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
 
 _BLOCK = re.compile(r"(<!-- begin (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end (?P=name) -->)", re.DOTALL)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_hanayo.errors import HanayoError
 from recipes.paper import figure
 from recipes.paper.contender import BUDGETS, OURS, SPLIT, WHOLE, Contender, Measured, measure
-from recipes.paper.table import markdown, percent
+from recipes.paper.page import markdown, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from recipes.paper import figure
 from recipes.paper.contender import Contender
-from recipes.paper.table import markdown
+from recipes.paper.page import markdown
 
 NUM_RANKS = 8
 

@@ -14,8 +14,8 @@ from functools import cache
 
 from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
 from recipes.paper.clusters import WAVES, fit
+from recipes.paper.page import markdown, percent
 from recipes.paper.printed import STRONG, WEAK
-from recipes.paper.table import markdown, percent
 
 CLUSTER = "A100, PCIe, two per node"
 """the cluster whose throughput at P = 8, W = 2 equals that of weak scaling at D = 1"""

@@ -13,8 +13,8 @@ from pathlib import Path
 from recipes.paper import figure
 from recipes.paper.closed_form import Times, dapple, gpipe, hanayo
 from recipes.paper.clusters import WAVES, Fit, fit_all
+from recipes.paper.page import markdown, percent
 from recipes.paper.printed import SCHEMES, Row
-from recipes.paper.table import markdown, percent
 
 NUM_DEVICES = 32
 LAYOUTS = (4, 8, 16, 32)

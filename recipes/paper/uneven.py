@@ -18,7 +18,7 @@ from lightning_hanayo.schedule.search.problem import SchedulingProblem
 from lightning_hanayo.schedule.search.search import lower_bounds
 from lightning_hanayo.schedule.table import loop, zigzag
 from recipes.paper import figure
-from recipes.paper.table import markdown
+from recipes.paper.page import markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ the printed figures for the unit and for what doesn't come from activations, and
 from statistics import pvariance
 
 from recipes.paper.contender import Contender
+from recipes.paper.page import markdown
 from recipes.paper.printed import VARIANCE
-from recipes.paper.table import markdown
 
 NUM_RANKS = 8
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
 from recipes.paper import figure
-from recipes.paper.table import markdown
+from recipes.paper.page import markdown
 
 NUM_RANKS = 8
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from lightning_hanayo import cli
 from lightning_hanayo.errors import HanayoError
-from recipes.paper.page import fill
-from recipes.paper.table import markdown
+from recipes.paper.page import fill, markdown
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "plan.md"

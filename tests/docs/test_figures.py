@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from recipes.benchmarks import reduction, single
+from recipes.benchmarks.harness import table
 from recipes.paper.overview import timelines
 from tests.test_words import ROOT
 
@@ -221,11 +222,15 @@ def test_the_readmes_picture() -> None:
 @pytest.mark.parametrize("module, name, rows", [(single, "single", "cases"), (reduction, "reduction", "results")])
 def test_a_page_has_the_rows_of_its_figures(module: Any, name: str, rows: str) -> None:
     page = (FOLDER / f"{name}.md").read_text()
-    stored = json.loads((FOLDER / f"{name}.json").read_text(), object_hook=lambda one: SimpleNamespace(**one))
-    made = ["| " + " | ".join(module._row(row)) + " |" for row in getattr(stored, rows)]
+
+    def found(name: str) -> Any:
+        return json.loads((FOLDER / f"{name}.json").read_text(), object_hook=lambda one: SimpleNamespace(**one))
+
+    stored = found(name)
+    shown = list(getattr(stored, rows))
     if name == "reduction":  # a second table
-        more = json.loads((FOLDER / "reduction-4.json").read_text(), object_hook=lambda one: SimpleNamespace(**one))
-        made += ["| " + " | ".join(module._row(row)) + " |" for row in more.results if row.num_ranks == 4]
+        shown += [row for row in found("reduction-4").results if row.num_ranks == 4]
+    made = table(module.COLUMNS, shown).splitlines()[2:]
     assert re.findall(r"^\| (?!schedule|precision).*\|$", page, re.MULTILINE) == made
     assert all(f"- {line}\n" in page for line in stored.machine)
 

@@ -6,8 +6,7 @@ from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.h100.counts import count_block
 from recipes.h100.models import MODELS
 from recipes.h100.page import CASES, CUBES, PAGE, block_name, counts_of, counts_table, mesh_of, table
-from recipes.h100.rates import RATES
-from recipes.h100.step import Step
+from recipes.h100.step import RATES, Step
 from recipes.paper.page import blocks_in
 
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -5,21 +5,69 @@ sync     step step |   save   | step step
 async    step step |copy| step step step step      a thread writes; longer steps, because it needs cores and the disk
 """
 
+import ctypes
+import gc
 import os
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipes.benchmarks.checkpoints.peak_memory import PeakMemory
-from recipes.benchmarks.checkpoints.state import Sizes, State
-from recipes.benchmarks.checkpoints.ways import Way, all_ways
+from recipes.benchmarks.checkpoints.ways import Sizes, State, Way, all_ways
+from recipes.benchmarks.harness import in_turn
+
+INTERVAL_S = 0.004
+_COUNTED = ("RssAnon:", "RssShmem:")
+
+
+class PeakMemory:
+    """A context in which a thread reads the memory of this process every few milliseconds (on Linux; 0 elsewhere)."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """the most above the start, so far"""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak memory", daemon=True)
+
+    def __enter__(self) -> "PeakMemory":
+        return_freed_memory()
+        self._before = _resident()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self.num_bytes = max(self.num_bytes, _resident() - self._before)
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the system, so that its second use counts, too."""
+    gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def _resident() -> int:
+    if sys.platform != "linux":
+        return 0
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(_COUNTED))
+
 
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 PRODUCT = 1024
@@ -81,10 +129,8 @@ def run_all(rank: int, plan: Plan) -> RankRecord:
     state = State(plan.sizes, rank, dist.get_world_size())
     ways = all_ways()
     record = RankRecord({}, {}, state.num_bytes)
-    for turn in range(plan.num_rounds):
-        for place in range(len(NAMES)):
-            name = NAMES[(turn + place) % len(NAMES)]
-            _measure(name, ways[name], state, plan, record)
+    for _, name in in_turn(NAMES, plan.num_rounds):
+        _measure(name, ways[name], state, plan, record)
     return record
 
 

@@ -1,13 +1,7 @@
-"""The device that is measured: its name, its peak, its clock and its memory. A CPU stands in where there is no GPU.
-
-Card        what the parts of the benchmark use
-GpuCard     an NVIDIA GPU
-CpuCard     this machine's cores: the same program at toy sizes, in the tests
-"""
+"""The device that is measured: its name, its peak, its clock and its memory. A CPU stands in where there is no GPU."""
 
 import platform
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,94 +60,53 @@ class StreamTransfer:
         torch.cuda.current_stream().wait_event(self.ended)
 
 
-class Card(ABC):
-    """A device, on which one program runs at a time."""
+class Card:
+    """A device, on which one program runs at a time.
 
-    device: torch.device
-    accelerator: str
-    """as the Trainer names it"""
-    compiler: str
-    """the backend with which blocks are compiled"""
-    name: str
+    This one is a CPU, which stands in at toy sizes. It has no kernels to count and nothing that spins, and it doesn't
+    say how much memory tensors take.
+    """
+
     peak: float | None = None
     """TFLOP/s of bf16 matrix products; None: not in the table"""
-
-    @property
-    @abstractmethod
-    def about(self) -> str:
-        """The device and its software, in words."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until the device has nothing left to do."""
-
-    @abstractmethod
-    def kernels_of(self, run: Callable[[], None]) -> int:
-        """How many kernels `run` launches."""
-
-    @abstractmethod
-    def peak_memory_of(self, run: Callable[[], None]) -> int:
-        """The most bytes of tensors that exist while `run` runs, beyond those from before."""
-
-    @abstractmethod
-    @contextmanager
-    def spinning(self, num_blocks: int, seconds: float) -> Iterator[Callable[[], bool]]:
-        """Let a kernel of `num_blocks` thread blocks spin; yields a function that says whether it still does."""
-
-    @abstractmethod
-    def link_queue(self) -> LinkQueue:
-        """A queue for collectives of this device, as a cube's ranks have it."""
-
-    @abstractmethod
-    def transfer(self, seconds: float) -> Work:
-        """Start an emulated collective that takes so long, after those that were started before."""
-
-    @abstractmethod
-    def seconds_of(self, run: Callable[[], None]) -> float:
-        """The time that the kernels of `run` take."""
-
-
-class CpuCard(Card):
-    """A CPU. It has no kernels to count and nothing that spins, and it doesn't say how much memory tensors take."""
 
     def __init__(self) -> None:
         self.device, self.accelerator, self.compiler = torch.device("cpu"), "cpu", "aot_eager"
         self.name = platform.processor() or platform.machine()
 
     @property
-    @override
     def about(self) -> str:
+        """The device and its software, in words."""
         return f"no GPU: {self.name}, threads: {torch.get_num_threads()}"
 
-    @override
     def synchronize(self) -> None:
-        return None
+        """Wait until the device has nothing left to do."""
 
-    @override
     def kernels_of(self, run: Callable[[], None]) -> int:
+        """How many kernels `run` launches."""
         run()
         return 0
 
-    @override
     def peak_memory_of(self, run: Callable[[], None]) -> int:
+        """The most bytes of tensors that exist while `run` runs, beyond those from before."""
         run()
         return 0
 
-    @override
     @contextmanager
     def spinning(self, num_blocks: int, seconds: float) -> Iterator[Callable[[], bool]]:
+        """Let a kernel of `num_blocks` thread blocks spin; yields a function that says whether it still does."""
         yield lambda: True
 
-    @override
     def link_queue(self) -> LinkQueue:
+        """A queue for collectives of this device, as a cube's ranks have it."""
         return LinkQueue()
 
-    @override
     def transfer(self, seconds: float) -> Work:
+        """Start an emulated collective that takes so long, after those that were started before."""
         return SleepingTransfer(time.monotonic() + seconds)
 
-    @override
     def seconds_of(self, run: Callable[[], None]) -> float:
+        """The time that the kernels of `run` take."""
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
@@ -255,5 +208,5 @@ def find_card(*, toy: bool) -> Card:
     if torch.cuda.is_available():
         return GpuCard()
     if toy:
-        return CpuCard()
+        return Card()
     raise UnsupportedError("this benchmark needs an NVIDIA GPU, and torch finds none. --toy runs it on the CPU.")

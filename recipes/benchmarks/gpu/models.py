@@ -1,13 +1,18 @@
-"""The two models that are trained, as ordinary LightningModules, and how many operations a step of each takes."""
+"""The two models that are trained, as ordinary LightningModules, in each of the ways that are compared."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_hanayo import HanayoStrategy
+from lightning_hanayo.tensor_parallel import Mesh, StageContext, plan_parallelize
+from recipes.benchmarks.fits import SteppedFit, new_trainer
+from recipes.benchmarks.gpu.card import Card
 from recipes.gpt.module import GPT
 
 Kind = Literal["llama", "gpt"]
@@ -98,3 +103,117 @@ def operations(kind: Kind, sizes: Sizes, shape: tuple[int, int]) -> float:
     per_block = 4 * width**2 + num_matrices * width * sizes.feed_forward
     weights = sizes.num_blocks * per_block + sizes.vocabulary * width
     return float(shape[0] * shape[1] * (6 * weights + 6 * sizes.num_blocks * shape[1] * width))
+
+
+MICROBATCHES = 4
+"""per step"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train: the plain Trainer, the same with 3-D layers on one rank, or the strategy with waves."""
+
+    waves: int = 0
+    """of the strategy; 0: the plain Trainer, which accumulates the gradients of the same micro-batches"""
+    has_3d_layers: bool = False
+    is_compiled: bool = False
+    """whether `block.compile()` was called for each block"""
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        name = f"strategy, P=1 W={self.waves}" if self.waves else "3-D layers, (1,1,1)" if self.has_3d_layers else PLAIN
+        return name + (COMPILED if self.is_compiled else "")
+
+
+PLAIN, COMPILED = "plain Trainer", ", compiled"
+EAGER = Candidate(), Candidate(waves=2), Candidate(has_3d_layers=True)
+ALL = *EAGER, *(Candidate(one.waves, one.has_3d_layers, True) for one in EAGER)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batches."""
+
+    kind: Kind
+    sizes: Sizes
+    samples: int
+    """per micro-batch"""
+    sequence: int
+    candidates: tuple[Candidate, ...] = EAGER
+    precision: Precision = "bf16-true"
+
+    @property
+    def tokens(self) -> int:
+        """Per micro-batch."""
+        return self.samples * self.sequence
+
+    @property
+    def num_actions(self) -> int:
+        """Forwards and backwards of single blocks in a step."""
+        return 2 * self.sizes.num_blocks * MICROBATCHES
+
+
+def start_fit(case: Case, candidate: Candidate, card: Card, num_steps: int) -> SteppedFit:
+    """Set up a fit that takes the same batch in each step, whole or in micro-batches.
+
+    Raises:
+        Exception: whatever the fit raises.
+    """
+    shape = MICROBATCHES * case.samples, case.sequence
+    batch = batch_of(case.kind, case.sizes, shape, case.precision, card.device)
+    pieces = [batch] if candidate.waves else _split(batch, case.samples)
+
+    def make() -> tuple[L.LightningModule, L.Trainer]:
+        model = build(case.kind, case.sizes, case.sequence, card.device)
+        return model, new_trainer(
+            accelerator=card.accelerator,
+            devices=1,
+            strategy=HanayoStrategy(num_microbatches=MICROBATCHES, num_waves=candidate.waves)
+            if candidate.waves
+            else "auto",
+            precision=case.precision,
+            accumulate_grad_batches=1 if candidate.waves else MICROBATCHES,
+            callbacks=_prepare(model, candidate, card),
+        )
+
+    return SteppedFit(make, [pieces] * num_steps, candidate.label)
+
+
+def _split(batch: Tensor | dict[str, Tensor], samples: int) -> list[Any]:
+    if isinstance(batch, Tensor):
+        return list(batch.split(samples))
+    names, columns = batch.keys(), (tensor.split(samples) for tensor in batch.values())
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+class _StageRuns(Callback):
+    """Tells the 3-D layers of a plain Trainer what a stage would tell them."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % MICROBATCHES == 0:
+            self._context.begin_batch()
+        self._context.before_forward(0)
+
+    @override
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self._context.before_backward(0)
+
+
+def _prepare(model: Model, candidate: Candidate, card: Card) -> list[Callback]:
+    """Convert and compile the blocks; return the callbacks that they need."""
+    blocks = list(model.blocks)
+    callbacks: list[Callback] = []
+    if candidate.has_3d_layers:
+        mesh = Mesh.single()
+        context = StageContext(mesh)
+        plan_parallelize(blocks, "blocks", mesh.sizes).install(blocks, context)
+        callbacks.append(_StageRuns(context))
+    if candidate.is_compiled:
+        for block in blocks:
+            block.compile(backend=card.compiler, dynamic=False)
+    return callbacks

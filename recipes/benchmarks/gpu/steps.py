@@ -5,21 +5,18 @@ round 1     strategy ...        | 3-D ...                      | plain ...
 """
 
 import gc
-import logging
 import math
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
+from recipes.benchmarks.fits import SteppedFit, timed
 from recipes.benchmarks.gpu.card import Card
-from recipes.benchmarks.gpu.fits import COMPILED, MICROBATCHES, PLAIN, Case, SteppedFit
-from recipes.benchmarks.gpu.models import Kind, operations
-from recipes.benchmarks.harness import Summary
+from recipes.benchmarks.gpu.models import COMPILED, MICROBATCHES, PLAIN, Case, Kind, operations, start_fit
+from recipes.benchmarks.harness import Summary, in_turn
 
 WARM_UP = 3
 Say = Callable[[str], None]
@@ -72,17 +69,6 @@ class CaseFigures:
     refused: Mapping[str, str]
     """candidates that failed, and with what error"""
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def of(plain: Mapping[str, Any]) -> "CaseFigures":
-        """From JSON."""
-        spreads = "step", "of_plain"
-        candidates = (one | {what: Summary(**one[what]) for what in spreads} for one in plain["candidates"])
-        return CaseFigures(**{**plain, "candidates": tuple(StepFigures(**one) for one in candidates)})
-
     def speed(self, label: str) -> float | None:
         """A candidate's speed, compared with the plain one's; None if it failed."""
         return next((one.of_plain.median for one in self.candidates if one.label == label), None)
@@ -100,22 +86,21 @@ class _Running:
 
 def measure(case: Case, card: Card, rounds: Rounds, say: Say) -> CaseFigures:
     """Run all candidates of a case. One that fails is left out, and the others go on."""
-    _quieten()
     torch.compiler.reset()  # what was compiled for another case would count as a recompilation
     refused: dict[str, str] = {}
     running: dict[str, _Running] = {}
     try:
         for candidate in case.candidates:
             with _Refusing(refused, candidate.label):
-                fit = SteppedFit(case, candidate, card, rounds.num_steps)
+                fit = start_fit(case, candidate, card, rounds.num_steps)
                 running[candidate.label] = _Running(fit, [], [])
                 fit.run(WARM_UP)
-        for turn in range(rounds.rounds):
-            labels = [label for label in running if label not in refused]
-            first = turn % max(1, len(labels))
-            for label in labels[first:] + labels[:first]:
+        for _, label in in_turn(list(running), rounds.rounds):
+            if label not in refused:
                 with _Refusing(refused, label):
-                    _time(running[label], card, rounds.steps)
+                    seconds, cpu = timed(running[label].fit, rounds.steps, card.synchronize)
+                    running[label].times.append(seconds)
+                    running[label].cpu.append(cpu)
         for label in [label for label in running if label not in refused]:
             with _Refusing(refused, label):
                 running[label].kernels = card.kernels_of(lambda fit=running[label].fit: fit.run(1))  # type: ignore[misc]
@@ -158,16 +143,6 @@ class _Refusing:
         return True
 
 
-def _time(running: _Running, card: Card, steps: int) -> None:
-    """Time some steps in a row: within them the host may run ahead of the device, as in any training."""
-    card.synchronize()
-    start, cpu = time.perf_counter(), time.process_time()
-    running.fit.run(steps)
-    card.synchronize()
-    running.times.append((time.perf_counter() - start) / steps)
-    running.cpu.append((time.process_time() - cpu) / steps)
-
-
 def _figures(case: Case, card: Card, label: str, running: Mapping[str, _Running]) -> StepFigures:
     one = running[label]
     peer = running.get(PLAIN + (COMPILED if label.endswith(COMPILED) else ""), one)
@@ -190,12 +165,3 @@ def largest_difference(candidates: Sequence[StepFigures]) -> float:
     """The largest relative difference of a loss from the first candidate's; NaN if a loss is."""
     differences = [abs(one.loss / candidates[0].loss - 1) for one in candidates]
     return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
-
-
-_NOISE = r"does not have many workers|no `val_dataloader`|isinstance\(treespec|The \.grad attribute"
-
-
-def _quieten() -> None:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=f".*({_NOISE})")

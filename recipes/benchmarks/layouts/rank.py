@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,25 +21,25 @@ from lightning_hanayo.pipeline_parallel.pairs import Pairs, Plans
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import Stage
-from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.layout import COSTS, PAIR_SEGMENTS, Layout
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate as Named
 from recipes.benchmarks.case import Case
+from recipes.benchmarks.harness import in_turn
 from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Contender, Model, contenders
-from recipes.benchmarks.ours import OurRunner
-from recipes.benchmarks.schemes.device import Device, Emulated
-from recipes.benchmarks.schemes.layer import Layer, WholeLinear, shapes
+from recipes.benchmarks.rounds import agreed_start, message_time
+from recipes.benchmarks.runners import EmulatedStack, OurRunner, transport_of
+from recipes.benchmarks.schemes.dimensions import ThreeD
+from recipes.benchmarks.schemes.layer import Device, Emulated, Layer, WholeLinear, shapes
 from recipes.benchmarks.schemes.log import Log
-from recipes.benchmarks.schemes.three_d import ThreeD
 from recipes.benchmarks.self_contained import (
     SelfContainedFirstStage,
     SelfContainedLastStage,
     SelfContainedMiddleStage,
 )
-from recipes.benchmarks.tensor3d_rank import Groups, agreed_start
+from recipes.benchmarks.tensor3d_rank import HEAD_START, Groups
 
 QUIET = 0.02
 REPEATS, PROBED = 7, (16 << 10, 1 << 20)
@@ -74,13 +74,6 @@ class Record:
     contenders: dict[int, list[list[float]]] = field(default_factory=dict)
     """by P, by contender"""
 
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> "Record":
-        """From JSON, whose keys are text."""
-        by_number = ("collective", "messages", "contenders")
-        numbered = {name: {int(key): value for key, value in plain[name].items()} for name in by_number}
-        return cls(**{**plain, **numbered})
-
 
 def work(rank: int, plan: Plan) -> Record:
     """Run all of it on one host."""
@@ -105,25 +98,11 @@ def _probe(groups: Groups, record: Record) -> None:
         part = torch.zeros(size // 4)
         taken = []
         for _ in range(REPEATS + 1):
-            start = agreed_start()
+            start = agreed_start(HEAD_START)
             axis.all_gather(part).wait()
             taken.append(time.monotonic() - start)
         record.collective[size] = median(taken[1:])
-    record.messages = {floats: _message(floats) for floats in (1, MESSAGE_FLOATS)}
-
-
-def _message(floats: int) -> float:
-    """Seconds of a message between the first two hosts: half of the way there and back."""
-    message, taken = torch.zeros(floats), []
-    for _ in range(REPEATS + 1):
-        start = agreed_start()
-        for sender, receiver in ((0, 1), (1, 0)):
-            if dist.get_rank() == sender:
-                dist.send(message, receiver)
-            elif dist.get_rank() == receiver:
-                dist.recv(message, sender)
-        taken.append((time.monotonic() - start) / 2)
-    return median(taken[1:])
+    record.messages = {floats: message_time(torch.zeros(floats), REPEATS) for floats in (1, MESSAGE_FLOATS)}
 
 
 def alternate(runners: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
@@ -132,16 +111,14 @@ def alternate(runners: Sequence[Callable[[], None]], rounds: int) -> list[list[f
     It connects ranks, tells them the shapes of messages, and shows layers in which order weights are gathered.
     """
     taken: list[list[float]] = [[] for _ in runners]
-    for turn in range(-1, rounds):
-        first = turn % len(runners)
-        for place in [*range(first, len(runners)), *range(first)]:
-            start = agreed_start()
-            runners[place]()
-            end = time.monotonic() - start
-            dist.barrier()
-            time.sleep(QUIET)
-            if turn >= 0:
-                taken[place].append(end)
+    for counts, place in in_turn(range(len(runners)), rounds, warm_up=1):
+        start = agreed_start(HEAD_START)
+        runners[place]()
+        end = time.monotonic() - start
+        dist.barrier()
+        time.sleep(QUIET)
+        if counts:
+            taken[place].append(end)
     return taken
 
 
@@ -203,12 +180,7 @@ class LayoutRunner:
         self._engine: Engine | None = None
         self.pairs: Pairs | None = None
         if candidate.pipe > 1:
-            control = axes["pipe"]
-            assert control is not None
-            transport = ProcessGroupTransport(
-                topology.group_of(rank, "pipe"), control=control, channels={}, device=torch.device("cpu"),
-                on_failure=_fail,
-            )  # fmt: skip
+            transport = transport_of(topology.group_of(rank, "pipe"), axes["pipe"])
             self.pairs = None if self._queue is None else self._paired(self._queue, runs, groups)
             self._engine = Engine(
                 runs, PointToPointChannel(transport), self._reduction.start, Trace(), pairs=self.pairs
@@ -333,22 +305,17 @@ def _contender(
 ) -> Callable[[], None]:
     """A schedule of the paper's comparison: stages sleep, messages are real."""
     topology = Topology(data=one.pipelines, pipe=one.pipe)
-    control = groups.find([tuple(ranks) for ranks in topology.groups("pipe")], "pipe")
-    assert control is not None
-    transport = ProcessGroupTransport(
-        topology.group_of(rank, "pipe"), control=control, channels={}, device=torch.device("cpu"), on_failure=_fail
-    )
-    return OurRunner(case_of(one, seconds, floats), Named(one.schedule, one.waves), transport).run_step
+    group = groups.find([tuple(ranks) for ranks in topology.groups("pipe")], "pipe")
+    case = case_of(one, seconds, floats)
+    schedule = case.schedule(Named(one.schedule, one.waves))
+    transport = transport_of(topology.group_of(rank, "pipe"), group)
+    return OurRunner(schedule, EmulatedStack(case, schedule.num_stages), transport).run_step
 
 
 def case_of(one: Contender, seconds: float = SHARE_SECONDS, floats: int = MESSAGE_FLOATS) -> Case:
     """The case of a contender: `share` of the model on each rank, T_B = 2 T_F."""
     time = seconds * one.share
     return Case(one.pipe, one.microbatches, time, time, time, 4 * floats, 1)
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error
 
 
 def check(rank: int, plan: Plan) -> list[float]:

@@ -82,10 +82,7 @@ def groups(name: str, hosts: int) -> dict[str, list[Group]]:
 def make(name: str, hosts: int, rank: int, find: Find, log: "Log", queue: "LinkQueue | None" = None) -> "Scheme":
     """Returns the scheme as host `rank` sees it, whose transfers go through the `queue`, if there is one."""
     from lightning_hanayo.tensor_parallel.mesh import Mesh
-    from recipes.benchmarks.schemes.one_d import OneD
-    from recipes.benchmarks.schemes.three_d import ThreeD
-    from recipes.benchmarks.schemes.two_d import TwoD
-    from recipes.benchmarks.schemes.wire import Wire, wires
+    from recipes.benchmarks.schemes.dimensions import OneD, ThreeD, TwoD, Wire, wires
 
     along = groups(name, hosts)
 

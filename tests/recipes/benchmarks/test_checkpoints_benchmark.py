@@ -5,18 +5,16 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from recipes.benchmarks.checkpoints.__main__ import main
-from recipes.benchmarks.checkpoints.figures import CaseFigures
+from recipes.benchmarks.checkpoints.__main__ import CaseFigures, main, text
 from recipes.benchmarks.checkpoints.rank import NAMES, Plan, RankRecord, run_all
-from recipes.benchmarks.checkpoints.report import table
-from recipes.benchmarks.checkpoints.state import BLOCKS, Sizes, State, blocks_of
+from recipes.benchmarks.checkpoints.ways import BLOCKS, Sizes, State, blocks_of
 from tests.harness.pool import Pool
 
 TINY = Sizes(4)
@@ -46,11 +44,11 @@ def test_every_way_brings_the_saved_values_back(pool: Pool, tmp_path: Path) -> N
 
 def check_output(case: CaseFigures, folder: Path) -> None:
     found, page, picture = (folder / f"found.{kind}" for kind in ("json", "md", "png"))
-    found.write_text(json.dumps({"machine": ["a machine"], "cases": [case.plain()]}))
+    found.write_text(json.dumps({"machine": ["a machine"], "cases": [asdict(case)]}))
     assert main(["--again", str(found), "--table", str(page), "--picture", str(picture)]) == 0
-    assert page.read_text() == table([case], ["a machine"]) and picture.read_bytes().startswith(b"\x89PNG")
+    assert page.read_text() == text([case], ["a machine"]) and picture.read_bytes().startswith(b"\x89PNG")
     wrong = replace(case, loads=(replace(case.loads[0], equal=False),))
-    assert table([wrong], []).count("| NO |") == 1
+    assert text([wrong], []).count("| NO |") == 1
 
 
 def test_the_ranks_divide_the_blocks() -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks import tensor3d
 from recipes.benchmarks.cluster import Cluster, Link, received, refusal
+from recipes.benchmarks.schemes.dimensions import Wire
 from recipes.benchmarks.schemes.log import Log
-from recipes.benchmarks.schemes.wire import Wire
 from tests.harness.limits import real_seconds
 
 MEGABYTE, LINK = 10**6, Link(80)

@@ -13,10 +13,8 @@ from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.schemes.log import Log, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, groups, mesh_of, three_d
-from recipes.benchmarks.tensor3d import cases, speed_of
+from recipes.benchmarks.tensor3d import BYTES, cases, outcome_of, predict, speed_of, text, volume_of
 from recipes.benchmarks.tensor3d_rank import Case, Steps, check_all
-from recipes.benchmarks.tensor3d_report import table
-from recipes.benchmarks.tensor3d_result import BYTES, outcome_of, predict, volume_of
 from tests.harness.pool import Pool
 
 LINK = Link(200)
@@ -82,8 +80,8 @@ def test_gains_are_of_the_same_round() -> None:
                                       dict(zip(case.schemes, (early, early), strict=True))])  # fmt: skip
     assert (outcome.of("3-d 2,1,1").gain, outcome.of(ONE_D[0]).gain) == (3.5, 1.0)
     assert outcome.of(ONE_D[0]).volume == BYTES * volume_of(case, ONE_D[0])
-    text = table(["a machine"], [], [outcome], [])
-    assert text.count("| 3-d 2,1,1 |") == 1 and "2 layers of 16, 64 tokens (M = 4 h)" in text
+    page = text(["a machine"], [], [outcome], [])
+    assert page.count("| 3-d 2,1,1 |") == 1 and "2 layers of 16, 64 tokens (M = 4 h)" in page
 
 
 def test_names() -> None:

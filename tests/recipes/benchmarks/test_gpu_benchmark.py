@@ -14,15 +14,12 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from recipes.benchmarks.gpu import card, memory, pairs, steps
-from recipes.benchmarks.gpu.__main__ import PARTS, main
+from recipes.benchmarks.gpu import card, parts, steps
+from recipes.benchmarks.gpu.__main__ import main, text
 from recipes.benchmarks.gpu.card import PEAKS, find_card
-from recipes.benchmarks.gpu.figures import BARS, Figures
-from recipes.benchmarks.gpu.fits import ALL, Candidate, Case
-from recipes.benchmarks.gpu.models import Sizes, operations
-from recipes.benchmarks.gpu.parts import FULL
-from recipes.benchmarks.gpu.parts import PARTS as RUN
-from recipes.benchmarks.gpu.report import table
+from recipes.benchmarks.gpu.models import ALL, Candidate, Case, Sizes, operations
+from recipes.benchmarks.gpu.parts import BARS, Figures, Stack, measure_memory
+from recipes.benchmarks.harness import read
 from recipes.benchmarks.pairs.tables import ALONE, STEADY
 from tests.harness.pool import Pool
 from tests.runtime.test_memory import Live
@@ -44,7 +41,7 @@ def test_a_stack_runs_in_pairs_behind_emulated_collectives(pool: Pool, tmp_path:
     assert "## Two micro-batches at once" in page
 
 
-class TransferringCard(card.CpuCard):
+class TransferringCard(card.Card):
     """Counts the emulated collectives."""
 
     count = 0
@@ -57,7 +54,7 @@ class TransferringCard(card.CpuCard):
 @pytest.mark.parametrize("way", [ALONE, STEADY])
 def test_each_block_waits_for_a_collective_forward_and_backward(way: str) -> None:
     counting = TransferringCard()
-    stack = pairs.Stack(Sizes(16, 2, 32, num_blocks=3), 8, counting)
+    stack = Stack(Sizes(16, 2, 32, num_blocks=3), 8, counting)
     stack.step(way, 2)
     assert counting.count == 0, "compute alone"
     stack.collective = 1e-5
@@ -72,7 +69,7 @@ def test_three_parts_run_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
     assert data["failed"] == {} and [(case["kind"], case["tokens"]) for case in data["steps"]] == [("llama", 16)]
     check_candidates(data["steps"][0])
     assert len(data["memory"]) == 1 and [one["num_blocks"] for one in data["products"]] == [0, 4, 16, 32]
-    assert table(Figures.of(data)) == page and picture.startswith(b"\x89PNG")
+    assert text(read(Figures, data)) == page and picture.startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough
@@ -102,8 +99,8 @@ def test_the_same_table_is_made_again_from_the_figures(pool: Pool, tmp_path: Pat
 
 def test_a_candidate_that_fails_is_listed_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(steps, "SteppedFit", FakeFit)
-    figures = steps.measure(TOY_CASE, card.CpuCard(), steps.Rounds(rounds=2, steps=1), said.append)
+    monkeypatch.setattr(steps, "start_fit", FakeFit)
+    figures = steps.measure(TOY_CASE, card.Card(), steps.Rounds(rounds=2, steps=1), said.append)
     assert [one.label for one in figures.candidates] == [PLAIN]
     assert figures.refused == {WAVES: "ValueError: no thread", LAYERS: "OutOfMemoryError: 2 GiB"}
     assert said[1:] == [f"llama, 8 tokens, {label}: failed: {why}" for label, why in figures.refused.items()]
@@ -133,17 +130,17 @@ TOY_CASE = Case("llama", Sizes(8, 1, 8, 4), 1, 8)
 
 def test_what_was_measured_is_kept_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
-    monkeypatch.setitem(RUN, "memory", lambda *_: kept.read_text() and pytest.fail("killed"))
+    monkeypatch.setattr(parts, "measure_memory", lambda *_: kept.read_text() and pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
         main([*TOY, "--parts", "products", "memory", "--json", str(kept)])
-    assert len(Figures.of(json.loads(kept.read_text())).products) == 4
+    assert len(read(Figures, json.loads(kept.read_text())).products) == 4
 
 
 def test_a_bar_is_reached_missed_or_not_measured(pool: Pool, tmp_path: Path) -> None:
-    figures = Figures.of({"machine": [], "peak": None, "bar_tokens": 16, "failed": {}} | _steps(0.97))
+    figures = read(Figures, {"machine": [], "peak": None, "bar_tokens": 16, "failed": {}} | _steps(0.97))
     (reached, *_) = figures.verdicts
     assert reached == f"llama, 16 tokens, {WAVES}: at least 0.97 of plain: reached, 0.970"
-    assert Figures.of(figures.plain() | _steps(0.969)).verdicts[0].endswith("MISSED, 0.969")
+    assert read(Figures, figures.plain() | _steps(0.969)).verdicts[0].endswith("MISSED, 0.969")
     assert all(line.endswith("not measured") for line in figures.verdicts[1:]) and len(BARS) == 8
 
 
@@ -155,7 +152,7 @@ def _steps(speed: float) -> dict[str, Any]:
     return {"steps": [case | {"candidates": [candidate]}], "host": [], "memory": [], "products": []}
 
 
-class CountingCard(card.CpuCard):
+class CountingCard(card.Card):
     """Counts the bytes of tensors, as a GPU's allocator does."""
 
     def peak_memory_of(self, run: Callable[[], None]) -> int:
@@ -174,7 +171,7 @@ class CountingCard(card.CpuCard):
 
 
 def test_a_stage_holds_none_of_the_outputs_that_it_has_sent() -> None:
-    figures = memory.measure(Sizes(32, 2, 128, 4), 64, CountingCard(), lambda _: None)
+    figures = measure_memory(Sizes(32, 2, 128, 4), 64, CountingCard(), lambda _: None)
     assert figures.output_bytes == 64 * 32 * 2 and figures.saved == pytest.approx(1.0, abs=0.05)
 
 
@@ -228,10 +225,6 @@ def test_full_sizes_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if find_card(toy=True).accelerator == "cpu":
         assert main([]) == 2
         assert "--toy runs it on the CPU" in capsys.readouterr().err
-
-
-def test_the_command_line_names_all_parts() -> None:
-    assert tuple(RUN) == PARTS and FULL.bar_tokens in FULL.tokens
 
 
 @pytest.mark.parametrize(

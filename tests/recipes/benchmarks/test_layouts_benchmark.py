@@ -9,19 +9,19 @@ import torch.distributed as dist
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import Link
-from recipes.benchmarks.layouts.__main__ import main
-from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Model, contenders, is_megatron, layouts
-from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, Plan, Record, check
-from recipes.benchmarks.layouts.report import (
+from recipes.benchmarks.layouts.__main__ import (
     contender_action,
     draw,
     link_of,
+    main,
     outcome_of,
     predict_turn,
     runtime_of,
     spearman,
-    table,
+    text,
 )
+from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Model, contenders, is_megatron, layouts
+from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, Plan, Record, check
 from tests.harness.pool import Pool
 
 MODEL = Model()
@@ -98,9 +98,9 @@ def test_the_report_of_hosts_that_do_what_is_predicted(tmp_path: Path) -> None:
     assert outcome.median_error == pytest.approx(0, abs=1e-6)
     assert outcome.chosen is outcome.steps[0]
     assert outcome.megatron.measured.median > outcome.chosen.measured.median
-    text = table(outcome, ["a machine"], MODEL)
-    assert "Spearman's correlation of predicted and measured steps 1.000; median error 0.0 %" in text
-    assert text.count("+0.0%") >= len(plan.layouts) + 12
+    page = text(outcome, ["a machine"], MODEL)
+    assert "Spearman's correlation of predicted and measured steps 1.000; median error 0.0 %" in page
+    assert page.count("+0.0%") >= len(plan.layouts) + 12
     assert outcome.plain()["chosen_over_best"] == 1
     draw(outcome, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 1000

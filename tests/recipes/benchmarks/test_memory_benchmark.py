@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.benchmarks import memory, memory_counts
-from recipes.benchmarks.memory_peers import State, Task, best, describe_layout, ours, peers
+from recipes.benchmarks import memory
+from recipes.benchmarks.memory_peers import State, Task, best, count_block, describe_layout, ours, peers
 from recipes.h100.models import Llama
 
 SMALL = Llama("small", 8, 32, 64, 4, 4, 64, 32)
@@ -46,7 +46,7 @@ def test_the_best_layout_of_each_number_of_pipeline_ranks() -> None:
 def test_a_cube_divides_a_block() -> None:
     whole = TASK.block()
     for mesh in ((1, 2, 1), (1, 2, 2), (2, 1, 1)):
-        part = memory_counts.block(SMALL, mesh, mesh[0], torch.float32)
+        part = count_block(SMALL, mesh, mesh[0], torch.float32)
         assert part.output == mesh[0] * whole.output / prod(mesh)
         assert part.kept <= 1.01 * (whole.kept + 4 * SMALL.block_parameters)  # of x the gathered weights, too
 

@@ -9,7 +9,7 @@ from lightning_hanayo.overlap.pair_time import run_alone
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.schedule.passes.validation import validate
 from recipes.benchmarks.cluster import Link
-from recipes.benchmarks.pairs.report import Outcome, Result, table
+from recipes.benchmarks.pairs.__main__ import Outcome, Result, table
 from recipes.benchmarks.pairs.tables import ALONE, STEADY, TWINS, WAYS, table_of
 from recipes.benchmarks.schemes.log import replay, segments_of
 from recipes.benchmarks.schemes.names import ONE_D, three_d

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from recipes.benchmarks import pipeline
-from recipes.benchmarks.case import Candidate, Case, candidates
+from recipes.benchmarks.case import NAMES, Candidate, Case, candidates
 from recipes.benchmarks.emulated import expected
-from recipes.benchmarks.names import NAMES
 from recipes.benchmarks.pipeline import main
-from recipes.benchmarks.result import outcome_of
+from recipes.benchmarks.report import outcome_of
 from recipes.benchmarks.rounds import Record, Records, RoundTiming
 from tests.harness.limits import real_seconds
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from recipes.benchmarks.case import Case, candidates
-from recipes.benchmarks.reduction import main, result_of, table
-from recipes.benchmarks.reduction_rank import ReductionPlan, WayTimings, run_all
+from recipes.benchmarks.harness import table
+from recipes.benchmarks.reduction import COLUMNS, ReductionPlan, WayTimings, main, result_of, run_all
 from recipes.benchmarks.rounds import RoundTiming
 from tests.harness.pool import Pool
 
@@ -50,7 +50,7 @@ def test_every_way_sums_exactly(pool: Pool) -> None:
     assert [timings.max_error for timings in ranks[0]] == [0, 0]
     results = [result_of(plan, CANDIDATE, size, timings) for size, *timings in zip(plan.megabytes, *ranks, strict=True)]
     assert all(result.step > 0.007 for result in results)
-    assert table(results, ["a machine"], "a case").count("| hanayo W=2 |") == 2
+    assert table(COLUMNS, results).count("| hanayo W=2 |") == 2
 
 
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

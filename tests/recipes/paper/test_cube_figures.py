@@ -7,8 +7,8 @@ import pytest
 
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
+from recipes.benchmarks.tensor3d import predict
 from recipes.benchmarks.tensor3d_rank import Case
-from recipes.benchmarks.tensor3d_result import predict
 from recipes.paper import cube_scaling, cube_share
 from recipes.paper.cube_scaling import RULES, efficiency
 from recipes.paper.cube_share import TIMES, apart, best_over, cube_over, overlapped, share_for

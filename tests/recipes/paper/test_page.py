@@ -3,8 +3,7 @@
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from recipes.paper.page import blocks_in, fill
-from recipes.paper.table import markdown, percent
+from recipes.paper.page import blocks_in, fill, markdown, percent
 
 PAGE = """prose
 <!-- begin one -->

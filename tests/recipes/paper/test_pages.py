@@ -9,10 +9,9 @@ import pytest
 
 from recipes.paper.catalogue import PICTURED, file_name
 from recipes.paper.contender import Contender
-from recipes.paper.page import blocks_in
+from recipes.paper.page import blocks_in, percent
 from recipes.paper.pages import DOCS, DOCUMENTS, Document
 from recipes.paper.peers import SIZES, measured
-from recipes.paper.table import percent
 from recipes.paper.uneven import Condition, contest
 
 QUICK = [

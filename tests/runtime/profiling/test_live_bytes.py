@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hanayo.pipeline_parallel.profiling.memory import AllocatedBytes, LiveBytes
-from recipes.benchmarks.resized_bytes import ResizedBytes
+from recipes.benchmarks.memory_measured import ResizedBytes
 
 KB = 1024
 """bytes of 256 numbers in fp32"""

@@ -6,8 +6,7 @@ import torch
 
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.strategy.model_facts import read_model
-from recipes.benchmarks.memory_measured import Sizes
-from recipes.benchmarks.memory_models import make_model
+from recipes.benchmarks.memory_measured import Sizes, make_model
 
 
 @cache

@@ -1,0 +1,66 @@
+"""Minimal runs of the benchmarks of one process: all figures exist, and what should be equal is.
+
+two blocks, one sequence, two timed steps: correctness, not time
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.benchmarks import cube_host, nonfinite, random_streams, single
+from tests.harness.pool import Pool
+
+SMALL = ["--rounds", "1", "--steps", "2", "--batch-size", "1", "--blocks", "2"]
+
+
+def found_by(
+    main: Callable[[list[str]], int], arguments: list[str], folder: Path, pool: Pool | None
+) -> tuple[dict[str, Any], str]:
+    """The figures and the page."""
+    data, page = folder / "found.json", folder / "found.md"
+    call = partial(main, [*arguments, "--json", str(data), "--table", str(page)])
+    assert call() == 0 if pool is None else pool.run(1, call) == [0]
+    return json.loads(data.read_text()), page.read_text()
+
+
+def test_one_process_trains_alike_under_both_strategies(pool: Pool, tmp_path: Path) -> None:
+    data, page = found_by(single.main, SMALL, tmp_path, pool)
+    (case,) = data["cases"]
+    assert case["equal"] is True
+    assert case["our_step"]["median"] > 0 and case["plain_step"]["median"] > 0
+    assert case["ratio"]["least"] <= case["ratio"]["median"] <= case["ratio"]["most"]
+    assert "| 32-true |" in page and "bit for bit equal" in page
+
+
+def test_a_missing_accelerator_is_rejected(pool: Pool) -> None:
+    assert pool.run(1, partial(single.main, [*SMALL, "--accelerator", "abacus"])) == [2]
+
+
+def test_every_block_has_host_times_and_the_collectives_that_it_should(pool: Pool, tmp_path: Path) -> None:
+    data, page = found_by(cube_host.main, ["--rounds", "1", "--calls", "1"], tmp_path, pool)
+    blocks = data["blocks"]
+    assert list(blocks)[:3] == ["plain", "DTensor", "cube (2, 2, 2)"]
+    assert all(block["step"]["median"] > 0 for block in blocks.values())
+    assert [blocks[name]["collectives"] for name in ("plain", "DTensor")] == [[0, 0], [8, 8]]
+    assert blocks["cube (2, 2, 2)"]["collectives"] == [14, 14]
+    assert "| cube (2, 2, 2) |" in page
+
+
+def test_every_random_stream_has_a_time(pool: Pool, tmp_path: Path) -> None:
+    data, page = found_by(random_streams.main, ["--rounds", "1", "--calls", "2"], tmp_path, pool)
+    cases = data["cases"]
+    assert len(cases) == 7 and all(0 < case["least"] <= case["us"] <= case["most"] for case in cases.values())
+    assert "| a block of a stage |" in page
+
+
+@pytest.mark.thorough
+def test_looking_for_nan_has_a_ratio(tmp_path: Path) -> None:
+    sizes = ["--fits", "1", "--pairs", "1", "--blocks", "4", "--batch-size", "4", "--ranks", "1"]
+    data, page = found_by(nonfinite.main, sizes, tmp_path, None)
+    assert [case["clip"] for case in data["cases"]] == [None, 1.0]
+    assert all(0 < case["ratio"]["least"] <= case["cpu"]["most"] * 100 for case in data["cases"])
+    assert "| P | gradient_clip_val |" in page

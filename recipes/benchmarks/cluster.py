@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +156,7 @@ def _enter(host: str) -> None:
         if (at := Path("/proc/sys/net/ipv4") / option).exists():
             at.write_text(value)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import torch
 
     torch.set_flush_denormal(True)  # emulated products return uninitialised memory

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -245,7 +245,7 @@ def _measure(options: argparse.Namespace) -> Findings:
         ("backward", lambda one: str((one[1].collectives or "--")[1])),
     )
     machine = describe("CPU, 1 thread, fake process group of 8 ranks")
-    data = {"machine": machine, "blocks": {name: asdict(one) for name, one in found.items()}}
+    data = {"machine": machine, "blocks": found}
     return Findings(page("# Host time of a block", machine, table(columns, found.items()), READING), data)
 
 

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -128,7 +128,7 @@ class Findings:
 
     Args:
         text: the tables, as Markdown.
-        data: all figures, for JSON.
+        data: all figures, for JSON; also dataclasses.
         pictures: for each picture option the function that draws the file.
         code: the exit code.
     """
@@ -189,7 +189,7 @@ def run(measure: Callable[[argparse.Namespace], Findings], options: argparse.Nam
         return 130
     print(found.text)
     if options.json:
-        options.json.write_text(json.dumps(found.data, indent=1) + "\n")
+        options.json.write_text(json.dumps(found.data, indent=1, default=asdict) + "\n")
     if options.table:
         options.table.write_text(found.text)
     for option, draw in found.pictures.items():

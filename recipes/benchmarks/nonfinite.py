@@ -7,7 +7,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -84,9 +83,7 @@ def _measure(options: argparse.Namespace) -> Findings:
         f"{options.pairs} pairs of {TURN} steps per case."
     )
     text = page("# Looking for NaN and infinite gradients", machine, about, table(COLUMNS, cases), READING)
-    plain = [{name: asdict(one) if name in ("step", "ratio", "cpu") else one for name, one in case.items()}
-             for case in cases]  # fmt: skip
-    return Findings(text, {"machine": machine, "cases": plain})
+    return Findings(text, {"machine": machine, "cases": cases})
 
 
 COLUMNS: Columns = (

@@ -7,7 +7,7 @@ times; then all schedules run in turn.
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -269,7 +269,7 @@ def findings(outcome: RealOutcome, machine: Sequence[str]) -> Findings:
         f"{ms(costs.message, 2)} ms. {outcome.num_rounds} rounds. Gains are over our 1f1b of the same round."
     )
     text = page("# A pipeline with real computation", machine, about, table(COLUMNS, outcome.results))
-    return Findings(text, {"machine": machine, "real": asdict(outcome)}, {"picture": lambda path: draw(outcome, path)})
+    return Findings(text, {"machine": machine, "real": outcome}, {"picture": lambda path: draw(outcome, path)})
 
 
 def _reached(result: RealResult) -> str:

@@ -10,7 +10,7 @@ end           F F B B |reduce reduce|    the same reductions, all after the last
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 from typing import Any, Literal, get_args
@@ -240,7 +240,7 @@ def _measure(options: argparse.Namespace) -> Findings:
         ]
     title = f"D={options.data}, F/I/W {options.forward_ms:g} ms each, {options.rounds} rounds"
     machine = describe(LOOPBACK, found[0][0])
-    data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
+    data = {"machine": machine, "case": title, "results": results}
     return Findings(page(machine, title, table(COLUMNS, results)), data)
 
 

@@ -10,7 +10,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -107,7 +107,7 @@ def _measure(options: argparse.Namespace) -> Findings:
         f"micro-batch. {options.rounds} rounds of {options.steps} steps each way; a step is from batch to batch, "
         "medians."
     )
-    data = {"machine": machine, "cases": [asdict(one) for one in outcomes]}
+    data = {"machine": machine, "cases": outcomes}
     return Findings(page(TITLE, machine, about, table(COLUMNS, outcomes), READING), data)
 
 

@@ -7,7 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -436,8 +436,8 @@ def _measure(options: argparse.Namespace) -> Findings:
     transfers = transfers_of(link, records)
     far = far_ahead(link)
     about = describe(link.about(HOSTS), f"{took:.0f} s in all")
-    data = {"machine": about, "transfers": [vars(one) for one in transfers],
-            "cases": [asdict(one) for one in outcomes], "at 64 hosts": [asdict(one) for one in far]}  # fmt: skip
+    data = {"machine": about, "transfers": transfers,
+            "cases": outcomes, "at 64 hosts": far}  # fmt: skip
     pictures = {
         "picture": lambda path: draw(outcomes, path),
         "trace": lambda path: draw_trace(plan, records, link, path),

@@ -5,10 +5,9 @@ rewrites the tables of `docs/reproduction.md` and `docs/concepts/schedules.md`, 
 torch only for the 3-D paper. It takes several minutes, nearly all of them for searching orders under small budgets,
 with messages and with slow stages. Each module answers one question:
 
-    bubbles     Fig 1's bubble ratios            waves           the best number of waves
-    clusters    the 8-GPU throughputs            search          the best layout of 32 devices
-    ranks       what every rank holds            scaling         several pipelines in parallel
-    variance    memory over the ranks            peers           the least idle time in equal memory
-    uneven      it with messages, slow stages    cube_scaling    1-D, 2-D and 3-D on 1 to 64 ranks
-    cube_steps  the model of these steps         cube_share      the 3-D paper's two ratios on 64 GPUs
+    bubbles     Fig 1's bubble ratios                            waves    the best number of waves
+    clusters    the 8-GPU throughputs, and several pipelines     search   the best layout of 32 devices
+    ranks       what every rank holds, and its variance          peers    the least idle time in equal memory
+    uneven      it with messages and with slow stages            cube_steps    the model of 3-D's steps
+    cube_scaling    1-D, 2-D and 3-D on 1 to 64 ranks            cube_share    the 3-D paper's two ratios on 64 GPUs
 """

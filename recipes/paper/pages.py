@@ -14,10 +14,8 @@ from recipes.paper import (
     overview,
     peers,
     ranks,
-    scaling,
     search,
     uneven,
-    variance,
     waves,
 )
 from recipes.paper.contender import OURS, PAIRED, SPLIT, WHOLE
@@ -55,9 +53,9 @@ DOCUMENTS = (
             "waves": waves.table,
             "choices": search.choices_table,
             "search": search.table,
-            "scaling": scaling.table,
+            "scaling": clusters.scaling_table,
             "ranks": ranks.table,
-            "variance": variance.table,
+            "variance": ranks.variance_table,
             **{f"equal-memory-{size}": partial(peers.equal_memory_table, size) for size in peers.SIZES},
             **{f"cube-{name}": partial(cube_scaling.table, rule) for name, rule in CUBE_RULES.items()},
             "cube-measured": cube_scaling.measured_table,

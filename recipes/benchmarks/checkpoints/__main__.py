@@ -8,7 +8,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -216,7 +216,7 @@ def _measure(options: argparse.Namespace) -> Findings:
         return data["machine"], [read(CaseFigures, case) for case in data["cases"]]
 
     machine, cases = stored(options.again, again) if options.again else _run(options)
-    data = {"machine": machine, "cases": [asdict(case) for case in cases]}
+    data = {"machine": machine, "cases": cases}
     return Findings(text(cases, machine), data, {"picture": lambda path: draw(cases, path)})
 
 

@@ -110,7 +110,7 @@ class Outcome:
             "chosen_over_megatron": self.chosen.measured.median / self.megatron.measured.median,
         }
         steps = [asdict(one) | {"error": one.error} for one in self.steps]
-        return figures | {"machine": asdict(self.machine), "steps": steps, "paper": [asdict(one) for one in self.turns]}
+        return figures | {"machine": asdict(self.machine), "steps": steps, "paper": self.turns}
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -341,7 +341,7 @@ def _again(options: argparse.Namespace) -> Findings:
 
 def _findings(plan: Plan, records: Sequence[Record], about: list[str]) -> Findings:
     outcome = outcome_of(plan, records)
-    data = {"about": about} | outcome.plain() | {"records": [asdict(record) for record in records]}
+    data = {"about": about} | outcome.plain() | {"records": records}
     return Findings(text(outcome, about, plan.model), data, {"picture": lambda path: draw(outcome, path)})
 
 

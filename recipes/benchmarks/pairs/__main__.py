@@ -7,7 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -229,9 +229,9 @@ def _measure(options: argparse.Namespace) -> Findings:
     far = far_ahead(link)
     data = {
         "about": about,
-        "cases": [asdict(one) for one in outcomes],
-        "pipelines": [asdict(one) for one in pipelines],
-        "far ahead": [asdict(one) for one in far],
+        "cases": outcomes,
+        "pipelines": pipelines,
+        "far ahead": far,
     }
     text = "\n".join([table(outcomes, about), *pipeline_table(pipelines), "", *forecast_table(far), ""])
     return Findings(text, data, {"picture": lambda path: draw(outcomes, path)})

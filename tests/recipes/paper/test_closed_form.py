@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hanayo.schedule import CostModel, build, simulate
-from recipes.paper import closed_form, idle
+from recipes.paper import closed_form
 from recipes.paper.closed_form import Times
 from recipes.paper.contender import OURS, SPLIT, WHOLE, Contender, measure
 
@@ -32,7 +32,7 @@ def test_idle_times_of_the_schedules_page(contender: Contender) -> None:
     for num_ranks, num_microbatches in ((3, 9), (4, 4), (4, 16), (8, 8), (8, 16)):
         if contender.name == "chimera" and num_ranks % 2:
             continue
-        bubble = idle.bubble(contender, num_ranks, num_microbatches)
+        bubble = closed_form.idle_ratio(contender, num_ranks, num_microbatches)
         if bubble is not None:
             forms += 1
             assert measure(contender, num_ranks, num_microbatches).bubble == pytest.approx(bubble)

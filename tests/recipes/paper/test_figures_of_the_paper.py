@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.paper import bubbles, clusters, scaling, variance, waves
+from recipes.paper import bubbles, clusters, ranks, waves
 from recipes.paper.clusters import WAVES, fit_all, never_below_four, rms
 from recipes.paper.printed import EIGHT_GPUS, SCHEMES, STRONG
 
@@ -47,20 +47,21 @@ def test_the_best_number_of_waves_is_next_to_the_formula(message: float) -> None
 
 def test_strong_scaling_is_between_overlapping_and_separate_groups() -> None:
     for degree in (2, 4):
-        assert scaling.strong(degree, scaling.fitted_message(), 0.0) < STRONG[degree] / 100 < degree
-        assert scaling.strong(degree, 0.0, 0.0) == pytest.approx(STRONG[degree] / 100, rel=0.016)
+        assert clusters.strong(degree, clusters.fitted_message(), 0.0) < STRONG[degree] / 100 < degree
+        assert clusters.strong(degree, 0.0, 0.0) == pytest.approx(STRONG[degree] / 100, rel=0.016)
 
 
 def test_weak_scaling_exposes_little_of_the_reduction() -> None:
     whole = 1.5  # T_F, for R = 1 and D = 4
-    message = scaling.fitted_message()
-    exposed = scaling.makespan(8, 4, message, 1.0) - scaling.makespan(8, 1, message, 0.0)
+    message = clusters.fitted_message()
+    exposed = clusters.makespan(8, 4, message, 1.0) - clusters.makespan(8, 1, message, 0.0)
     assert 0 < exposed < 0.3 * whole
 
 
 def test_memory_imbalance_has_the_papers_order() -> None:
     uneven = [
-        variance.of(variance.peaks(name, num_waves)) for name, num_waves in (("1f1b", 1), ("hanayo", 2), ("gpipe", 1))
+        ranks.variance_of(ranks.peaks(name, num_waves))
+        for name, num_waves in (("1f1b", 1), ("hanayo", 2), ("gpipe", 1))
     ]
     assert uneven == sorted(uneven, reverse=True)
     assert uneven[0] == (8**2 - 1) / 12

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hanayo.schedule import CostModel, build, simulate
-from recipes.paper import ranks, search, variance
+from recipes.paper import ranks, search
 from recipes.paper.clusters import WAVES, fit_all
 
 MESSAGES = {one.cluster: one.message for one in fit_all(WAVES)}
@@ -58,7 +58,7 @@ def test_chimera_wave_holds_what_chimera_holds() -> None:
 
 
 def test_the_papers_variance_is_between_four_and_eight_waves() -> None:
-    four, eight = (variance.fitted(variance.peaks("hanayo", waves)) for waves in (4, 8))
-    assert eight < variance.VARIANCE["Hanayo"] < four
-    chimera = variance.of(variance.peaks("chimera")) / variance.of(variance.peaks("1f1b"))
-    assert chimera * variance.VARIANCE["DAPPLE"] == pytest.approx(4.01, abs=0.005)
+    four, eight = (ranks.fitted(ranks.peaks("hanayo", waves)) for waves in (4, 8))
+    assert eight < ranks.VARIANCE["Hanayo"] < four
+    chimera = ranks.variance_of(ranks.peaks("chimera")) / ranks.variance_of(ranks.peaks("1f1b"))
+    assert chimera * ranks.VARIANCE["DAPPLE"] == pytest.approx(4.01, abs=0.005)

@@ -178,15 +178,15 @@ def test_a_refusal_is_the_strategys_message(pool: Pool) -> None:
 @contextmanager
 def doubled_gradients() -> Iterator[None]:
     """On pipeline ranks above 0."""
-    follow = Pipeline.follow
+    run = Pipeline.run
 
-    def doubling(self: Pipeline, **keywords: Any) -> None:
-        follow(self, **keywords)
-        for parameter in self.parameters:
+    def doubling(self: Pipeline, *arguments: Any, **keywords: Any) -> None:
+        run(self, *arguments, **keywords)
+        for parameter in self.parameters if self.rank > 0 else ():
             if parameter.grad is not None:
                 parameter.grad *= 2
 
-    with patch.object(Pipeline, "follow", doubling):
+    with patch.object(Pipeline, "run", doubling):
         yield
 
 

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch import Tensor
 
-from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Work
 from lightning_hanayo.schedule import build
 from tests.harness import models
 from tests.harness.fake_groups import channels_over_gloo
@@ -28,15 +28,15 @@ MLP = Training(models.MLP, partial(models.vectors, (8, 8, 8)), steps=3)
 def fit_over_channels(training: Training, layout: Layout) -> tuple[Outcome, set[tuple[int, int]]]:
     """The outcome, and the channels over which this rank has sent or received messages."""
     used: set[tuple[int, int]] = set()
-    original = ProcessGroupTransport._group
+    original = ProcessGroupTransport._post
 
-    def note(self: ProcessGroupTransport, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
+    def note(self: ProcessGroupTransport, peer: int, tag: int, buffer: Tensor, *, sends: bool) -> Work:
         if self._channels:
-            used.add(pair)
-        return original(self, peer, pair)
+            used.add((self.rank, peer) if sends else (peer, self.rank))
+        return original(self, peer, tag, buffer, sends=sends)
 
     with pytest.MonkeyPatch.context() as patch, channels_over_gloo():
-        patch.setattr(ProcessGroupTransport, "_group", note)
+        patch.setattr(ProcessGroupTransport, "_post", note)
         return fit(training, layout), used
 
 

@@ -190,7 +190,7 @@ def alone(pool: Pool) -> dict[str, tuple[Values, Values, float]]:
     return found
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[:2]), ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[:1]), ids=str)
 def test_values_are_the_same_on_every_layout(pool: Pool, alone: Any, layout: Layout) -> None:
     ranks = pool.run(layout.world_size, started, layout)
     for kind, (values, buffers, loss) in alone.items():

@@ -72,7 +72,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return view
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[1:]), ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=[LAYOUTS[1], LAYOUTS[4]]), ids=str)
 def test_every_rank_has_the_metrics_and_decisions_of_one_process(
     pool: Pool, tmp_path: Path, layout: Layout, alone: dict[str, Any]
 ) -> None:

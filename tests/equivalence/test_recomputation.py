@@ -103,8 +103,6 @@ PAIRS = [
 COVER = [
     (LAYOUTS[2], "blocks", TRAININGS[0]),
     (LAYOUTS[3], "attention", TRAININGS[1]),
-    (LAYOUTS[4], "blocks", TRAININGS[1]),
-    (LAYOUTS[0], every_second, TRAININGS[0]),
 ]
 
 

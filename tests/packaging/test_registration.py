@@ -27,6 +27,7 @@ def test_autoload_imports_only_the_standard_library() -> None:
     assert set(loaded.split()) - {"lightning_hanayo"} <= set(sys.stdlib_module_names)
 
 
+@pytest.mark.thorough
 def test_strategy_is_registered_if_lightning_is_imported_later() -> None:
     assert run("""
         from lightning_hanayo._autoload import activate

@@ -39,9 +39,7 @@ def test_it_has_the_published_number_of_parameters() -> None:
     assert sum(parameter.numel() for parameter in module.parameters()) == PUBLISHED
 
 
-@pytest.mark.parametrize(
-    ("layout", "lora_rank"), covered(product(LAYOUTS, [0, 4]), by=[(LAYOUTS[0], 0), (LAYOUTS[1], 4)]), ids=str
-)
+@pytest.mark.parametrize(("layout", "lora_rank"), covered(product(LAYOUTS, [0, 4]), by=[(LAYOUTS[0], 4)]), ids=str)
 def test_it_trains_as_in_one_process(pool: Pool, layout: Layout, lora_rank: int) -> None:
     tokens = partial(models.texts, (8, 8, 8))
     training = Training(partial(small, lora_rank), tokens, torch.float64, steps=3, clip=1.0, loss_weight="tokens")

@@ -307,7 +307,8 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
 RARE = (
     "streams with workers", "two modules", "balance by time", "steps of a stream counted at set-up", "overfit",
     "fast dev run", "clipped by value", "plateau per step", "combined loaders", "validation every other epoch",
-    "accumulation by epoch", "checkpoints by step",
+    "accumulation by epoch", "checkpoints by step", "limits", "anomalies", "logs in hooks", "reloaded loaders",
+    "balance by hand", "a table from a file",
 )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def exchange(rank: int, size: int) -> tuple[float, float, int]:
     return start, time.monotonic(), received() - before
 
 
+@pytest.mark.thorough
 @possible
 def test_a_link_has_the_set_rate() -> None:
     with Cluster(2, LINK) as cluster:

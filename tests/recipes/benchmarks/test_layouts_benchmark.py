@@ -59,6 +59,7 @@ def compare() -> list[float]:
     return check(dist.get_rank(), Plan(small, chosen, 1))
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_one_process(pool: Pool) -> None:
     for errors in pool.run(4, compare):
         assert len(errors) == 4

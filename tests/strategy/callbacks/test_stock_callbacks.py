@@ -168,7 +168,7 @@ def train(name: str, layout: Layout | None, folder: Path) -> tuple[dict[str, Ten
 ROWS = [(name, layout) for name in CASES for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize(("name", "layout"), covered(ROWS, by=[("hooks", "pipelines"), ("spikes", "pipeline")]))
+@pytest.mark.parametrize(("name", "layout"), covered(ROWS, by=[("spikes", "pipeline")]))
 def test_callbacks_do_what_they_do_in_one_process(pool: Pool, tmp_path: Path, name: str, layout: str) -> None:
     ((weights, seen),) = pool.run(1, train, name, None, tmp_path)
     ranks = pool.run(LAYOUTS[layout].world_size, train, name, LAYOUTS[layout], tmp_path)

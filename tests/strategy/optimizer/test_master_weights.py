@@ -142,7 +142,7 @@ def test_bit_equal(pool: Pool, layout: Layout, how: Any) -> None:
 SHARED = [Layout(2, 1, 2), Layout(cube=(2, 1, 1)), Layout(2, 1, 1, cube=(1, 2, 1)), Layout(1, 1, 2, cube=(1, 1, 2))]
 
 
-@pytest.mark.parametrize("layout", covered(SHARED, by=SHARED[:2]), ids=str)
+@pytest.mark.parametrize("layout", covered(SHARED, by=SHARED[:1]), ids=str)
 def test_sums_over_ranks_are_in_fp32(pool: Pool, layout: Layout) -> None:
     """Ranks compute with other parts of a batch or a weight, and round products to bf16 where one process doesn't."""
     ((expected, masters),) = pool.run(1, by_hand, Descent, 0.1, 2, layout.num_microbatches)

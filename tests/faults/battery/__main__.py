@@ -1,4 +1,4 @@
-"""Entry point of the battery:  python -m tests.faults.battery [-k WORDS] [--json FILE] [--jobs N] [--peers] [--list]
+"""The battery:  python -m tests.faults.battery [-k WORDS] [--json FILE] [--rest] [--jobs N] [--peers] [--list]
 
 Injects faults into launched trainings, and prints how many were detected and named, how many runs ended cleanly, and
 how many lost a checkpoint. The whole battery took 20 minutes on four busy cores, at three runs at a time.
@@ -31,7 +31,8 @@ def main() -> int:
         return 0
     results = read(options.json)
     if not options.show:
-        _run(cases, options, results)
+        done = {name for name, result in results.items() if not result.verdict.reasons} if options.rest else set()
+        _run([case for case in cases if case.name not in done], options, results)
     chosen = [results[case.name] for case in cases if case.name in results]
     _print(Console(), chosen)
     if options.page:
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, default=Path("faults.json"), help="where results are kept and replaced")
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time, of four processes each")
     parser.add_argument("--peers", action="store_true", help="also Lightning's DDPStrategy and ModelParallelStrategy")
+    parser.add_argument("--rest", action="store_true", help="only cases that the file has no good result of")
     parser.add_argument("--show", action="store_true", help="print the tables of the file, and run nothing")
     parser.add_argument("--page", type=Path, help="write the tables and all that isn't as wanted into this file")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_hanayo.monitor.processes import end_with_parent
 from tests.faults.battery.cases import Case
 from tests.faults.battery.judge import Verdict, judge, limit
 from tests.harness.launch import launch
@@ -52,7 +53,7 @@ def run(case: Case) -> Result:
 def run_all(cases: Sequence[Case], at_once: int, seen: Callable[[Result], object]) -> None:
     """Run the cases in processes of their own; `seen` gets each result when it is there."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(at_once, mp_context=context) as processes:
+    with ProcessPoolExecutor(at_once, mp_context=context, initializer=end_with_parent) as processes:
         for future in as_completed([processes.submit(run, case) for case in cases]):
             seen(future.result())
 

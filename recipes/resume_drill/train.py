@@ -33,7 +33,7 @@ class Notes(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, _: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Note the batch of the step that comes."""
-        if "input_ids" in batch:
+        if getattr(trainer.strategy, "pipe_rank", 0) == 0:
             kwargs = trainer.distributed_sampler_kwargs or {"rank": 0}
             content = crc32(batch["input_ids"].numpy().tobytes())
             self._add(f"{BATCHES}-{kwargs['rank']}", f"{trainer.global_step} {content}")

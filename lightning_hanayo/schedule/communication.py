@@ -112,6 +112,12 @@ def forward_only(schedule: AnyTable, microbatches: Container[int | None] | None 
     return _only(schedule, lambda a: a.kind is Kind.F and (microbatches is None or a.microbatch in microbatches))
 
 
+def forwards_before_backwards(schedule: AnyTable) -> AnyTable:
+    """The same schedule with each rank's forwards before all else, for a loss of all micro-batches together."""
+    rows = (sorted(row, key=lambda action: action.kind is not Kind.F) for row in schedule.actions)
+    return replace(schedule, actions=tuple(map(tuple, rows)), pairs=frozenset())
+
+
 def without_forwards(schedule: AnyTable, microbatches: Container[int | None]) -> AnyTable:
     """The same schedule without the forwards of `microbatches`, which have run before."""
     return _only(schedule, lambda action: action.kind is not Kind.F or action.microbatch not in microbatches)

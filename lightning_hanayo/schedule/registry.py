@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.schedule.communication import forwards_before_backwards
 from lightning_hanayo.schedule.cost import CostModel, WrongLength
 from lightning_hanayo.schedule.number_checks import MAX_TRIED, check_num_actions, is_number, is_size
 from lightning_hanayo.schedule.passes.pairing import EFFORT, pair_up
@@ -35,6 +36,7 @@ class Request:
     activation_budget: float | None = None
     steady: bool = False
     pairs: bool = False
+    forwards_first: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -162,6 +164,7 @@ def build(
     activation_budget: float | None = None,
     steady: bool = False,
     pairs: bool = False,
+    forwards_first: bool = False,
 ) -> Schedule:
     """The schedule `name` for these sizes, validated. The same arguments always give the same table.
 
@@ -180,6 +183,8 @@ def build(
             steps follow each other without a barrier (without norm clipping, say). False: the least time of one step.
         pairs: whether a rank may run two actions at once, of different micro-batches, where `costs` with `segments` say
             that the step gets shorter by that. A rank then holds one micro-batch more, unless there is a budget.
+        forwards_first: let no backward begin before the last forward, for a loss of all micro-batches together. A rank
+            then holds the activations of all of them.
 
     Raises:
         HanayoError: the name is unknown, a size is below 1 or too large, or the schedule can't keep to the budget.
@@ -192,7 +197,7 @@ def build(
     """
     waves = WAVES if num_waves == "auto" else (num_waves,)
     sizes = (num_ranks, num_microbatches, waves[0], num_stages_per_rank)
-    request = Request(name, *sizes, costs, activation_budget, steady, pairs)
+    request = Request(name, *sizes, costs, activation_budget, steady, pairs, forwards_first)
     if name == AUTO or len(waves) > 1:
         check_num_actions(num_ranks, num_microbatches, num_stages_per_rank or 2 * max(waves), most=MAX_TRIED)
     if name != AUTO and len(waves) == 1:
@@ -207,6 +212,8 @@ def _build(request: Request) -> Schedule:
     schedule = registered(request.name).build(request)
     if request.pairs and request.costs is not None and request.costs.segments:
         schedule = _paired(schedule, request)
+    if request.forwards_first:
+        schedule = forwards_before_backwards(schedule)
     validate(schedule)
     if request.activation_budget is not None:
         peaks = simulate(schedule).peak_activations

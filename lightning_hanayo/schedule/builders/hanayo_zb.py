@@ -48,8 +48,11 @@ def hanayo_zb(request: Request) -> Schedule:
     placement = zigzag(request.num_ranks, request.num_waves)
     shape = Schedule(request.name, placement, ((),) * request.num_ranks, request.num_microbatches)
     evaluator = Evaluator(shape, costs)
-    search = Search(SchedulingProblem.of(shape, costs, budget), evaluator, steady=request.steady)
-    if request.num_waves == 1:
+    if request.forwards_first:
+        budget = request.num_microbatches
+    problem = SchedulingProblem.of(shape, costs, budget, forwards_first=request.forwards_first)
+    search = Search(problem, evaluator, steady=request.steady)
+    if request.num_waves == 1 and not request.forwards_first:
         for builder in (zbv, v_half, v_min):
             search.try_order(evaluator.encode(builder(request).actions))
     tight = budget < request.num_ranks

@@ -51,6 +51,8 @@ class ListScheduler:
         stages = map(problem.stage_ranks.count, ranks)
         self._budgets = [Budget(problem.capacity, held, problem.num_microbatches) for held in stages]
         self._events: list[tuple[float, int]] = []
+        self._forwards_left = problem.num_microbatches if problem.forwards_first else 1
+        """of the last stage, before its backwards are ready"""
         self.rows: list[list[int]] = [[] for _ in ranks]
         """the codes in the order in which each rank ran them"""
 
@@ -124,6 +126,8 @@ class ListScheduler:
             end, hop = self._ends[code + self._microbatches], self._problem.hops[stage]
         else:
             end, hop = self._ends[code - self._kind], 0.0
+            if self._problem.forwards_first:
+                end = -1.0 if self._forwards_left else max(self._ends[self._kind - self._microbatches : self._kind])
         return inf if end < 0 else end + hop
 
     def _ahead(self, rank: int, position: int, longest: float) -> int | None:
@@ -165,6 +169,12 @@ class ListScheduler:
                 self._arrive(code + 1)
             if stage + 1 < self._stages:
                 heappush(self._events, (end + self._problem.hops[stage], code + self._microbatches))
+            elif self._problem.forwards_first:
+                self._forwards_left -= 1
+                if not self._forwards_left:
+                    first = 2 * self._kind - self._microbatches
+                    for ready in range(first, 2 * self._kind):
+                        heappush(self._events, (end, ready))
             else:
                 heappush(self._events, (end, code + self._kind))
         elif kind == 1 and stage > 0:

@@ -22,9 +22,13 @@ class SchedulingProblem:
     """the most activations a rank may hold, counted in stages"""
     split: bool = True
     """whether a backward has two parts; else I is the whole backward, and there is no W"""
+    forwards_first: bool = False
+    """whether the last stage's first backward waits for all forwards, for a loss of all micro-batches together"""
 
     @classmethod
-    def of(cls, shape: Table, costs: CostModel, budget: float, split: bool = True) -> "SchedulingProblem":
+    def of(
+        cls, shape: Table, costs: CostModel, budget: float, split: bool = True, *, forwards_first: bool = False
+    ) -> "SchedulingProblem":
         """The problem of ordering the actions of `shape` within `budget` M_a. The actions it has don't matter."""
         ranks, stages = shape.stage_ranks, range(shape.num_stages)
 
@@ -34,7 +38,7 @@ class SchedulingProblem:
         hops = (0.0 if here == there else costs.hop(shape, s) for s, (here, there) in enumerate(pairwise(ranks)))
         capacity = int(min(budget, shape.num_microbatches) * len(shape.stages_of(0)) + 1e-9)
         kinds = times(Kind.F), times(Kind.I if split else Kind.B), times(Kind.W)
-        return cls(ranks, shape.num_microbatches, kinds, tuple(hops), capacity, split)
+        return cls(ranks, shape.num_microbatches, kinds, tuple(hops), capacity, split, forwards_first)
 
     @property
     def num_ranks(self) -> int:

@@ -134,8 +134,14 @@ def lower_bounds(problem: SchedulingProblem) -> tuple[float, float]:
     work = [0.0] * problem.num_ranks
     for stage, rank in enumerate(problem.stage_ranks):
         work[rank] += problem.num_microbatches * sum(times[stage] for times in problem.times)
+    forward, backward, _ = problem.times
     for stage in range(problem.num_ranks):
-        bound = max(bound, lead + work[problem.stage_ranks[stage]])
+        rank = problem.stage_ranks[stage]
+        wait = 0.0  # between its last forward and its first backward
+        if problem.forwards_first:
+            last = problem.num_stages - 1 - problem.stage_ranks[::-1].index(rank)
+            wait = sum(forward[last + 1 :]) + sum(backward[last + 1 :]) + 2 * sum(problem.hops[last:])
+        bound = max(bound, lead + work[rank] + wait)
         lead += problem.times[0][stage] + (problem.hops[stage] if stage < len(problem.hops) else 0.0)
     return bound, max(work)
 

@@ -44,7 +44,8 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         quiet = replace(case, has_dropout=False)
         whole = runs.one_process(quiet, 1)
         has_noise = whole.draws_numbers
-    of_layout = quiet if prod(case.topology.cube) > 1 else case
+    has_cube, once = prod(case.topology.cube) > 1, _runs_step_once(case)
+    of_layout = quiet if has_cube or once else case
     notes += _notes(case, quiet, whole, has_noise=has_noise)
 
     ranks = runs.layout(of_layout)
@@ -54,12 +55,13 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
     layout = [rank for rank in ranks if isinstance(rank, RankResult)]
     notes += tuple(dict.fromkeys(text for rank in layout for text in rank.warnings))
     num = layout[0].num_microbatches
-    pieces = runs.one_process(of_layout, num)
-    has_cube = prod(case.topology.cube) > 1
+    pieces = whole if once else runs.one_process(of_layout, num)
     compared = runs.compared(pieces, *merge(layout, case.topology))
     verdict = verdict_of_layout(compared, layout[0], has_cube=has_cube, notes=notes)
     if not compared.is_exact or has_noise:
         return verdict
+    if once:
+        return replace(verdict, microbatches=compared)
 
     if of_layout is not quiet:
         pieces = runs.one_process(quiet, num)
@@ -100,17 +102,22 @@ class _Runs:
         return compare(expected.values, actual, self._tolerance)
 
 
+def _runs_step_once(case: Case) -> bool:
+    """Whether the layout's steps run on whole batches, and so are compared with those of one process."""
+    return case.options.step == "batch" and case.topology.replica_size > 1
+
+
 def _notes(case: Case, quiet: Case, whole: RankResult, *, has_noise: bool) -> tuple[str, ...]:
     notes = []
     if has_noise:
         notes.append("the step draws random numbers besides dropout: whole batches and micro-batches weren't compared")
     elif quiet is not case:
-        is_cube = prod(case.topology.cube) > 1
-        notes.append(
-            "dropout was off: the ranks of a cube draw masks of their own"
-            if is_cube
-            else "dropout was off where micro-batches were compared with whole batches"
-        )
+        if prod(case.topology.cube) > 1:
+            notes.append("dropout was off: the ranks of a cube draw masks of their own")
+        elif _runs_step_once(case):
+            notes.append("dropout was off: the masks of blocks are those of micro-batches")
+        else:
+            notes.append("dropout was off where micro-batches were compared with whole batches")
     if whole.has_rounded and case.dtype == torch.float64:
         notes.append("the module rounds to a lower precision in places: compared with the tolerance of fp32")
     return tuple(notes)

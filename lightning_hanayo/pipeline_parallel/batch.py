@@ -41,6 +41,7 @@ class Batch:
         num_microbatches: how many there are, for errors.
         num_samples: how many samples each has for this rank's user code; empty where that isn't known.
         pass_number: which pass through the stack of the micro-batches' steps runs now.
+        is_whole: whether the step runs once, on the whole batch: then it has one weight and one result, at index 0.
         has_loss: whether backwards begin with the loss; not those of earlier passes of the same step.
         results: filled by the last stage: the step's result for each micro-batch, or its loss (self-contained).
     """
@@ -59,6 +60,7 @@ class Batch:
     num_microbatches: int = 1
     num_samples: Sequence[int] = ()
     pass_number: int = 0
+    is_whole: bool = False
     has_loss: bool = True
     results: dict[int, Any] = field(default_factory=dict)
 
@@ -72,7 +74,8 @@ class Batch:
         if self.num_microbatches == 1 or isinstance(error, PeerFailed):
             return
         samples = f"; number of samples: {self.num_samples[microbatch]}" if self.num_samples else ""
+        who = "the blocks run" if self.is_whole else "the step and the blocks run"
         error.add_note(
-            f"This was on micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{samples}): the step and the "
-            f"blocks run on one micro-batch of a batch at a time."
+            f"This was on micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{samples}): {who} on one "
+            f"micro-batch of a batch at a time{', the step on all of them' * self.is_whole}."
         )

@@ -181,13 +181,17 @@ class Engine:
         for stage in self.stages.values():
             stage.begin_batch()
 
-    def run(self, program: Program, batch: Batch) -> None:
-        """Run `program` on `batch`. Called by all ranks of the pipeline with their own programs of one schedule."""
+    def run(self, program: Program, batch: Batch, *, continues: bool = False) -> None:
+        """Run `program` on `batch`. Called by all ranks of the pipeline with their own programs of one schedule.
+
+        `continues`: the program before had the forwards of this one's backwards, and no others.
+        """
         number = batch.pass_number
         self.channel.begin_batch(mix(batch.signature, number) if number else batch.signature)
         if self.streams is not None:
             self.streams.begin_pass(number)
-        self.trace.begin()
+        if not continues:
+            self.trace.begin()
         if self.pairs is not None:
             keeps_weights = any(stage.hooks.keeps_weights for stage in self.stages.values())
             edges = program.edges if keeps_weights else frozenset()
@@ -206,7 +210,7 @@ class Engine:
                     self._copy_waiting_gradients()
                     self.reduce_gradients(step.stage)
         self.action = None
-        if program.is_whole:
+        if program.is_whole or continues:
             self.trace.end()
 
     def end_batch(self) -> None:

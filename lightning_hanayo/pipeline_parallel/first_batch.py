@@ -30,6 +30,7 @@ from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, Scanner
+from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.pipeline_parallel.stages import find_loss
@@ -66,12 +67,17 @@ class FirstBatch:
     """factor for the sum of gradients, in place of one for losses"""
     averages: bool = field(default=False, init=False)
     """whether that is a mean over micro-batches, too"""
+    _runs_once: bool = field(default=False, init=False)
     _samples: int = field(default=0, init=False)
     _has_hooks: bool = field(default=False, init=False)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """To be open while micro-batch 0 runs forward: keeps the arguments of blocks, and sees hooks on tensors."""
+    def recording(self, *, runs_once: bool = False) -> Iterator[None]:
+        """To be open while micro-batch 0 runs forward: keeps the arguments of blocks, and sees hooks on tensors.
+
+        `runs_once`: the step runs on the whole batch, which its code outside the stack may mix.
+        """
+        self._runs_once = runs_once and self.num_data == 1
         first: dict[Any, int] = {}
         for index, block in self.blocks.items():
             parts = tuple((name, type(part)) for name, part in block.named_modules())
@@ -163,6 +169,8 @@ class FirstBatch:
 
     def _check_function(self, made: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Any:
         """Called by autograd after the backward of a function in the step: runs it again, on zeros."""
+        if self._runs_once and not self.averages:
+            return None  # it counts once
         node: Any = torch._C._current_autograd_node()
         kept = tuple(None if one is None else one.clone() for one in made)  # it may change its results in place
         try:
@@ -176,7 +184,8 @@ class FirstBatch:
 
     def _checked(self, hook: Hook) -> Hook:
         """The hook on a tensor. If it changes the gradient, it is checked once, after that."""
-        self._has_hooks, is_known = True, self.num_microbatches == 1
+        self._has_hooks = True
+        is_known = self.num_microbatches == 1 or (self._runs_once and current_tracer() is not None)
 
         def checked(gradient: Tensor) -> Any:
             nonlocal is_known

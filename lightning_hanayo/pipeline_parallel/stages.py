@@ -29,6 +29,7 @@ from lightning_hanayo.pipeline_parallel.batches.plan import with_values
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.user_step import NONE_SKIPPED, UserStep, missing_values_error
+from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
@@ -199,7 +200,7 @@ class FirstStage(Stage):
     With several passes, those of the later ones run in the step's thread when the last stage resumes it.
     """
 
-    user: UserStep
+    user: UserStep | WholeStep
     """runs the user's step, and in it the first blocks"""
     tied: TiedGradients
     """adds the gradients of parameters that the last stage uses too"""

@@ -1,4 +1,5 @@
-"""The first and the last stage with tensor parallelism, where the ranks of a cube run each stage together.
+"""The first and the last stage where no block runs in the user's step: with tensor parallelism, where the ranks of a
+cube run each stage together, and where the step runs once on a whole batch.
 
     user code  |  graph cut  |  reshard  |  blocks  ...  blocks  |  reshard  |  graph cut  |  user code
     a thread                      the main thread                                             the thread again
@@ -9,8 +10,9 @@ ranks run the same backward, even a rank whose own samples do not count in the l
 """
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.carriers import merged
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput, carried_of
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.pytree import tensor_indices
 from lightning_hanayo.pipeline_parallel.stages import BoundaryReshard, FirstStage, LastStage
@@ -38,7 +41,7 @@ class ShardedCalls:
     as a dry run on all samples that this rank's blocks work on.
     """
 
-    user: UserStep
+    user: UserStep | WholeStep
     boundary: BoundaryReshard
     batch: Batch
     microbatch: int
@@ -141,7 +144,8 @@ class TensorParallelFirstStage(FirstStage):
         first_call = calls.first(self._streams_of)
         length = self.boundary.sequence_length(microbatch)
         self.hooks.before_forward(length)
-        first = StageInput.from_message(first_call).run(self.blocks[:1], self.carriers)
+        is_last = self.user.num_blocks == 1  # calls of others come later
+        first = StageInput.from_message(first_call).run(self.blocks[:1], self.carriers, is_last=is_last)
         others = StageInput.from_message(calls.others(first))
         self.hooks.before_forward(length)
         trees = merged(first.trees, others.trees)
@@ -202,3 +206,55 @@ class TensorParallelLastStage(LastStage):
         self.hooks.before_backward(sequence_length)
         cut.backward(always=True)
         return gradient_message(inputs.gradients)
+
+
+class NoReshard:
+    """The boundary of a stack that one rank per stage holds: nothing is converted."""
+
+    def shard_arguments(
+        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+    ) -> list[Tensor]:
+        """The tensors themselves."""
+        return list(tensors)
+
+    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors themselves."""
+        return list(tensors)
+
+    def agrees(self, microbatch: int, value: Hashable) -> bool:
+        """True: there are no other ranks."""
+        return True
+
+    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def sequence_length(self, microbatch: int) -> int:
+        """0: no block asks for it."""
+        return 0
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class WholeBatchFirstStage(TensorParallelFirstStage):
+    """The first stage where the step runs once: its backward goes on in the step after the last micro-batch's."""
+
+    user: WholeStep
+
+    @override
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        super().backward(batch, microbatch, received)
+        self.user.end_backward(batch)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class WholeBatchLastStage(TensorParallelLastStage):
+    """The last stage where the step runs once: the loss's backward ends in the outputs of all micro-batches."""
+
+    first: WholeBatchFirstStage
+
+    @override
+    def _begin_backward(self, batch: Batch, microbatch: int) -> Any:
+        passes, whole = self._under_way[microbatch], self.first.user
+        if batch.has_loss and whole.begin_loss(batch):
+            self._loss_backward(batch, 0, whole.nodes, whole.sequence_number)
+        return passes.pop() if passes else None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
-from lightning_hanayo.schedule.communication import first_microbatches
+from lightning_hanayo.schedule.communication import first_microbatches, forwards_before_backwards
 from lightning_hanayo.schedule.cost import gather_compute_scatter
 from lightning_hanayo.schedule.registry import AUTO, WAVES, Depth, registered, sizes_for
 
@@ -46,6 +46,8 @@ class Layout:
     """whether head and loss are a stage of their own even if the stack is one stage"""
     pairs: bool = False
     """whether ranks run two micro-batches at once"""
+    runs_step_once: bool = False
+    """whether the step runs once on the whole batch: then no backward begins before the last forward"""
 
     @property
     def num_stages(self) -> int:
@@ -108,7 +110,8 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
     if num_microbatches < layout.num_microbatches:
         return first_microbatches(_table(layout, layout.num_microbatches), num_microbatches)
     if _is_file(layout.schedule):
-        return _of_file(layout.schedule, num_microbatches)
+        of_file = _of_file(layout.schedule, num_microbatches)
+        return forwards_before_backwards(of_file) if layout.runs_step_once else of_file
     depth = _depth(layout.schedule)
     sizes: dict[str, Any] = {"num_waves": layout.num_waves}
     if depth == "stages":
@@ -125,6 +128,7 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         activation_budget=layout.activation_budget,
         steady=layout.steady,
         pairs=layout.pairs,
+        forwards_first=layout.runs_step_once,
         **sizes,
     )
     return _ending_on_rank_0(schedule, layout.separate_loss_stage)
@@ -157,6 +161,7 @@ def choose(
     steady: bool = False,
     separate_loss_stage: bool = False,
     pairs: bool = False,
+    runs_step_once: bool = False,
 ) -> Layout:
     """Choose everything that is `"auto"`: the wave schedule and W that simulate best, two micro-batches per rank.
 
@@ -175,6 +180,7 @@ def choose(
         separate_loss_stage: give head and loss a stage of their own even if the stack is one stage.
         pairs: let ranks run two micro-batches at once. The order is chosen for a cube whose link is busy as long as its
             devices, unless `costs` have segments.
+        runs_step_once: let no backward begin before the last forward.
 
     Raises:
         HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
@@ -207,6 +213,7 @@ def choose(
             steady=steady,
             separate_loss_stage=separate_loss_stage,
             pairs=pairs,
+            runs_step_once=runs_step_once,
         )
         for wave in waves
         for name in names

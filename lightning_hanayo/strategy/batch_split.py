@@ -104,6 +104,9 @@ class SplitBatch:
 class BatchSplitter(ABC):
     """Splits batches on a process of pipeline rank 0 (one per rank of the cube), and merges what their steps return."""
 
+    is_uneven = False
+    """whether micro-batches are to have different sizes, where they can: their tensors show which dimension grows"""
+
     def __init__(self, rule: BatchRule = BatchRule()) -> None:  # noqa: B008
         self.rule = rule
         self._reader = BatchReader(rule)
@@ -183,7 +186,7 @@ class WholeSplitter(BatchSplitter):
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
         if limit > 1:
             return super().split(batch, limit, source)
-        return _whole([batch], PieceSizes([[1]], self.rule.batch_dim))  # nothing is cut, so nothing is refused
+        return whole(batch, self.rule.batch_dim)  # nothing is cut, so nothing is refused
 
     @override
     def all_gather(self, value: Any) -> list[Any]:
@@ -192,7 +195,9 @@ class WholeSplitter(BatchSplitter):
     @override
     def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch:
         count = self._num_microbatches(plan, limit)
-        parts = [microbatches.sizes(size, count) for size in plan.part_sizes]
+        make = microbatches.uneven_sizes if self.is_uneven and len(plan.part_sizes) == 1 else microbatches.sizes
+        parts = [make(size, count) for size in plan.part_sizes]
+        count = len(parts[0])
         pieces = [batch] if count == 1 else [plan.select(batch, row) for row in _rows(parts)]
         return _whole(pieces, PieceSizes(parts, self.rule.batch_dim), _shared_check(batch, plan, count))
 
@@ -339,6 +344,11 @@ class SharedSplitter(BatchSplitter):
             list(map(_tensors, inputs)),
         )
         return split
+
+
+def whole(batch: Any, batch_dim: int = 0) -> SplitBatch:
+    """A batch in one piece."""
+    return _whole([batch], PieceSizes([[1]], batch_dim))
 
 
 def _whole(pieces: Sequence[Any], sizes: PieceSizes, check: Callable[[], None] = _no_check) -> SplitBatch:

@@ -43,6 +43,7 @@ class Options:
     num_microbatches: AutoInt
     blocks: str | None
     loss_weight: LossWeight
+    step: Literal["microbatch", "batch"]
     activation_budget: float | None
     cube_outside: Literal["share", "replicate", "tokens"]
     schedule: str
@@ -77,6 +78,12 @@ class Options:
     def __post_init__(self) -> None:
         self._check_sizes()
         self._choice("cube_outside", ("share", "replicate", "tokens"))
+        self._choice("step", ("microbatch", "batch"))
+        if self.step == "batch" and self.pairs:
+            raise HanayoError(
+                "step='batch' and pairs=True: a pair is a forward and a backward of two micro-batches, and here all "
+                "forwards come first. Leave one of them out."
+            )
         if not callable(self.loss_weight):
             self._choice("loss_weight", ("samples", "tokens", "shifted_tokens", "sum"))
         budget = self.activation_budget
@@ -115,6 +122,8 @@ class Options:
             raise HanayoError(f"cube={cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
         self._set("cube", int(cube) if is_size(cube) else tuple(map(int, cube)))
         self._check_bounds()
+        if self.step == "batch" and self.cube_outside == "share":
+            self._set("cube_outside", "replicate")
 
     def _check_recompute(self) -> None:
         if callable(self.recompute):

@@ -28,6 +28,7 @@ from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
@@ -143,7 +144,7 @@ class Pipeline:
     gather_in_cube: AllGatherObject
     """gathers Python objects from the ranks of this rank's cube"""
     step_state: StepState
-    user_step: UserStep | None = None
+    user_step: UserStep | WholeStep | None = None
     """None above pipeline rank 0"""
     random_streams: RandomStreams | None = None
     """None: random numbers come from torch's own generators, unchanged"""
@@ -170,8 +171,14 @@ class Pipeline:
         """Whether the step runs in one piece on each of several micro-batches."""
         return self.layout.num_stages == 1 and self.layout.num_microbatches > 1
 
+    @property
+    def runs_steps_once(self) -> bool:
+        """Whether the step runs once on the whole batch, of which the stack gets micro-batches."""
+        return isinstance(self.user_step, WholeStep)
+
     def split(self, batch: Any, source: BatchSource) -> SplitBatch:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
+        self.splitter.is_uneven = isinstance(self.user_step, WholeStep) and not self.user_step.knows_outputs
         return self.splitter.split(batch, self.layout.num_microbatches, source)
 
     def run(
@@ -192,14 +199,15 @@ class Pipeline:
             UnsupportedError: a step makes other passes than the first one of the epoch.
         """
         if batch is not None:
-            self.relay.broadcast("batch", [batch.num_microbatches, batch.signature, key])
+            self.relay.broadcast("batch", [batch.num_microbatches, batch.signature, key, batch.is_whole])
         else:
-            num_microbatches, signature, key = self.relay.broadcast("batch")
-            batch = Batch(signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches)
+            num_microbatches, signature, key, is_whole = self.relay.broadcast("batch")
+            reduces = self.reduces_in_batch(reduce)
+            batch = Batch(signature, reduces, num_microbatches=num_microbatches, is_whole=is_whole)
         self.gradients.begin_batch()
         with (
             self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
-            self.step_state.watched(batch.num_microbatches) if trains else nullcontext(),
+            self.step_state.watched(batch.num_microbatches, is_whole=batch.is_whole) if trains else nullcontext(),
             self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
         ):
             self.engine.begin_batch()
@@ -265,12 +273,14 @@ class Pipeline:
         if is_single:
             self._known = (True,)  # it runs the whole step, with all its passes
         done: Sequence[int] = () if first_batch is None and self._known and (is_single or not is_first) else (0,)
-        with nullcontext() if first_batch is None else first_batch.recording():
+        if batch.is_whole:
+            done = everything
+        with nullcontext() if first_batch is None else first_batch.recording(runs_once=batch.is_whole):
             if done and is_single:
                 self._forward(batch, table, done, has_gradients=True)
             elif done:
-                passes = self._run_ahead(batch, table)
-                if passes != self._known and self.user_step is not None and any(passes[:-1]):
+                passes = self._run_ahead(batch, table, done)
+                if not batch.is_whole and passes != self._known and self.user_step is not None and any(passes[:-1]):
                     warnings.warn(_warning(passes, self.user_step.name, num_microbatches), stacklevel=2)
                 self._known = passes
         if first_batch is not None:
@@ -278,17 +288,19 @@ class Pipeline:
             is_equal = len(set(self.gather_in_cube(samples))) == 1  # the ranks of a cube run blocks equally often
             first_batch.examine(batch, samples if is_equal else 0)
             self._late_weight = first_batch.late_weight
-            self._num_averaged = num_microbatches if first_batch.averages else 0
+            self._num_averaged = first_batch.num_microbatches if first_batch.averages else 0
         if self._num_averaged:
             if not self._has_sums:
                 self._late_weight *= self._num_averaged / num_microbatches
                 self._num_averaged = num_microbatches
-            self._warn_of_weights(batch.loss_weights, num_microbatches)
+            self._warn_of_weights(batch.num_samples if batch.is_whole else batch.loss_weights, num_microbatches)
         if self._late_weight != 1.0:
             batch = replace(batch, loss_weights=[weight / self._late_weight for weight in batch.loss_weights])
         *others, last = self._known
         rest = [m for m in everything if m not in done]
-        if last and not any(others):
+        if batch.is_whole:
+            self._backwards(batch, table, everything)
+        elif last and not any(others):
             self._forwards(batch, table, rest, others)
             self._run_program(replace(batch, pass_number=len(others)), table, without_forwards, done)
             self._end_pass(table, len(others))
@@ -317,11 +329,14 @@ class Pipeline:
             waiting = self._announced(lambda user_step: user_step.waiting)
             number += 1
 
-    def _run_ahead(self, batch: Batch, table: Schedule) -> tuple[bool, ...]:
-        """Run the forwards of micro-batch 0 until its step has ended; return which of its passes have gradients."""
+    def _run_ahead(self, batch: Batch, table: Schedule, microbatches: Sequence[int]) -> tuple[bool, ...]:
+        """Run the forwards of micro-batch 0, of all if they share one step, until its step has ended.
+
+        Returns which of its passes have gradients.
+        """
         found: list[bool] = []
 
-        def next_pass(user_step: UserStep) -> bool | None:
+        def next_pass(user_step: UserStep | WholeStep) -> bool | None:
             try:
                 return user_step.next_pass(batch, 0)
             except Exception as error:
@@ -329,13 +344,13 @@ class Pipeline:
                 raise
 
         while (has_gradients := self._announced(next_pass)) is not None:
-            self._forward(replace(batch, pass_number=len(found)), table, (0,), has_gradients=has_gradients)
+            self._forward(replace(batch, pass_number=len(found)), table, microbatches, has_gradients=has_gradients)
             found.append(has_gradients)
-            if table.num_microbatches > 1:
+            if table.num_microbatches > 1 and not batch.is_whole:
                 self.step_state.end_pass(len(found) - 1)
         return tuple(found)
 
-    def _announced(self, ask: Callable[[UserStep], Any]) -> Any:
+    def _announced(self, ask: Callable[[UserStep | WholeStep], Any]) -> Any:
         """The answer of the user's step, on all ranks of the pipeline. On rank 0 the ranks of a cube must agree.
 
         Raises:
@@ -370,18 +385,21 @@ class Pipeline:
             reduces = batch.reduce_gradients and number == numbers[0]
             has_loss = number == numbers[-1]
             part = replace(batch, pass_number=number, has_loss=has_loss, reduce_gradients=reduces)
-            self._run_program(part, table, without_forwards, microbatches)
+            continues = batch.is_whole and self._known == (True,)
+            self._run_program(part, table, without_forwards, microbatches, continues=continues)
         if not numbers:
             self._run_program(replace(batch, reduce_gradients=False), table, last_backward_only, microbatches)
             for stage in reduction_order(table) if batch.reduce_gradients else ():
                 if stage in self.engine.stages:
                     self.engine.reduce_gradients(stage)
 
-    def _run_program(self, batch: Batch, table: Schedule, part: Part, microbatches: Sequence[int]) -> None:
+    def _run_program(
+        self, batch: Batch, table: Schedule, part: Part, microbatches: Sequence[int], *, continues: bool = False
+    ) -> None:
         key = (table.num_microbatches, part, tuple(microbatches))
         if key not in self._programs:
             self._programs[key] = Program.from_schedule(part(table, microbatches), self.rank)
-        self.engine.run(self._programs[key], batch)
+        self.engine.run(self._programs[key], batch, continues=continues)
 
     def _end_pass(self, table: Schedule, number: int) -> None:
         if len(self._known) > 1 and table.num_microbatches > 1:

@@ -9,8 +9,9 @@ running       while the batch runs; at the end logged values are merged
 merge         afterwards: collected values, and the results of the steps
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.plan import children
+from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
 from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
 from lightning_hanayo.pipeline_parallel.profiling.trace import is_profiling
 from lightning_hanayo.pipeline_parallel.stages import find_loss, loss_of
-from lightning_hanayo.strategy.batch_split import SplitBatch
+from lightning_hanayo.strategy.batch_split import SplitBatch, whole
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_metrics_of
@@ -134,10 +135,13 @@ def _run_batch(
         with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
             return pipeline.run(trains=trains, reduce=reduce, is_first=is_first)
     source = source_of(trainer)
-    split = pipeline.split(batch, source)
+    split = stack_split = pipeline.split(batch, source)
+    is_whole = pipeline.runs_steps_once
+    if is_whole:
+        split = whole(batch, pipeline.splitter.rule.batch_dim)
     if trains:
         session.samples.note(pipeline.splitter.num_samples(batch, source))
-        session.begin_training(trainer.lightning_module, split)
+        session.begin_training(trainer.lightning_module, stack_split)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
@@ -147,18 +151,19 @@ def _run_batch(
 
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     running = Batch(
-        microbatches.signature(batch, split.sizes.parts, kind),
+        microbatches.signature(batch, stack_split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m]),
-        dry_run_step=lambda m: step(split.block_input(m)),
+        dry_run_step=lambda m: step(_own(stack_split.block_input(m)) if is_whole else split.block_input(m)),
         on_user_code=microbatch_steps.enter,
         on_whole_step=on_whole_step,
         in_step=in_step,
         on_loss=microbatch_steps.note_loss,
         loss_weights=[weights.in_gradient[piece] * state.share_of_step(trainer) for piece in split.own],
         loss_scale=loss_scale,
-        num_microbatches=split.num_microbatches,
-        num_samples=split.num_samples,
+        num_microbatches=stack_split.num_microbatches,
+        num_samples=_shares(stack_split) if is_whole else split.num_samples,
+        is_whole=is_whole,
         has_loss=has_loss,
     )
     with microbatch_steps.running(running), session.norms.batch():
@@ -167,6 +172,18 @@ def _run_batch(
     if given:
         hide_changed(batch, given, split.step_inputs)
     return microbatch_steps.merge(running)
+
+
+def _shares(split: SplitBatch) -> Sequence[int]:
+    """What each micro-batch has of the whole, in numbers of samples, also of several loaders; empty if not known."""
+    return split.sizes.of(split.own).parts[0] if split.sizes.are_known else ()
+
+
+def _own(piece: Any) -> Any:
+    """A copy of a micro-batch, which a dry run may change."""
+    if type(piece) in (dict, list, tuple):
+        return with_children(piece, {key: _own(value) for key, value in (children(piece) or {}).items()})
+    return piece.clone() if isinstance(piece, Tensor) else deepcopy(piece)
 
 
 def _hand_over(session: Session, result: Any, batch: Any) -> Any:

@@ -169,7 +169,9 @@ class Session(Run):
         """Warn in the first training batch: hooks at the start of a run may have changed modes."""
         if not self._has_trained:
             self._has_trained = True
-            warn_of_batch_statistics(module, split.num_microbatches)
+            stack = self.pipeline.ownership.stack
+            once = modules_outside(module, stack) if self.pipeline.runs_steps_once else ()
+            warn_of_batch_statistics(module, split.num_microbatches, except_of=once)
             if self.cube is not None and self.cube.shares_samples:
                 suggest_tokens(module, split.pieces, self.cube.mesh.num_ranks)
 

@@ -54,6 +54,7 @@ class StepState:
     ) -> None:
         self._modules = dict(modules)
         self._places = _places(modules)
+        self._outside = frozenset(outside)
         self._shareable = _places(outside)  # the same on all ranks: some may have them on meta
         self._shared: list[str] | None = None
         """those of them that rank 0 sends after each batch; None before the first one"""
@@ -77,8 +78,10 @@ class StepState:
         """buffers and counters that a warning has named"""
 
     @contextmanager
-    def watched(self, num_microbatches: int) -> Iterator[None]:
+    def watched(self, num_microbatches: int, *, is_whole: bool = False) -> Iterator[None]:
         """While a training batch runs. Called by all ranks of the cube, and all data ranks.
+
+        `is_whole`: code outside the stack runs once, on the whole batch.
 
         Raises:
             UnsupportedError: a parameter has a hook; afterwards a parameter has changed, or a buffer isn't the same on
@@ -102,13 +105,16 @@ class StepState:
         changed = self._changed_since(before, by_value=is_first)
         self._kept_alive.clear()
         if num_microbatches > 1 or self._mesh is not None:
-            self._check_parameters(changed)
+            self._check_parameters({name for name in changed if not (is_whole and self._is_outside(name))})
         if is_first:
             self._changing = changed
             announced = {name for name, (module, _) in self._places.items() if isinstance(module, _BatchNorm)}
             steps = {name: value - numbers[name] for name, value in self._counters().items() if name in numbers}
             counters = [name for name, step in sorted(steps.items()) if step and step % num_microbatches == 0]
-            if num_microbatches > 1 and (named := sorted(changed - announced) + counters):
+            named = [
+                name for name in sorted(changed - announced) + counters if not (is_whole and self._is_outside(name))
+            ]
+            if num_microbatches > 1 and named:
                 self.warned_of = set(named)
                 warnings.warn(
                     f"{', '.join(named[:3])}{' ...' if len(named) > 3 else ''}: buffers or counters that training "
@@ -170,6 +176,10 @@ class StepState:
             if buffer is not None and before is not None and not before.is_meta:
                 buffer = buffer.to(before.device)
             module._buffers[key] = buffer
+
+    def _is_outside(self, name: str) -> bool:
+        """Whether the parameter, buffer or attribute belongs to a module outside the stack."""
+        return name.rpartition(".")[0] in self._outside
 
     def _changed_since(self, before: Mapping[str, Any], *, by_value: bool) -> set[str]:
         return {name for name, state in self._states(by_value=by_value).items() if state != before[name]}

@@ -79,6 +79,10 @@ class HanayoStrategy(CheckpointingStrategy):
             models of transformers those that the model counts), "shifted_tokens" (the same without each sequence's
             first label, `labels[..., 1:]`), or a function of the micro-batch that returns a number; "sum" for a loss
             that is a sum over samples. If the losses were means of something else, a warning says of what.
+        step: how often the step runs: once for each "microbatch", as `loss_weight` puts their losses together; or once
+            for the whole "batch", of which the stack alone gets micro-batches. Then all code outside the stack
+            computes what one process does, whatever the loss is. It costs time where that code is slow, as other
+            ranks wait for it, and memory: it holds the whole batch, and ranks the activations of all micro-batches.
         activation_budget: the most activations that a rank may hold, in multiples of one micro-batch's (M_a); None: P.
         cube_outside: what each rank of a cube gets of a micro-batch outside the stack: "share", its own part of the
             samples; "replicate", all of them; or "tokens", all of them, too, but its own part of the tokens in head and
@@ -174,6 +178,7 @@ class HanayoStrategy(CheckpointingStrategy):
         cube_outside: Literal["share", "replicate", "tokens"] = "share",
         schedule: str = "auto",
         *,
+        step: Literal["microbatch", "batch"] = "microbatch",
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
         cube_memory: Literal["gathered", "shards"] = "gathered",
         cube_weights: Literal["microbatch", "batch"] = "microbatch",

@@ -91,3 +91,24 @@ class Locked(models.MLP):
 def test_bad_arguments_are_a_mistake(module: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(HanayoError, match=message):
         check(module(), VECTORS, **{"strategy": HanayoStrategy(**WAVE)} | options)
+
+
+class Contrastive(models.MLP):
+    """Compares the samples of a batch, and has dropout outside the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def loss(self, batch: models.Batch) -> torch.Tensor:
+        scores = self.dropout(self(batch["x"]))
+        return torch.nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+def test_a_step_on_whole_batches_is_compared_with_that_of_one_process() -> None:
+    options = WAVE | {"num_microbatches": 4}
+    verdict = check(models.build(Contrastive), VECTORS, HanayoStrategy(**options), depth=4)
+    assert verdict.outcome == "depends on micro-batches"
+    verdict = check(models.build(Contrastive), VECTORS, HanayoStrategy(**options, step="batch"), depth=4)
+    assert verdict.outcome == "exact"
+    assert verdict.notes == ("dropout was off: the masks of blocks are those of micro-batches",)

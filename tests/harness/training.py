@@ -36,6 +36,7 @@ class Layout:
     tied_gradients: str = "in_order"
     pairs: bool = False
     weights: str = "microbatch"
+    step: str = "microbatch"
 
     @property
     def topology(self) -> Topology:
@@ -48,7 +49,8 @@ class Layout:
     def __str__(self) -> str:
         cube = "" if self.cube == (1, 1, 1) else f"-{self.outside}{'x'.join(map(str, self.cube))}"
         cube += "-batch" if self.weights == "batch" else ""
-        return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}{'-pairs' if self.pairs else ''}"
+        pairs, once = "-pairs" * self.pairs, "-once" * (self.step == "batch")
+        return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}{pairs}{once}"
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         "tied_gradients": layout.tied_gradients,
         "pairs": layout.pairs,
         "cube_weights": layout.weights,
+        "step": layout.step,
     }
     return HanayoStrategy(**of_layout | options)
 

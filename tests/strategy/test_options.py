@@ -18,6 +18,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_size": 1.5}, "data_parallel_size=1.5"),
     ({"num_microbatches": -1}, "num_microbatches=-1"),
     ({"loss_weight": "sample"}, "loss_weight='sample' is unknown; did you mean 'samples'"),
+    ({"step": "batches"}, "step='batches' is unknown; did you mean 'batch'"),
+    ({"step": "batch", "pairs": True}, "step='batch' and pairs=True"),
     ({"balance": "times"}, "balance='times' is unknown; did you mean 'time'"),
     ({"cube": 0}, "cube=0: expected p"),
     ({"cube": (2, 2)}, "cube=(2, 2)"),

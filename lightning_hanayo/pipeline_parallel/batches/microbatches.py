@@ -23,6 +23,21 @@ def sizes(samples: int, microbatches: int) -> list[int]:
     return [samples // count + (i < samples % count) for i in range(count)]
 
 
+def uneven_sizes(samples: int, microbatches: int) -> list[int]:
+    """Return sizes that aren't all the same, where that is possible with at most so many micro-batches.
+
+    Single samples are avoided: BatchNorm can't normalise one.
+    """
+    even = sizes(samples, microbatches)
+    count, size = len(even), even[0]
+    fewer = sizes(samples, count - 1) if count > 2 else even
+    if count == 1 or even[-1] < size:
+        return even
+    if size <= 2 and fewer[-1] < fewer[0]:
+        return fewer
+    return [size + 1, *even[1:-1], size - 1] if size > 1 else even
+
+
 def signature(batch: Any, parts: Sequence[Sequence[int]], kind: str) -> int:
     """Return a number that is equal for batches of the same shapes, cut the same way for the same kind of step."""
     shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(batch) if isinstance(leaf, Array)]

@@ -10,7 +10,7 @@ transformers records inside blocks: `output_router_logits`, `output_attentions`,
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +69,10 @@ class Carrier:
 
     def end(self, delivered: Any) -> None:
         """Called when the step has ended."""
+
+    def now(self, tree: Any) -> Any:
+        """A tree that was left, with the values that are there now, in a dry run."""
+        return tree
 
 
 class Carriers:
@@ -130,6 +134,24 @@ class Carriers:
             carrier.end(own)
 
 
+class CarriersOfDryRun(Carriers):
+    """Carry nothing: show what the step leaves in a dry run, where it has left these `trees` before."""
+
+    def __init__(self, real: Carriers, trees: Sequence[Any]) -> None:
+        super().__init__()
+        self._real = real
+        self._trees = trees
+
+    def leave(self, earlier: Sequence[Any], *, begins_pass: bool = True) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The values that are there now."""
+        pairs = zip(self._real._carriers, self._trees, strict=True)
+        return tuple(carrier.now(tree) for carrier, tree in pairs), ()
+
+    def deliver(self, trees: Sequence[Any], left: Sequence[Any]) -> tuple[Any, ...]:
+        """Deliver nothing."""
+        return ()
+
+
 def carried_after(collected: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """The trees for the next stage, from the lists of `Carriers.running`."""
     return tuple([tree for (tree,) in collected])
@@ -164,10 +186,10 @@ class RecordedOutputs(Carrier):
         step's collector     {"router_logits": [block 0's]}                   ... and then [block 0's, 1's, 2's, 3's]
         carried              {"router_logits": (1, [])}  ->  (1, [1's, 2's])  ->  (1, [1's, 2's, 3's])
 
-    `accepts` says whether a key is carried: in a cube blocks may compute parts of the tensors that the step expects.
+    Unless it `accepts` them they are refused: in a cube blocks may compute parts of what the step expects.
     """
 
-    def __init__(self, model: nn.Module, accepts: Callable[[str], bool] = lambda key: True) -> None:
+    def __init__(self, model: nn.Module, *, accepts: bool = True) -> None:
         self._model = model
         self._accepts = accepts
         self._has_warned = False
@@ -188,10 +210,10 @@ class RecordedOutputs(Carrier):
         if not collector or not begins_pass:
             return None, None
         lists = {key: items for key, items in collector.items() if key != _LAYERS}
-        rejected = ", ".join(f"output_{key}" for key in lists if not self._accepts(key))
-        if rejected:
+        if lists and not self._accepts:
+            names = ", ".join(f"output_{key}" for key in lists)
             raise UnsupportedError(
-                f"{rejected} asks for what the blocks compute inside, and in this cube they work on other parts of the "
+                f"{names} asks for what the blocks compute inside, and in this cube they work on other parts of the "
                 f"samples or features than the step. Leave it out of the model's config and call, cut another stack "
                 f"with HanayoStrategy(blocks=...) if a tower's features are made of it, or set cube=1."
             )

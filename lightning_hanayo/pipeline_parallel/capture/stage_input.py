@@ -67,15 +67,19 @@ class StageInput(NamedTuple):
         """The carried trees."""
         return pytree.unflatten(self.carried, self.tensors)  # type: ignore[no-any-return]
 
-    def run(self, blocks: Sequence[nn.Module], carriers: Carriers = NO_CARRIERS) -> "StageInput":
+    def run(
+        self, blocks: Sequence[nn.Module], carriers: Carriers = NO_CARRIERS, *, is_last: bool | None = None
+    ) -> "StageInput":
         """Run the next `blocks` of the stack, and return the input of the stage after them.
+
+        `is_last` says whether the stack ends with them; None: it does if there are no further calls.
 
         Raises:
             UnsupportedError: a block returns a value that the step would miss, or changes one of its arguments.
         """
         if not blocks:
             return self
-        run = BlockRun(blocks, is_last=len(blocks) == len(self.call_of_block))
+        run = BlockRun(blocks, len(blocks) == len(self.call_of_block) if is_last is None else is_last)
         with carriers.running(self.trees, run) as collected:
             outputs = [self.output]
             for block, call in zip(blocks, self.call_of_block, strict=False):

@@ -211,6 +211,13 @@ class StateCarrier(Carrier):
         if restored:
             self._set(restored)
 
+    def now(self, tree: Tree | None) -> Tree | None:
+        """The values of the same keys."""
+        if tree is None:
+            return None
+        values = {key: self._value(key, {}) for key in tree if self._holder(key) is not None}
+        return tree | {key: self._encode(key, value, by="the step") for key, value in values.items()}
+
     def _find_scanners(self) -> None:
         self._all = Scanner(list(self._state.holders.values()), self._state.clock)
         self._scanners: dict[frozenset[int], Scanner] = {}

@@ -259,6 +259,11 @@ class UserStep:
             return batch.step(microbatch)
 
     @property
+    def num_blocks(self) -> int:
+        """The number of blocks of the stack."""
+        return len(self.blocks)
+
+    @property
     def waiting(self) -> list[int]:
         """The micro-batches whose steps are suspended."""
         return sorted(self._under_way)
@@ -340,7 +345,7 @@ class UserStep:
         batch.results[microbatch], call.result = call.result, None
         return sequence_number
 
-    def start_dry_run(self, batch: Batch, microbatch: int) -> Message:
+    def start_dry_run(self, batch: Batch, microbatch: int, carriers: Carriers = NO_CARRIERS) -> Message:
         """Like `begin_pass`, for `batch.dry_run_step`. Its logs, counts and stored values do not count; it never ends.
 
         Raises:
@@ -354,19 +359,23 @@ class UserStep:
                 f"cube_outside='replicate'."
             )
         self._enter(batch, None)
-        self._dry_runs[microbatch] = self._start(batch, batch.dry_run_step, microbatch, NO_CARRIERS)
+        self._dry_runs[microbatch] = self._start(batch, batch.dry_run_step, microbatch, carriers)
         self.carriers.undo()
         return self._dry_runs[microbatch][1].take_message()
 
     def finish_dry_run(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """Like `run_to_last_block`; then unwind the dry run."""
         self._enter(batch, None)
-        call, tracer = self._dry_runs.pop(microbatch)
-        message = self._run_to_last_block(batch, (call, tracer), (output, ()))
-        call.abandon()
-        self._calls.release(call)
+        message = self._run_to_last_block(batch, self._dry_runs[microbatch], (output, ()))
+        self.abandon_dry_run(microbatch)
         self.carriers.undo()
         return message
+
+    def abandon_dry_run(self, microbatch: int) -> None:
+        """Unwind a dry run."""
+        call, _ = self._dry_runs.pop(microbatch)
+        call.abandon()
+        self._calls.release(call)
 
     def close(self) -> None:
         """Unwind the suspended steps and end the threads."""
@@ -395,7 +404,8 @@ class UserStep:
 
     @contextmanager
     def _user_code(self, batch: Batch) -> Iterator[None]:
-        cuts_batch = len(batch.loss_weights) > 1 or self.num_local == 0  # the ranks of a cube share micro-batches, too
+        # the ranks of a cube share micro-batches, too
+        cuts_batch = not batch.is_whole and (len(batch.loss_weights) > 1 or self.num_local == 0)
         trains = torch.is_grad_enabled() if self._state is None else self._state.grad_mode
         checked = self._gradient_calls.checked(cuts_batch=cuts_batch, trains=trains)
         with batch.in_step(), self.guarded(), checked:

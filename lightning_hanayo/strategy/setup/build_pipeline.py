@@ -24,6 +24,7 @@ from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Car
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_parameters
 from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import ReplacedParameters, UserStep
+from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.comm.replicated_tensors import ReplicatedTensors
 from lightning_hanayo.pipeline_parallel.engine import Engine
@@ -35,7 +36,13 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, MiddleStage, NoHooks, SingleStage, Stage
-from lightning_hanayo.pipeline_parallel.tp_stages import TensorParallelFirstStage, TensorParallelLastStage
+from lightning_hanayo.pipeline_parallel.tp_stages import (
+    NoReshard,
+    TensorParallelFirstStage,
+    TensorParallelLastStage,
+    WholeBatchFirstStage,
+    WholeBatchLastStage,
+)
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind, Schedule
@@ -296,12 +303,13 @@ def _loads(model: nn.Module, plan: ModelPlan, run: Run, example: Callable[[], ob
     stack, options = plan.stack, run.options
     sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
     parameters = Load(sizes, num_parameters_outside(model, stack))
+    once = plan.layout.runs_step_once  # then all ranks wait for the code outside the stack
     if options.balance == "parameters":
-        return [Load(sizes, num_parameters_outside(model, stack, computing=True)), parameters]
+        return [Load(sizes, 0 if once else num_parameters_outside(model, stack, computing=True)), parameters]
     if options.balance != "time":
         return [Load([float(cost) for cost in options.balance])]
     times, outside = _measured_times(model, stack, example, run.device)
-    return [Load(times, outside), parameters]
+    return [Load(times, 0.0 if once else outside), parameters]
 
 
 def _outside_stage(layout: Layout) -> int:
@@ -363,7 +371,7 @@ def build_stages(
     run: Run,
     cube: Cube | None,
     streams: RandomStreams | None,
-) -> tuple[dict[int, Stage], UserStep | None]:
+) -> tuple[dict[int, Stage], UserStep | WholeStep | None]:
     """This rank's stages by number, and the runner of the user's step, which is None above pipeline rank 0.
 
     Patches the blocks' forwards for them.
@@ -382,7 +390,7 @@ def build_stages(
             split_backward.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
     stack = ownership.stack
     recompute(recomputed_modules(run.options.recompute, layout, ownership, rank))
-    num_local = len(ownership.stages[0]) if cube is None else 0
+    num_local = len(ownership.stages[0]) if cube is None and not layout.runs_step_once else 0
     if streams is not None or not is_single:
         forward_patch.patch_blocks(
             stack.blocks, streams, values=run.values, num_local=num_local, single_stage=is_single
@@ -404,6 +412,9 @@ def build_stages(
     user_step = UserStep(
         stack.blocks, num_local, stack.name, streams, carriers, run.guard.step, sends_objects, replaced
     )
+    if layout.runs_step_once:
+        step = WholeStep(user_step, modules_outside(model, stack))
+        return stages | _ends_of_whole_batches(ownership, step, queues, tied, cube), step
     if cube is None:
         return stages | _ends(ownership, user_step, queues, tied), user_step
     return stages | _sharded_ends(ownership, user_step, queues, tied, cube), user_step
@@ -451,6 +462,39 @@ def _sharded_ends(
     return {0: first, end: last}
 
 
+def _ends_of_whole_batches(
+    ownership: Ownership,
+    step: WholeStep,
+    queues: Mapping[int, WeightGradientQueue],
+    tied: TiedGradients,
+    cube: Cube | None,
+) -> dict[int, Stage]:
+    """The first and the last stage where the step runs once on a whole batch."""
+    end = len(ownership.stages) - 1
+    boundary = NoReshard() if cube is None else cube.boundary
+    hooks = [NoHooks() if cube is None else cube.stage_hooks(stage) for stage in (0, end)]
+    carriers = step.user.carriers
+    first = WholeBatchFirstStage(
+        user=step,
+        tied=tied,
+        queue=queues[0],
+        blocks=ownership.blocks(0),
+        boundary=boundary,
+        streams=() if cube is None else cube.plan.streams,
+        hooks=hooks[0],
+        carriers=carriers,
+    )
+    last = WholeBatchLastStage(
+        blocks=ownership.blocks(end),
+        first=first,
+        queue=queues[end],
+        boundary=boundary,
+        hooks=hooks[1],
+        carriers=carriers,
+    )
+    return {0: first, end: last}
+
+
 def _carriers(model: nn.Module, ownership: Ownership, rank: int, num_local: int, cube: Cube | None) -> Carriers:
     """The carriers of values between the step and blocks on other ranks, besides the blocks' arguments."""
     stack, numbers = ownership.stack, ownership.stages_of(rank)
@@ -459,13 +503,10 @@ def _carriers(model: nn.Module, ownership: Ownership, rank: int, num_local: int,
     alike = cube is None or cube.keeps_layout
     state = ModuleState(model, stack.blocks, stack.name)
 
-    def accepts(key: str) -> bool:
-        return cube is None or (alike and key != "hidden_states")  # in a cube the step calls the first block itself
-
     return Carriers(
         [
             StateCarrier(state, stack.blocks, own, user_blocks, has_tensors=alike),
-            RecordedOutputs(model, accepts),
+            RecordedOutputs(model, accepts=alike),
             BlockLogs(model, rejects=not alike),
         ]
     )

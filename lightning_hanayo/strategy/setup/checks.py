@@ -8,7 +8,7 @@ mode="reduce-overhead", "max-autotune"                   rejected: CUDA graphs w
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from traceback import walk_tb
@@ -127,12 +127,12 @@ def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> 
         )
 
 
-def warn_of_batch_statistics(model: nn.Module, num_microbatches: int) -> None:
+def warn_of_batch_statistics(model: nn.Module, num_microbatches: int, *, except_of: Collection[nn.Module] = ()) -> None:
     """Warn of BatchNorm, which normalises by the mean of a micro-batch, and not of the batch."""
     found = [
         f"{name} ({type(part).__name__})"
         for name, part in model.named_modules()
-        if isinstance(part, _BatchNorm) and part.training
+        if isinstance(part, _BatchNorm) and part.training and part not in set(except_of)
     ]
     if found and num_microbatches > 1:
         rank_zero_warn(

@@ -94,17 +94,21 @@ def plan_model(
         costs = RECOMPUTING[str(options.recompute)]
     if options.recompute != "none" and schedule == AUTO and topology.pipe > 1:
         schedule = _WHOLE_BACKWARD
+    num_microbatches = options.num_microbatches
+    if options.step == "batch" and topology.replica_size == 1:
+        num_microbatches = 1  # one rank holds the whole stack
     layout = choose(
         num_ranks=topology.pipe,
         num_blocks=max(1, len(stack)),
         num_waves=options.num_waves,
-        num_microbatches=options.num_microbatches,
+        num_microbatches=num_microbatches,
         schedule=schedule,
         activation_budget=options.activation_budget,
         costs=costs,
         steady=steady,
         separate_loss_stage=prod(topology.cube) > 1,
         pairs=options.pairs and prod(topology.cube) > 1,
+        runs_step_once=options.step == "batch" and topology.replica_size > 1,
     )
     if topology.replica_size > 1 or layout.num_microbatches > 1:
         check_parameter_hooks(dict(model.named_parameters()))

@@ -386,9 +386,9 @@ class UserCollectives:
             return call
         if self._step is None:  # a dry run
             raise UnsupportedError(
-                f"{name} in a step that gives blocks a mask for some samples and none for others, so that the code "
-                f"before the stack runs once more, for all samples of each rank's blocks. Pass masks always, call it "
-                f"after the blocks, or set HanayoStrategy(cube_outside='replicate')."
+                f"{name} in code before the stack that runs once more, as a dry run on other samples: to see how "
+                f"arguments of blocks are cut (step='batch'), or as blocks of a cube get a mask for some samples and "
+                f"none for others. Call it after the blocks; or set step='microbatch', or pass masks always."
             )
         self.used.add(self._step.microbatch)
         self._warn(name, tensor)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,19 @@ class WithExample(models.MLP):
         self.example_input_array = torch.zeros(2, models.WIDTH)
 
 
-def fit(folder: str) -> None:
+def fit(folder: str, layout: Layout = WAVE) -> None:
     """One rank's part of a run."""
     options: dict[str, Any] = {"max_steps": STEPS, "log_every_n_steps": 2, "default_root_dir": folder}
     options |= {"logger": CSVLogger(folder, name="", version=""), "callbacks": [WaveReport(picture=None)]}
-    make_trainer(WAVE, **options).fit(models.build(WithExample), make_loader(models.vectors((8,) * STEPS)))
+    make_trainer(layout, **options).fit(models.build(WithExample), make_loader(models.vectors((8,) * STEPS)))
+
+
+def test_a_step_on_whole_batches_is_measured(pool: Pool, tmp_path: Path) -> None:
+    pool.run(WORLD, fit, str(tmp_path), replace(WAVE, step="batch"))
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [row for row in rows if row["hanayo/exposed_communication"]]
+    profile = Profile.load(tmp_path / "profile.json")
+    assert profile is not None
 
 
 def test_a_run_is_measured_and_the_next_one_planned_with_it(pool: Pool, tmp_path: Path) -> None:

@@ -1,0 +1,443 @@
+"""The user's step run once, on the whole batch: only the stack is cut into micro-batches.
+
+    step     embedding of 8 samples |suspended ...                                     | loss of 8 samples
+    stack                            0 1 | 2 3 | 4 5 | 6 7   cut, through all stages, joined
+    backward                         cut again, through all stages, joined   <-  the loss's, once
+             <-  the embedding's, once
+
+So all code outside the stack computes what one process computes. A tensor is cut along the dimension that grows with
+the samples. Which one that is shows a dry run of the code before the stack, on one micro-batch: of a table with as many
+rows as there are samples, nothing changes.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.pipeline_parallel import pytree
+from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
+from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.carriers import CarriersOfDryRun
+from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
+from lightning_hanayo.versions import version_of
+
+Dims = tuple[int | None, ...]
+"""of each tensor of a message: the dimension that grows with the samples; None: all micro-batches get the whole"""
+
+
+class CutTensor:
+    """A tensor outside the stack, and the part of it that each micro-batch's blocks get, cut off its graph.
+
+    `dim` grows with the samples, of which the micro-batches have these numbers; None: the parts are the whole.
+    """
+
+    def __init__(self, whole: Tensor, dim: int | None, samples: Sequence[int]) -> None:
+        self.whole = whole
+        self.has_gradient = whole.requires_grad and torch.is_grad_enabled()
+        self._dim = dim
+        self._version = version_of(whole)
+        parts: Sequence[Tensor] = [whole] * len(samples)
+        if dim is not None:
+            per_sample = whole.shape[dim] / sum(samples)
+            parts = whole.split([round(n * per_sample) for n in samples], dim)
+        # `.data`: each part counts its changes in place for itself
+        self.parts = [part.data.requires_grad_(self.has_gradient) for part in parts]
+
+    def check(self) -> None:
+        """Check before the step's backward goes on that the step hasn't changed what blocks have kept.
+
+        Raises:
+            UnsupportedError: it has.
+        """
+        if version_of(self.whole) != self._version:
+            raise UnsupportedError(
+                f"the step changes a tensor of the shape {tuple(self.whole.shape)} in place that it has passed to the "
+                f"blocks, whose backward may need it as it was. Change a copy of it."
+            )
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of the whole, once all parts have theirs."""
+        made = [part.grad for part in self.parts]
+        if all(one is None for one in made):
+            return None
+        gradients = [torch.zeros_like(part) if one is None else one for part, one in zip(self.parts, made, strict=True)]
+        return torch.stack(gradients).sum(0) if self._dim is None else torch.cat(gradients, self._dim)
+
+
+@dataclass
+class Pass:
+    """One pass of the step through the stack. `samples`: of each micro-batch."""
+
+    samples: Sequence[int]
+    calls: list[tuple[Message, Dims]] = field(default_factory=list)
+    """the whole calls of the first block, and those of the others"""
+    tensors: dict[int, CutTensor] = field(default_factory=dict)
+    """by id: one that several blocks get is cut once"""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """by micro-batch, until all are there: the stack's output, and what blocks have stored"""
+    backwards_left: int = 0
+
+    def cut(self, number: int, microbatch: int) -> Message:
+        """The part of calls that a micro-batch's blocks get."""
+        whole, dims = self.calls[number]
+        parts = []
+        for tensor, dim in zip(whole.tensors, dims, strict=True):
+            if id(tensor) not in self.tensors:
+                self.tensors[id(tensor)] = CutTensor(tensor, dim, self.samples)
+            parts.append(self.tensors[id(tensor)].parts[microbatch])
+        return Message(whole.skeleton, tuple(parts))
+
+    @property
+    def differentiable(self) -> list[CutTensor]:
+        """The tensors that get a gradient."""
+        return [one for one in self.tensors.values() if one.has_gradient]
+
+
+@dataclass(eq=False, repr=False)
+class WholeStep:
+    """Gives the stages the calls of each micro-batch's blocks, and takes the stack's outputs: as `UserStep` does.
+
+    Args:
+        user: runs the step; it is suspended at the first block, too.
+        outside: the modules outside the stack, whose buffers a dry run leaves as they are.
+    """
+
+    user: UserStep
+    outside: Sequence[nn.Module]
+    nodes: set[Node] = field(default_factory=set, init=False)
+    """with which the graph begins of the code after the passes of this batch"""
+    sequence_number: int = field(default=0, init=False)
+    """autograd's, at the last pass"""
+    _passes: list[Pass] = field(default_factory=list, init=False)
+    _dims: dict[Any, dict[Any, int | None]] = field(default_factory=dict, init=False)
+    """by where a tensor is in calls, and by its size for each sample along the dimension that grows, or its shape"""
+    _output_dims: dict[Any, int | None] = field(default_factory=dict, init=False)
+    """by what distinguishes tensors that come out of the stack"""
+    _guessed: set[Any] = field(default_factory=set, init=False)
+    """those of them of which micro-batches of one size alone were seen"""
+    _has_warned: bool = field(default=False, init=False)
+    _ended_loss: bool = field(default=False, init=False)
+
+    @property
+    def name(self) -> str:
+        """The stack's qualified name."""
+        return self.user.name
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of the stack."""
+        return self.user.num_blocks
+
+    @property
+    def knows_outputs(self) -> bool:
+        """Whether micro-batches of different sizes have shown along which dimensions outputs are joined."""
+        return bool(self._output_dims) and not self._guessed
+
+    @property
+    def waiting(self) -> list[int]:
+        """The micro-batches of the step, if it is suspended."""
+        return list(range(len(self._passes[-1].samples))) if self.user.waiting else []
+
+    def begin_batch(self) -> None:
+        """Called before each batch."""
+        self._passes.clear()
+        self.nodes.clear()
+        self._ended_loss = False
+        self.user.begin_batch()
+
+    def next_pass(self, batch: Batch, microbatch: int) -> bool | None:
+        """See `UserStep.next_pass`."""
+        return self.user.next_pass(batch, 0)
+
+    def begin_pass(self, batch: Batch, microbatch: int) -> Message:
+        """The call of the first block, for a micro-batch. The first one to ask starts the step, or its next pass.
+
+        Raises:
+            UnsupportedError: it isn't known how many samples micro-batches have, or an argument can't be cut.
+        """
+        if batch.pass_number == len(self._passes):
+            if not batch.num_samples:
+                raise UnsupportedError(
+                    "step='batch' cuts the arguments of blocks by samples, which can't be counted in what split_batch "
+                    "returned. Let it return pieces whose tensors have a row for each sample, or leave it out."
+                )
+            call = self.user.begin_pass(batch, 0)
+            self._passes.append(Pass(batch.num_samples, backwards_left=len(batch.num_samples)))
+            self._passes[-1].calls.append((call, self._dims_of(batch, call)))
+        return self._passes[batch.pass_number].cut(0, microbatch)
+
+    def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
+        """The calls of the other blocks, for a micro-batch whose first block has run."""
+        current = self._passes[batch.pass_number]
+        if len(current.calls) == 1:
+            calls = self.user.run_to_last_block(batch, 0, after)  # it sees the structure of the block's output alone
+            current.calls.append((calls, self._dims_of(batch, calls, after)))
+        return current.cut(1, microbatch)
+
+    def resume(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> int:
+        """Take a micro-batch's output of the stack. The last one resumes the step, with all of them joined."""
+        current = self._passes[batch.pass_number]
+        current.outputs[microbatch] = output, tuple(trees)
+        if len(current.outputs) == len(current.samples):
+            output, trees = self._joined(current)
+            current.calls.clear()
+            if not current.differentiable:
+                current.tensors.clear()
+            self.sequence_number = self.user.resume(batch, 0, output, trees)
+        return self.sequence_number
+
+    def begin_loss(self, batch: Batch) -> bool:
+        """Whether the loss's backward is to run now: before the first one of all micro-batches."""
+        is_first, self._ended_loss = not self._ended_loss, True
+        self.user.check_ended(batch, 0)
+        return is_first
+
+    def check_ended(self, batch: Batch, microbatch: int) -> None:
+        """See `UserStep.check_ended`."""
+        self.user.check_ended(batch, 0)
+
+    def end_backward(self, batch: Batch) -> None:
+        """Called when a micro-batch's backward has reached the first block. The last one goes on, before the stack."""
+        current = self._passes[batch.pass_number]
+        current.backwards_left -= 1
+        if current.backwards_left:
+            return
+        for one in current.tensors.values():
+            one.check()
+        is_earlier = any(one.differentiable for one in self._passes[: batch.pass_number])
+        cut = current.differentiable
+        graph_boundary.run_backward([one.whole for one in cut], [one.gradient for one in cut], retain_graph=is_earlier)
+        current.tensors.clear()
+        self.nodes.clear()
+
+    def start_dry_run(self, *_: Any) -> NoReturn:
+        """Called where the arguments of blocks differ between the ranks of a cube, which all run the whole step."""
+        raise UnsupportedError(
+            "the step gives the blocks other arguments on other ranks of a cube, although all of them run it on the "
+            "whole batch: does it draw random numbers that aren't torch's, or depend on its rank?"
+        )
+
+    finish_dry_run = start_dry_run
+
+    def close(self) -> None:
+        """Unwind the step, and end its thread."""
+        self._passes.clear()
+        self.user.close()
+
+    def _dims_of(self, batch: Batch, calls: Message, after: StageInput | None = None) -> Dims:
+        """Along which dimensions the tensors of calls are cut; `after`: the first block, if these are the others'.
+
+        Raises:
+            UnsupportedError: a tensor doesn't grow with the samples in one dimension alone.
+        """
+        samples, first = batch.num_samples, after is None
+        if len(samples) == 1:
+            return (None,) * len(calls.tensors)
+        total, named = sum(samples), list(_tensors(calls, first=first))
+        dims = self._known_dims(batch, named)
+        for microbatch in range(len(samples)):  # a mask comes only with samples that need one
+            if len(dims) == len(calls.tensors):
+                break
+            part = self._dry_run(batch, microbatch, StageInput.from_message(calls).trees, after)
+            parts = dict(_tensors(part, first=first))
+            for path, tensor in named:
+                if path in parts:
+                    dim = _grown_dim(tensor, parts[path], samples[microbatch] / total)
+                    size = tensor.shape if dim is None else tensor.shape[dim] / total
+                    self._dims.setdefault((path, tensor.ndim), {})[size] = dim
+            dims = self._known_dims(batch, named)
+        if len(dims) == len(calls.tensors):
+            return tuple(dims[id(tensor)] for tensor in calls.tensors)
+        missing = next(tuple(tensor.shape) for tensor in calls.tensors if id(tensor) not in dims)
+        raise UnsupportedError(
+            f"an argument of the blocks, of the shape {missing}, is there for the whole batch, and for none of its "
+            f"micro-batches alone: how to cut it isn't known. Set step='microbatch'."
+        )
+
+    def _known_dims(self, batch: Batch, named: Sequence[tuple[Any, Tensor]]) -> dict[int, int | None]:
+        """The known dimensions along which tensors are cut, by their ids."""
+        total = sum(batch.num_samples)
+        found: dict[int, int | None] = {}
+        for path, tensor in named:
+            known = self._dims.get((path, tensor.ndim), {})
+            cut = [dim for size, dim in known.items() if dim is not None and tensor.shape[dim] == size * total]
+            whole = [size for size, dim in known.items() if dim is None]
+            if cut:
+                found[id(tensor)] = cut[0]
+            elif whole and (tensor.shape in whole or batch.pass_number or all(n % total for n in tensor.shape)):
+                found[id(tensor)] = None  # the length of sequences may be another one
+        return found
+
+    def _dry_run(self, batch: Batch, microbatch: int, trees: Sequence[Any], after: StageInput | None) -> Message:
+        """The calls that the step makes on one micro-batch alone. Nothing else remains of it."""
+        user = self.user
+        if batch.pass_number:
+            raise UnsupportedError(
+                f"a later pass of the step through {self.name} gives its blocks other arguments than the first one: "
+                f"how to cut them isn't known. Pass the same arguments each time, or set step='microbatch'."
+            )
+        device = next((one.device for one in user.blocks[0].parameters()), torch.device("cpu"))
+        states = generator_states(device)
+        streams = None if user.streams is None else user.streams.save()
+        with _own_buffers(self.outside):
+            calls = user.start_dry_run(batch, microbatch, CarriersOfDryRun(user.carriers, trees))
+            if after is None:
+                user.abandon_dry_run(microbatch)
+            else:
+                calls = user.finish_dry_run(batch, microbatch, after.output)
+        set_generators(states, device)
+        if streams is not None and user.streams is not None:
+            user.streams.restore(streams)
+        return calls
+
+    def _joined(self, current: Pass) -> tuple[Any, Sequence[Any]]:
+        """The stack's output for the whole batch, and what blocks have stored.
+
+        Raises:
+            UnsupportedError: they differ in structure between micro-batches, or grow with samples in an unknown way.
+        """
+        made = [current.outputs[m] for m in range(len(current.samples))]
+        current.outputs.clear()
+        if len(made) == 1:
+            self._note_nodes(_tensors_in(made[0]))
+            return made[0]  # type: ignore[no-any-return]
+        flattened = []
+        for one in made:
+            flattener = pytree.Flattener()
+            skeleton = flattener.flatten(one, "what the stack returns")
+            flattened.append((skeleton, flattener.tensors))
+        paths = [dict(_places(skeleton)) for skeleton, _ in flattened]
+        if any(other != paths[0] for other in paths[1:]):
+            raise UnsupportedError(
+                "what the blocks return or store for some micro-batches has another structure than for others, so that "
+                "there is none of the whole batch. Set step='microbatch'."
+            )
+        names = {index: path for path, index in paths[0].items()}
+        columns = zip(*[tensors for _, tensors in flattened], strict=True)
+        joined = [self._join(names[i], column, current.samples) for i, column in enumerate(columns)]
+        self._note_nodes(joined)
+        return pytree.unflatten(flattened[-1][0], joined)  # type: ignore[no-any-return]
+
+    def _note_nodes(self, joined: Sequence[Tensor]) -> None:
+        self.nodes.update(one.grad_fn for one in joined if one.grad_fn is not None)
+
+    def _join(self, path: Any, parts: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+        """One tensor of the whole batch, of those of its micro-batches."""
+        first, key = parts[0], (path, parts[0].ndim)
+        dim = self._output_dims[key] = self._join_dim(key, parts, samples)
+        if dim is not None:
+            return torch.cat(list(parts), dim)
+        if not first.is_floating_point():
+            return parts[-1]
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"blocks return or store a tensor of the shape {tuple(first.shape)} for each micro-batch, without an "
+                f"entry for each sample. The step gets the mean over the {len(samples)} micro-batches of a batch. The "
+                f"training depends on num_microbatches, unless it is a mean over samples.",
+                stacklevel=2,
+            )
+        weighted = [part * (n / sum(samples)) for part, n in zip(parts, samples, strict=True)]
+        return torch.stack(weighted).sum(0)
+
+    def _join_dim(self, key: Any, parts: Sequence[Tensor], samples: Sequence[int]) -> int | None:
+        """The dimension that grows with the samples.
+
+        If all micro-batches have as many, and no others were seen before: that of the first block's first tensor that
+        is cut, if as large.
+        """
+        if len(set(samples)) > 1:
+            shapes = [tuple(part.shape) for part in parts]
+            grown = {dim for shape in shapes for dim, size in enumerate(shape) if size != shapes[0][dim]}
+            dim = grown.pop() if grown else None
+            per_sample = {} if dim is None else {shape[dim] / n for shape, n in zip(shapes, samples, strict=True)}
+            if grown or len(per_sample) > 1 or self._output_dims.get(key, dim) != dim:
+                raise UnsupportedError(
+                    f"the blocks return or store tensors of the shapes {', '.join(map(str, dict.fromkeys(shapes)))} "
+                    f"for micro-batches of {list(samples)} samples: how to join them isn't known. Set "
+                    f"step='microbatch'."
+                )
+            self._guessed.discard(key)
+            return dim
+        if key in self._output_dims:
+            return self._output_dims[key]
+        self._guessed.add(key)
+        ((calls, dims), *_), shape = self._passes[-1].calls, parts[0].shape
+        first = next(((one, dim) for one, dim in zip(calls.tensors, dims, strict=True) if dim is not None), None)
+        if first is None or first[1] >= len(shape):
+            return None
+        part = self._passes[-1].tensors[id(first[0])].parts[0]
+        return first[1] if shape[first[1]] == part.shape[first[1]] else None
+
+
+def _grown_dim(whole: Tensor, part: Tensor, share: float) -> int | None:
+    """The dimension of `whole` that grows with the samples, of which `part` has this share; None if nothing grows.
+
+    Raises:
+        UnsupportedError: more than one dimension grows, or not in proportion.
+    """
+    if whole.shape == part.shape:
+        return None
+    same = whole.ndim == part.ndim
+    grown = [dim for dim in range(whole.ndim) if same and whole.shape[dim] != part.shape[dim]]
+    if len(grown) != 1 or abs(whole.shape[grown[0]] * share - part.shape[grown[0]]) > 1e-6:
+        raise UnsupportedError(
+            f"an argument of the blocks has the shape {tuple(whole.shape)} for the whole batch, and "
+            f"{tuple(part.shape)} for {share:.0%} of its samples, so that it has no dimension along which it can be "
+            f"cut into micro-batches (samples packed into one sequence?). Pad them, or set step='microbatch'."
+        )
+    return grown[0]
+
+
+def _tensors(calls: Message, *, first: bool) -> Iterator[tuple[Any, Tensor]]:
+    """The tensors of the first block's call, or of the others', by block and argument, and those carried."""
+    _, distinct, call_of_block, *_, carried = calls.skeleton
+    roots = [*(distinct[call] for call in call_of_block), carried]
+    for number, root in enumerate(roots, -len(roots)):
+        for path, index in _places(root, (first, number)):
+            yield path, calls.tensors[index]
+
+
+def _places(skeleton: pytree.Skeleton, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, int]]:
+    """Where in a tree each tensor is, by the keys on the way to it, and its index."""
+    kind, *parts = skeleton
+    if kind == "tensor":
+        yield path, parts[0]
+    elif kind == "dict":
+        for key, value in parts:
+            yield from _places(value, (*path, key))
+    elif kind in ("tuple", "list", "object"):
+        for number, part in enumerate(parts[kind == "object" :]):
+            yield from _places(part, (*path, number))
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a tree."""
+    flattener = pytree.Flattener()
+    flattener.flatten(tree)
+    return flattener.tensors
+
+
+@contextmanager
+def _own_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside it the modules have copies of their buffers."""
+    before = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    for module, buffers in before:
+        module._buffers.update({name: one.clone() for name, one in buffers.items() if one is not None})
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)

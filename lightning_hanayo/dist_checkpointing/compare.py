@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.found import verify_file
 from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME, parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.part import TensorPart
-from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
+from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import RUN, data_stem, decode, encode
 from lightning_hanayo.dist_checkpointing.storage import storage_of
@@ -92,7 +93,7 @@ def open_checkpoint(path: str) -> OpenedCheckpoint:
         return OpenedCheckpoint(path, content, folder)
     if not is_zip(Path(storage.path)):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
-    verify(storage.path)
+    verify_file(storage.path)
     content = load_mapped(storage.path, weights_only=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")

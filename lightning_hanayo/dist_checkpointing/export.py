@@ -378,7 +378,7 @@ class CheckpointWeights:
         Raises:
             CheckpointError: a byte isn't what was saved. The message names the file and the tensor.
         """
-        self._folder.verify_share(rank, num_ranks, "model/")
+        self._folder.verify(rank, num_ranks, kind="model/")
 
 
 def open_weights(path: Path) -> SafetensorsFolder | CheckpointWeights:

@@ -1,7 +1,4 @@
-"""Reads one plain checkpoint file, as a Trainer writes it: all bytes are checked, and only the pages used are read.
-
-rank 0    data.pkl  data/0  data/1            each rank checks the CRCs of its share of the records ...
-rank 1                              data/2    ... then all map the file, and read the tensors that they need
+"""Reads one plain checkpoint file, as a Trainer writes it: all ranks map it, and read the tensors that they need.
 
 Writes a checkpoint that is one file: under another name, until it is complete.
 
@@ -13,9 +10,6 @@ Gathers trees of tensors from all pipeline ranks onto rank 0, in CPU memory.
 import os
 import pickle
 import secrets
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,11 +17,9 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
-from lightning_hanayo.dist_checkpointing.folder import share_of
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.dist_checkpointing.storage import storage_of
@@ -44,43 +36,11 @@ from lightning_hanayo.pipeline_parallel.message import Message, Spec, spec_of
 from lightning_hanayo.pipeline_parallel.pytree import Flattener, Skeleton, unflatten
 from lightning_hanayo.pipeline_parallel.transport import Transport
 
-_CHUNK = 2**20
-_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
-"""of a damaged file: a name that is no text, a position before the beginning, a password, another compression"""
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""of a record in a zip file: the lengths of the name and of what else lies between the header and the data"""
-
 
 def is_zip(path: str | Path) -> bool:
     """Whether it is a file in torch's format, whole or damaged; before torch 1.6 it was another."""
     with open(path, "rb") as file:
         return file.read(2) == b"PK"
-
-
-def verify(path: str | Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Check this rank's share of a file in torch's format, by the CRCs that the file has of its records.
-
-    Raises:
-        CheckpointError: a record is damaged, or the file is truncated.
-    """
-    record: zipfile.ZipInfo | None = None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            for number in share_of([one.file_size for one in records], rank, num_ranks):
-                record = records[number]
-                with archive.open(record) as data:
-                    while data.read(_CHUNK):
-                        pass
-    except _ZIP_ERRORS as error:
-        if isinstance(error, zipfile.BadZipFile) and record is not None:
-            raise CheckpointError(
-                f"{path} is damaged: {_meaning(path, record)} has other bytes than were written (CRC-32). Load another "
-                f"checkpoint."
-            ) from None
-        raise CheckpointError(
-            f"{path} is truncated or damaged, {Path(path).stat().st_size} bytes: {error}. Load another checkpoint."
-        ) from None
 
 
 def load_mapped(path: str | Path, *, weights_only: bool | None) -> Any:
@@ -110,27 +70,6 @@ def refusal(path: str | Path, error: Exception) -> CheckpointError:
         f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
         f"Trainer weights_only=False."
     )
-
-
-def _meaning(path: str | Path, record: zipfile.ZipInfo) -> str:
-    """The name of the tensor that a record holds, else that of the record."""
-    name = record.filename.partition("/")[2]
-    if not name.startswith("data/"):
-        return f"its record {name}"
-    try:
-        with open(path, "rb") as file:
-            file.seek(record.header_offset)
-            lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        offset = record.header_offset + _LOCAL_HEADER.size + sum(lengths)
-        with FakeTensorMode():  # torch notes where a tensor's memory begins in the file when it loads it without data
-            content = torch.load(path, weights_only=True)
-        leaves, _ = tree_flatten_with_path(content)
-    except Exception:  # the message names the record, if the rest is damaged, too
-        return f"its record {name}"
-    for keys, leaf in leaves:
-        if isinstance(leaf, Tensor) and getattr(leaf.untyped_storage(), "_checkpoint_offset", None) == offset:
-            return keystr(keys)
-    return f"its record {name}"
 
 
 def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:

@@ -26,6 +26,7 @@ from lightning_hanayo.dist_checkpointing import plain_file
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.found import verify_file
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Source
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, nearest
@@ -99,7 +100,7 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
         content = io.load_checkpoint(path, weights_only=weights_only)
     elif storage.is_local and plain_file.is_zip(local):
         if verify:
-            with_common_errors(lambda: plain_file.verify(local, *_place()))
+            with_common_errors(lambda: verify_file(str(local), *_place()))
         content = with_common_errors(lambda: plain_file.load_mapped(local, weights_only=weights_only))
     else:
         content = with_common_errors(lambda: _load_whole(local, io, weights_only))
@@ -115,7 +116,7 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
             f"path on a file system that all ranks share, or copy the folder to each node again."
         )
     if verify:
-        with_common_errors(lambda: folder.verify_share(*_place()))
+        with_common_errors(lambda: folder.verify(*_place()))
     content = Checkpoint(with_common_errors(lambda: folder_content(folder)))
     content.source = Source(str(path), str(folder.manifest.about.get("module", "")).rpartition(".")[2] or None)
     if KEY in content:

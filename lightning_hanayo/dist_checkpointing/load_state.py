@@ -300,7 +300,8 @@ class OptimizerState:
         names: of all parameters.
         source: where it comes from.
         accept: "optimizer_state": states may be missing, or be of other parameters.
-        elementwise: whether each state has its parameter's shape, or is one number.
+        shapes: of the parameters of which this rank has a part, if each state has its parameter's shape or is one
+            number; None: states may have any shape.
 
     Raises:
         CheckpointError: it is another optimizer's, has other groups, or lacks states.
@@ -317,7 +318,6 @@ class OptimizerState:
         *,
         accept: Collection[str] = (),
         shapes: Mapping[Tensor, tuple[int, ...]] | None = None,
-        elementwise: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._state = state
@@ -341,8 +341,8 @@ class OptimizerState:
         self._check_options()
         self._matches = self._matching_groups()
         self._check_states()
-        if elementwise:
-            self._check_shapes(shapes or {})
+        if shapes is not None:
+            self._check_shapes(shapes)
 
     def load(self, sharding: Sharding | None) -> None:
         """Read this rank's states and give them to the optimizer."""

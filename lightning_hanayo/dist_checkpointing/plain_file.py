@@ -10,8 +10,8 @@ Gathers trees of tensors from all pipeline ranks onto rank 0, in CPU memory.
 import os
 import pickle
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,12 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.dist_checkpointing.target import (
-    check_replaceable,
-    problem_of,
-    remove_next_to,
-    temporary_path,
-)
+from lightning_hanayo.dist_checkpointing.target import check_replaceable, problem_of, remove_next_to, temporary_path
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.partition.ownership import state_of_own_tensors
@@ -49,24 +44,26 @@ def load_mapped(path: str | Path, *, weights_only: bool | None) -> Any:
     Raises:
         CheckpointError: it holds objects that only code could rebuild, or can't be read.
     """
-    try:
+    with reading(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Inside it, a file that torch can't read is a CheckpointError, which names the classes that only code rebuilds."""
+    try:
+        yield
+        return
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise refusal(path, error) from None
-
-
-def refusal(path: str | Path, error: Exception) -> CheckpointError:
-    """What to say of a file that torch could not read."""
+        reason = str(error).strip().partition("\n")[0]
     classes: list[str] = []
     with suppress(Exception):  # a file that isn't in torch's format, or is damaged; classes are read as names alone
         classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     if not classes:
-        reason = str(error).strip().partition("\n")[0]
-        return CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.")
-    several = len(classes) > 1
-    return CheckpointError(
+        raise CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.")
+    raise CheckpointError(
         f"{path} holds objects of {', '.join(classes)}, which only code can rebuild: reading a file never runs code. "
-        f"If you trust the file, allow {'the classes' if several else 'the class'} before the Trainer runs, "
+        f"If you trust the file, allow {'the classes' if len(classes) > 1 else 'the class'} before the Trainer runs, "
         f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
         f"Trainer weights_only=False."
     )

@@ -272,13 +272,13 @@ def run_show(options: Namespace) -> int:
     Exit codes: 0, 1 if the folder isn't a whole checkpoint, 2 if there is no such folder.
     """
     found = look_at_one(options.checkpoint)
-    is_file = found is not None and found.kind == "file"
-    facts = asdict(found) if is_file else _facts(CheckpointFolder(options.checkpoint), options.tensors)
+    plain = found if found is not None and found.kind == "file" else None
+    facts = asdict(plain) if plain else _facts(CheckpointFolder(options.checkpoint), options.tensors)
     if options.json:
         print(json.dumps(facts))
-    elif is_file:
+    elif plain:
         known = [f"{name} {facts[name]}" for name in ("step", "epoch") if facts[name] is not None]
-        print(f"{facts['path']}: {', '.join(['a plain file', size_text(facts['num_bytes']), *known])}")
+        print(f"{plain.path}: {', '.join(['a plain file', size_text(plain.num_bytes), *known])}")
         print("Its tensors are listed once it is a folder: hanayo ckpt import")
     else:
         _print(facts)

@@ -192,8 +192,7 @@ def _of_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
     if a.dtype != b.dtype:
         return Difference(name, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
     a, b = _values(a), _values(b)
-    both_nan = a.isnan() & b.isnan() if a.dtype.is_floating_point or a.dtype.is_complex else torch.zeros(())
-    differs = (a != b) & ~both_nan.bool()
+    differs = (a != b) & ((a == a) | (b == b))  # NaN equals NaN
     count = int(differs.sum())
     if not count:
         return Difference(name, "")

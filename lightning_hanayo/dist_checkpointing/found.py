@@ -205,7 +205,7 @@ def _meaning(path: str, record: str) -> str:
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
     try:
-        offset = torch._C.PyTorchFileReader(path).get_record_offset(record)
+        offset = torch._C.PyTorchFileReader(path).get_record_offset(record)  # type: ignore[attr-defined]
         with FakeTensorMode():  # torch notes where a tensor's memory begins in the file when it loads it without data
             leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
         tensors = ((keys, leaf) for keys, leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -233,7 +233,8 @@ class Resume:
         self._session = session
         self._saved = saved
         # Read now: a Tuner removes its checkpoint before training starts.
-        reads_data, document = _reads_data(session), {}
+        reads_data = _reads_data(session)
+        document: Mapping[str, Any] = {}
         if reads_data and saved is not None:
             document = saved.data_document(session.data_rank)
         elif reads_data and session.topology.data == 1:  # a plain Trainer stores those of one process

@@ -83,10 +83,9 @@ def write_files(
         name = f"{kind}-{rank:05d}-{target.save_id}.safetensors"
         tensors = {key: one.tensor for key, one in by_key.items()}
         metadata = {"format": "pt", "file": name}  # so that no two files of any saves have the same header
-        written = write_tensors(create(opened, name), tensors, metadata=metadata, check=check)
-        files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
+        files[name], hashes = write_tensors(create(opened, name), tensors, metadata=metadata, check=check)
         for key, one in by_key.items():
-            stored = StoredPart(name, key, one.region, written.xxh3_128[key])
+            stored = StoredPart(name, key, one.region, hashes[key])
             wholes.append((one.name, WholeTensor(one.shape, dtype_name(one.tensor, one.name), (stored,))))
 
     try:

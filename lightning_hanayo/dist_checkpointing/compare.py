@@ -46,18 +46,12 @@ class OpenedCheckpoint:
         return {} if self.folder is None else self.folder.manifest.about
 
     @property
-    def state_dict(self) -> dict[str, Any]:
-        """The module's."""
-        state: dict[str, Any] = self.content["state_dict"]
-        return state
-
-    @property
     def tied(self) -> dict[str, str]:
         """Entries of the state dict that are the same tensor as an earlier one: that one's name."""
         if self.folder is None:
-            return tied_in_memory(self.state_dict)
+            return tied_in_memory(self.content["state_dict"])
         tied = self.about.get("tied")
-        names = set(self.state_dict)
+        names = set(self.content["state_dict"])
         items = tied.items() if isinstance(tied, dict) else ()
         return {name: other for name, other in items if isinstance(other, str) and {name, other} <= names}
 

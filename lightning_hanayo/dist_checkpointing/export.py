@@ -251,7 +251,7 @@ def export_checkpoint(
 def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
     content = dict(opened.content)
     if opened.folder is not None:
-        state, tied = opened.state_dict, opened.tied
+        state, tied = opened.content["state_dict"], opened.tied
         content["state_dict"] = type(state)((name, state[tied.get(name, name)]) for name in state)  # is written once
         vars(content["state_dict"]).update(vars(state))  # the versions of the modules' entries
     if opened.folder is not None and "optimizer_states" in content:
@@ -260,7 +260,7 @@ def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
     local = storage_of(target).is_local
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(target) if local else []  # which only code rebuilds
     notes = [f"the Trainer reads {', '.join(sorted(unsafe))} with weights_only=False only"] if unsafe else []
-    return Exported(target, len(opened.state_dict), notes=notes)
+    return Exported(target, len(opened.content["state_dict"]), notes=notes)
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,11 +273,13 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 def _to_safetensors(opened: OpenedCheckpoint, target: str, max_shard_size: int) -> Exported:
     tied = opened.tied
     tensors = {
-        name: value for name, value in opened.state_dict.items() if isinstance(value, Tensor) and name not in tied
+        name: value
+        for name, value in opened.content["state_dict"].items()
+        if isinstance(value, Tensor) and name not in tied
     }
     with new_folder(target) as folder:
         files = write_weights(folder, tensors, max_shard_size)
-    left_out = [name for name, value in opened.state_dict.items() if not isinstance(value, Tensor)]
+    left_out = [name for name, value in opened.content["state_dict"].items() if not isinstance(value, Tensor)]
     return Exported(target, len(tensors), files, left_out)
 
 
@@ -291,7 +293,7 @@ def _to_huggingface(
     else:
         values, class_name, prefix = stored["config"], stored["class"], stored["prefix"]
     model = make_model(values, class_name)
-    weights, left_out = weights_for(model, opened.state_dict, prefix)
+    weights, left_out = weights_for(model, opened.content["state_dict"], prefix)
     with new_folder(target) as folder:
         files = write_weights(folder, weights, max_shard_size)
         save_config(model, weights, folder)

@@ -270,9 +270,9 @@ class OptimizerDocument:
     @property
     def _is_possible(self) -> bool:
         dicts = (self.values, *self.values.values(), *self.param_groups, self.rest)
-        lists = (self.without_state, *(one.get("params") for one in self.param_groups))
-        has_form = isinstance(self.class_name, str) and all(isinstance(one, dict) for one in dicts)
-        return has_form and isinstance(self.param_groups, list) and all(_are_names(one) for one in lists)
+        lists = ([self.class_name], self.without_state, *(one.get("params") for one in self.param_groups))
+        has_form = isinstance(self.param_groups, list) and all(isinstance(one, dict) for one in dicts)
+        return has_form and all(map(_are_names, lists))
 
 
 @dataclass(frozen=True)

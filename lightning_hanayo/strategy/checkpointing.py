@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from lightning_hanayo.strategy.callbacks import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints import parts, save
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, load_optimizers, read_checkpoint
-from lightning_hanayo.strategy.checkpoints.parts import CutModel
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.joining import is_lost_connection
@@ -215,11 +215,9 @@ class CheckpointingStrategy(MeshParallelStrategy):
             if resumes and self._restarts is not None:
                 self._restarts.note(filepath)
             try:
-                cut = None  # before the model is set up
-                if session.has_pipeline:
-                    shards, optimizers = session.steps.shards, self.optimizers
-                    cut = CutModel(self.module, session.pipeline, session.cube, shards, optimizers, self._names)
-                self.checkpoints.save(checkpoint, filepath, cut, state, storage_options)
+                names, is_cut = self._names, session.has_pipeline  # it isn't before the model is set up
+                to_part = partial(parts.rank_part, module=self.module, session=session, names=names, resume=state)
+                self.checkpoints.save(checkpoint, filepath, to_part if is_cut else None, state, storage_options)
                 # no batch may follow, before which an error could be raised
                 if not session.is_running or save.ends_job(filepath):
                     self.checkpoints.finish()

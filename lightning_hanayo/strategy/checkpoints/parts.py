@@ -42,7 +42,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import lightning.pytorch as pl
@@ -65,24 +65,12 @@ from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.session import Session
 
 WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file with HanayoStrategy(save_full=True)."
-
-
-@dataclass(frozen=True)
-class CutModel:
-    """A module that is cut into stages, and what trains it."""
-
-    module: "pl.LightningModule"
-    pipeline: Pipeline
-    cube: Cube | None
-    shards: OptimizerShards | None
-    optimizers: Sequence[Optimizer]
-    names: Mapping[Tensor, str]
-    """of the parameters, also of those that only the optimizers have"""
 
 
 @dataclass
@@ -104,21 +92,21 @@ class RankTensors:
     """Collects what one rank writes.
 
     Args:
-        model: its parameters are not guarded.
-        topology: of the ranks.
-        rank: this one.
+        module: is cut into stages; its parameters are not guarded.
+        session: of this rank.
+        names: of the parameters.
     """
 
-    def __init__(self, model: CutModel, topology: Topology, rank: int) -> None:
+    def __init__(self, module: nn.Module, session: "Session", names: Mapping[Tensor, str]) -> None:
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
-        self._parameters: dict[str, Tensor] = {name: one for one, name in model.names.items()}
-        self._parameters |= dict(model.module.named_parameters(remove_duplicate=False))
-        self._owners = model.pipeline.ownership.rank_by_name(model.module)
-        self._cube, self._shards = model.cube, model.shards
-        self._num_data = topology.data
-        self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
-        self._cube_rank = 0 if model.cube is None else model.cube.mesh.index("xyz")
+        self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
+        self._parameters |= dict(module.named_parameters(remove_duplicate=False))
+        self._owners = session.pipeline.ownership.rank_by_name(module)
+        self._cube, self._shards = session.cube, session.steps.shards
+        self._num_data = session.topology.data
+        self._data_rank, self._pipe_rank = session.data_rank, session.pipe_rank
+        self._cube_rank = 0 if session.cube is None else session.cube.mesh.index("xyz")
         self._leads = self._data_rank == self._cube_rank == 0
         """whether this is the first of the ranks with the same stages"""
         self.added: dict[str, Tensor] = {}
@@ -251,24 +239,28 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def rank_part(
-    checkpoint: Mapping[str, Any], model: CutModel, topology: Topology, rank: int, resume: ResumeState | None
+    checkpoint: Mapping[str, Any],
+    module: "pl.LightningModule",
+    session: "Session",
+    names: Mapping[Tensor, str],
+    resume: ResumeState | None,
 ) -> RankPart:
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `own_state`.
-        model: whose parameters are not guarded.
-        topology: of the ranks.
-        rank: this one.
+        module: is cut into stages; its parameters are not guarded.
+        session: of this rank.
+        names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
     Raises:
         UnsupportedError: on all ranks, if one has something that can't be stored.
     """
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
-    optimizers = [(one, named_parameters_of(one, model.names)) for one in map(unwrapped, model.optimizers)]
-    tied = tied_names(model.module, checkpoint[MODEL])
-    tensors = RankTensors(model, topology, rank)
+    optimizers = [(one, named_parameters_of(one, names)) for one in map(unwrapped, module.trainer.optimizers)]
+    tied, rank = tied_names(module, checkpoint[MODEL]), session.rank
+    tensors = RankTensors(module, session, names)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
@@ -297,7 +289,7 @@ def rank_part(
     def complete() -> RankPart:
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
-        part = RankPart(tensors.parts, texts, about(checkpoint, model, topology, tied) if rank == 0 else {})
+        part = RankPart(tensors.parts, texts, about(checkpoint, module, session, tied) if rank == 0 else {})
         return part if resume is None else with_resume(part, resume)
 
     return with_common_errors(complete)
@@ -347,15 +339,14 @@ def state_document(
 
 
 def about(
-    checkpoint: Mapping[str, Any], model: CutModel, topology: Topology, tied: Mapping[str, str]
+    checkpoint: Mapping[str, Any], module: nn.Module, session: "Session", tied: Mapping[str, str]
 ) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
-    module, layout = model.module, model.pipeline.layout
-    shapes = {} if model.cube is None else model.cube.whole_shapes
+    layout, shapes = session.pipeline.layout, {} if session.cube is None else session.cube.whole_shapes
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),
-        "layout": {**asdict(topology), "waves": layout.num_waves, "schedule": layout.schedule},
+        "layout": {**asdict(session.topology), "waves": layout.num_waves, "schedule": layout.schedule},
         "module": type(module).__qualname__,
         "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
         "versions": {

@@ -30,14 +30,14 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_hanayo.dist_checkpointing.part import SavingRanks
+from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import encode
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
-from lightning_hanayo.strategy.checkpoints.parts import CutModel, rank_part, with_distributed_marked
+from lightning_hanayo.strategy.checkpoints.parts import with_distributed_marked
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, gathered
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.joining import on_all_ranks
@@ -63,7 +63,7 @@ class Checkpoints:
     ) -> None:
         self.is_sharded = topology.world_size > 1 and not options.save_full
         """whether a checkpoint is a folder"""
-        self._topology, self._rank = topology, rank
+        self._rank = rank
         self._io = io
         self._uses_own_files = type(io) is TorchCheckpointIO  # else a plugin of the user's writes and removes files
         world, factory = topology.groups("data", "pipe", "x", "y", "z"), groups.factory
@@ -80,7 +80,7 @@ class Checkpoints:
         self,
         checkpoint: dict[str, Any],
         path: str | Path,
-        model: CutModel | None,
+        to_part: Callable[[Mapping[str, Any]], RankPart] | None,
         resume: ResumeState | None,
         storage_options: Any = None,
     ) -> None:
@@ -89,7 +89,8 @@ class Checkpoints:
         Args:
             checkpoint: as hooks have left it.
             path: of the folder or file.
-            model: None if the module is whole on each rank, as before the run.
+            to_part: returns this rank's part of the folder; None if the module is whole on each rank, as before the
+                run.
             resume: what this rank adds for a run that goes on from the checkpoint; None for weights alone.
             storage_options: for a plugin of the user's.
 
@@ -99,9 +100,8 @@ class Checkpoints:
         """
         if self._uses_own_files and storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin, and this Trainer has none")
-        if self.is_sharded and model is not None:
-            part = rank_part(_without_unstorable(checkpoint), model, self._topology, self._rank, resume)
-            self._saver.save(fspath(path), part)
+        if self.is_sharded and to_part is not None:
+            self._saver.save(fspath(path), to_part(_without_unstorable(checkpoint)))
             self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
             return
         if resume is not None:

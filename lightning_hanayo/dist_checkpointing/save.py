@@ -83,12 +83,10 @@ class HostBuffers:
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-            buffers[key] = buffer
+            buffers[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         self._buffers = buffers  # others are freed
-        for buffer, one in zip(buffers.values(), part.tensors, strict=True):
-            buffer.copy_(one.tensor.detach(), non_blocking=True)
         tensors = [replace(one, tensor=buffer) for buffer, one in zip(buffers.values(), part.tensors, strict=True)]
-        devices = dict.fromkeys(one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu")
+        devices = {one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu"}
         events = {device: torch.Event(device) for device in devices}
         for device, event in events.items():
             event.record(torch.accelerator.current_stream(device))

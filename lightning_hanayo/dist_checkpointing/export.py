@@ -111,6 +111,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _write_record(archive: Any, name: str, data: memoryview) -> None:
+    """Write a tensor's bytes. They are held by nothing but this call."""
     values = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else b""
     archive.write_record(name, values, len(data))
 

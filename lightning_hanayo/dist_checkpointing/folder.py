@@ -17,7 +17,6 @@ from xxhash import xxh3_128
 
 from lightning_hanayo.dist_checkpointing.format import (
     ITEM_BYTES,
-    LENGTH_BYTES,
     MANIFEST,
     MAX_BYTES,
     HeaderEntry,
@@ -209,7 +208,7 @@ class CheckpointFolder:
         num_bytes = self.manifest.files[file].num_bytes
         try:
             data = bytes(self._storage.read(file, 0, min(_HEADER_BYTES, num_bytes)))
-            length = header_length(data[:LENGTH_BYTES], num_bytes)
+            length = header_length(data, num_bytes)
             data = data[:length] if length <= len(data) else bytes(self._storage.read(file, 0, length))
             self._check(file, data)
             entries = read_header(data, num_bytes)

@@ -248,7 +248,7 @@ def rank_part(
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
-        checkpoint: Lightning's, as hooks have left it, with the state dicts of `own_state`.
+        checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
         module: is cut into stages; its parameters are not guarded.
         session: of this rank.
         names: of the parameters, also of those that only the optimizers have.

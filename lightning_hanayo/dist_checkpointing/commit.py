@@ -180,7 +180,7 @@ class FolderSave:
             if self._peers.rank == 0:
                 self._target = target_for(self._path, secrets.token_hex(4))
                 self._target.prepare()
-            return self._target, self._part.num_bytes + sum(map(len, texts.values()))
+            return self._target, sum(one.tensor.nbytes for one in self._part.tensors) + sum(map(len, texts.values()))
 
         begun = self._peers.all_gather((self._attempt(begin), self._part.about.get("step")))
         step = begun[0][1]

@@ -98,7 +98,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return NotImplemented
         self.tensors.append(value)
-        values = _Values(len(self.tensors) - 1, value.numel() * value.element_size())
+        values = _Values(len(self.tensors) - 1, value.nbytes)
         stride = torch.empty(value.shape, device="meta").stride()
         hooks: OrderedDict[int, object] = OrderedDict()
         return torch._utils._rebuild_tensor_v3, (values, 0, tuple(value.shape), stride, False, hooks, value.dtype)

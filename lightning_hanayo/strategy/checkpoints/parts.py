@@ -44,7 +44,6 @@ from importlib.metadata import version
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
@@ -349,11 +348,7 @@ def about(
         "layout": {**asdict(session.topology), "waves": layout.num_waves, "schedule": layout.schedule},
         "module": type(module).__qualname__,
         "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
-        "versions": {
-            "lightning_hanayo": version("lightning-hanayo"),
-            "lightning": lightning.__version__,
-            "torch": torch.__version__,
-        },
+        "versions": {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "lightning", "torch")},
         "tied": dict(tied),
         "huggingface": [
             {

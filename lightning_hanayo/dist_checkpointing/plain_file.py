@@ -60,13 +60,13 @@ def reading(path: str | Path) -> Iterator[None]:
     with suppress(Exception):  # a file that isn't in torch's format, or is damaged; classes are read as names alone
         classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     if not classes:
-        raise CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.")
+        raise CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.") from None
     raise CheckpointError(
         f"{path} holds objects of {', '.join(classes)}, which only code can rebuild: reading a file never runs code. "
         f"If you trust the file, allow {'the classes' if len(classes) > 1 else 'the class'} before the Trainer runs, "
         f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
         f"Trainer weights_only=False."
-    )
+    ) from None
 
 
 def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:

@@ -8,6 +8,8 @@ training's stream   ... backward, step | copies | forward, backward, step ...   
 writing thread                                  | waits for the copies | writes, hashes, commits
 """
 
+import atexit
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -56,7 +58,7 @@ class Background:
             except BaseException as error:
                 self.error = error
 
-        self._thread = Thread(target=run, daemon=True, name="hanayo-checkpoint")
+        self._thread = Thread(target=run, daemon=True, name=_THREAD)
         self._thread.start()
 
     def wait(self, within: float | None = None) -> bool:
@@ -64,6 +66,20 @@ class Background:
         if self._thread is not None:
             self._thread.join(within)
         return self.is_idle
+
+
+_THREAD = "hanayo-checkpoint"
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Let threads end before the interpreter does: one that returns from torch's C++ meanwhile aborts the process.
+
+    A thread that waits for ranks which never answer is left alone: it doesn't return.
+    """
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(ABANDON_WITHIN)
 
 
 class HostBuffers:

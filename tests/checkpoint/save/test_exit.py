@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,23 +23,21 @@ def main(path: str, store: str, rank: int, dies: bool) -> None:
     """Rank 1 is killed in the middle of a save, or goes on training for ever; rank 0 has an error of its own."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     background = dist.new_group(backend="gloo")
+    has_written = threading.Event()
 
     def at(point: Point) -> None:
+        if point == Point.SYNCED:
+            has_written.set()
         if (point, rank) == (Point.WRITTEN, 1):
             while not dies:
                 signal.pause()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    saver = Saver(SavingRanks(dist.group.WORLD), SavingRanks(background), at=at)  # type: ignore[arg-type]
-    saver.save(path, part_of(rank, 2))
-    if rank == 1:
-        signal.pause()
-    try:
+    Saver(SavingRanks(dist.group.WORLD), SavingRanks(background), at=at).save(path, part_of(rank, 2))  # type: ignore[arg-type]
+    if rank == 0:
+        has_written.wait()  # then its thread does nothing but wait for rank 1
         raise ZeroDivisionError("in the user's step")
-    finally:
-        # As each run that fails: a thread in the middle of the save would abort the process (signal 6), if it came back
-        # from C++ to the interpreter while that ends. Afterwards it has ended, or waits for rank 1 for good.
-        saver.abandon()
+    signal.pause()
 
 
 @pytest.mark.thorough

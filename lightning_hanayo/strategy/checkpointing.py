@@ -215,9 +215,17 @@ class CheckpointingStrategy(MeshParallelStrategy):
             if resumes and self._restarts is not None:
                 self._restarts.note(filepath)
             try:
-                names, is_cut = self._names, session.has_pipeline  # it isn't before the model is set up
-                to_part = partial(parts.rank_part, module=self.module, session=session, names=names, resume=state)
-                self.checkpoints.save(checkpoint, filepath, to_part if is_cut else None, state, storage_options)
+                to_part = None  # before the model is set up
+                if session.has_pipeline:
+                    to_part = partial(
+                        parts.rank_part,
+                        module=self.module,
+                        session=session,
+                        optimizers=self.optimizers,
+                        names=self._names,
+                        resume=state,
+                    )
+                self.checkpoints.save(checkpoint, filepath, to_part, state, storage_options)
                 # no batch may follow, before which an error could be raised
                 if not session.is_running or save.ends_job(filepath):
                     self.checkpoints.finish()

@@ -241,6 +241,7 @@ def rank_part(
     checkpoint: Mapping[str, Any],
     module: "pl.LightningModule",
     session: "Session",
+    optimizers: Sequence[Optimizer],
     names: Mapping[Tensor, str],
     resume: ResumeState | None,
 ) -> RankPart:
@@ -250,6 +251,7 @@ def rank_part(
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
         module: is cut into stages; its parameters are not guarded.
         session: of this rank.
+        optimizers: of the run.
         names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
@@ -257,13 +259,13 @@ def rank_part(
         UnsupportedError: on all ranks, if one has something that can't be stored.
     """
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
-    optimizers = [(one, named_parameters_of(one, names)) for one in map(unwrapped, module.trainer.optimizers)]
+    named_optimizers = [(one, named_parameters_of(one, names)) for one in map(unwrapped, optimizers)]
     tied, rank = tied_names(module, checkpoint[MODEL]), session.rank
     tensors = RankTensors(module, session, names)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
-        for (_, parameters), state in zip(optimizers, checkpoint.get(OPTIMIZERS, ()), strict=False):
+        for (_, parameters), state in zip(named_optimizers, checkpoint.get(OPTIMIZERS, ()), strict=False):
             tensors.add_optimizer(parameters, state.get("state", {}))
         return tensors.values
 
@@ -277,7 +279,7 @@ def rank_part(
     def write_document() -> dict[int, DistributedTensor]:
         if rank > 0:
             return {}
-        texts[STATE], found = state_document(checkpoint, tied, optimizers, gathered).encode()
+        texts[STATE], found = state_document(checkpoint, tied, named_optimizers, gathered).encode()
         for number, one in enumerate(found):
             if isinstance(one, Tensor):
                 tensors.add_whole(f"state/{number}", one, "state")

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hanayo.dist_checkpointing.part import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, available
 from lightning_hanayo.partition import guards
@@ -212,20 +212,15 @@ class CheckpointingStrategy(MeshParallelStrategy):
             session = self.session
             resumes = "optimizer_states" in checkpoint and session.is_running
             state = resume_state(self.module.trainer, session) if resumes else None
+
+            def own_part(content: Mapping[str, Any]) -> RankPart:
+                return parts.rank_part(content, self.module, session, self.optimizers, self._names, state)
+
             if resumes and self._restarts is not None:
                 self._restarts.note(filepath)
             try:
-                to_part = None  # before the model is set up
-                if session.has_pipeline:
-                    to_part = partial(
-                        parts.rank_part,
-                        module=self.module,
-                        session=session,
-                        optimizers=self.optimizers,
-                        names=self._names,
-                        resume=state,
-                    )
-                self.checkpoints.save(checkpoint, filepath, to_part, state, storage_options)
+                is_cut = session.has_pipeline  # it isn't before the model is set up
+                self.checkpoints.save(checkpoint, filepath, own_part if is_cut else None, state, storage_options)
                 # no batch may follow, before which an error could be raised
                 if not session.is_running or save.ends_job(filepath):
                     self.checkpoints.finish()

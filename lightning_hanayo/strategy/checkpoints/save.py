@@ -80,7 +80,7 @@ class Checkpoints:
         self,
         checkpoint: dict[str, Any],
         path: str | Path,
-        to_part: Callable[[Mapping[str, Any]], RankPart] | None,
+        own_part: Callable[[Mapping[str, Any]], RankPart] | None,
         resume: ResumeState | None,
         storage_options: Any = None,
     ) -> None:
@@ -89,7 +89,7 @@ class Checkpoints:
         Args:
             checkpoint: as hooks have left it.
             path: of the folder or file.
-            to_part: returns this rank's part of the folder; None if the module is whole on each rank, as before the
+            own_part: returns this rank's part of the folder; None if the module is whole on each rank, as before the
                 run.
             resume: what this rank adds for a run that goes on from the checkpoint; None for weights alone.
             storage_options: for a plugin of the user's.
@@ -100,8 +100,8 @@ class Checkpoints:
         """
         if self._uses_own_files and storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin, and this Trainer has none")
-        if self.is_sharded and to_part is not None:
-            self._saver.save(fspath(path), to_part(_without_unstorable(checkpoint)))
+        if self.is_sharded and own_part is not None:
+            self._saver.save(fspath(path), own_part(_without_unstorable(checkpoint)))
             self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
             return
         if resume is not None:

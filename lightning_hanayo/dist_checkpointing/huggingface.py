@@ -189,7 +189,8 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed = {target: sources_of[id(tensor)] for target, tensor in on_disk.items() if id(tensor) in sources_of}
     result = {target: own[name] for target, name in renamed.items()}
     converted = {target: tensor for target, tensor in on_disk.items() if target not in result}
-    rest = {name: tensor for name, tensor in on_meta.items() if name not in renamed.values()}
+    unconverted = set(renamed.values())
+    rest = {name: tensor for name, tensor in on_meta.items() if name not in unconverted}
     # each tensor by itself, or those of a layer together: the first way that gives the same as all of them together
     for pattern in (r".*", r"^(.*?\.\d+)\.|"):
         groups: dict[str, list[str]] = defaultdict(list)

@@ -4,22 +4,28 @@
 """
 
 import json
-import shutil
 import sys
 import warnings
-import zipfile
-import zlib
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from lightning_hanayo.cli.common import CommandGroup, fail, print_table, quantity
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.found import Found, existing, layout_text, look_at, look_at_one, look_into
+from lightning_hanayo.dist_checkpointing.folder import Advance, CheckpointFolder
+from lightning_hanayo.dist_checkpointing.found import (
+    Found,
+    existing,
+    layout_text,
+    look_at,
+    look_at_one,
+    look_into,
+    verify_file,
+)
 from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.dist_checkpointing.target import UNITS, is_of_a_save, remove_checkpoint, size_text
+from lightning_hanayo.dist_checkpointing.target import UNITS, remove_checkpoint, size_text
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.plotting.terminal_status import showing
 
@@ -61,18 +67,16 @@ def run_diff(options: Namespace) -> int:
 
     Exit codes: 0 equal, 1 different or not whole, 2 if there is no such path.
     """
-    from lightning_hanayo.dist_checkpointing.compare import compare  # torch: seconds, which --help needn't wait for
+    # imports torch: seconds, which --help needn't wait for
+    from lightning_hanayo.dist_checkpointing.compare import compare
 
     first, second = existing(options.first), existing(options.second)
     with showing(f"comparing {first} with {second}"):
         found = compare(first, second, model_only=options.model)
     differences = [one for one in found if one.what]
     if options.json:
-        print(
-            json.dumps(
-                {"equal": not differences, "compared": len(found), "differences": list(map(asdict, differences))}
-            )
-        )
+        listed = list(map(asdict, differences))
+        print(json.dumps({"equal": not differences, "compared": len(found), "differences": listed}))
         return int(bool(differences))
     if not differences:
         print(f"equal: {len(found)} tensors and values")
@@ -112,20 +116,13 @@ def run_export(options: Namespace) -> int:
 
     Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it doesn't fit the format, or the target exists.
     """
-    from lightning_hanayo.dist_checkpointing.convert import (
-        export_checkpoint,  # torch: seconds, which --help needn't wait for
-    )
+    # imports torch: seconds, which --help needn't wait for
+    from lightning_hanayo.dist_checkpointing.convert import export_checkpoint
 
     source = existing(options.checkpoint)
     with showing(f"exporting {source}"):
-        written = export_checkpoint(
-            source,
-            options.target,
-            to=options.to,
-            module=options.module,
-            config=options.config,
-            max_shard_size=options.max_shard_size,
-        )
+        settings = {name: getattr(options, name) for name in ("to", "module", "config", "max_shard_size")}
+        written = export_checkpoint(source, options.target, **settings)
     if options.json:
         print(json.dumps(asdict(written)))
         return 0
@@ -166,9 +163,8 @@ def run_import_(options: Namespace) -> int:
 
     Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it can't be imported, or the target exists.
     """
-    from lightning_hanayo.dist_checkpointing.convert import (
-        import_checkpoint,  # torch: seconds, which --help needn't wait for
-    )
+    # imports torch: seconds, which --help needn't wait for
+    from lightning_hanayo.dist_checkpointing.convert import import_checkpoint
 
     source = existing(options.source)
     with showing(f"importing {source}"):
@@ -251,10 +247,6 @@ def _agreed(found: list[Found]) -> bool:
 
 def _remove(one: Found) -> list[str]:
     """Remove it, and return why something of it was kept."""
-    storage = storage_of(one.path)
-    if one.kind == "leftover" and storage.is_folder() and all(map(is_of_a_save, storage.names())):
-        shutil.rmtree(one.path)
-        return []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         remove_checkpoint(one.path)
@@ -280,26 +272,17 @@ def run_show(options: Namespace) -> int:
     Exit codes: 0, 1 if the folder isn't a whole checkpoint, 2 if there is no such folder.
     """
     found = look_at_one(options.checkpoint)
-    if found is not None and found.kind == "file":
-        _print_file(found, as_json=options.json)
-        return 0
-    facts = _facts(CheckpointFolder(options.checkpoint), options.tensors)
+    plain = found if found is not None and found.kind == "file" else None
+    facts = asdict(plain) if plain else _facts(CheckpointFolder(options.checkpoint), options.tensors)
     if options.json:
         print(json.dumps(facts))
+    elif plain:
+        known = [f"{name} {facts[name]}" for name in ("step", "epoch") if facts[name] is not None]
+        print(f"{plain.path}: {', '.join(['a plain file', size_text(plain.num_bytes), *known])}")
+        print("Its tensors are listed once it is a folder: hanayo ckpt import")
     else:
         _print(facts)
     return 0
-
-
-def _print_file(found: Found, *, as_json: bool) -> None:
-    """What is known of a plain file without reading its values."""
-    if as_json:
-        print(json.dumps(asdict(found)))
-        return
-    numbers = {"step": found.step, "epoch": found.epoch}
-    known = [f"{name} {number}" for name, number in numbers.items() if number is not None]
-    print(f"{found.path}: {', '.join(['a plain file', size_text(found.num_bytes), *known])}")
-    print("Its tensors are listed once it is a folder: hanayo ckpt import")
 
 
 def _facts(folder: CheckpointFolder, num_tensors: int) -> dict[str, Any]:
@@ -345,8 +328,7 @@ def _items(document: Any) -> Mapping[str, Any]:
 
 def _print(facts: Mapping[str, Any]) -> None:
     about = facts["about"]
-    given = about.get("versions")
-    versions = given if isinstance(given, dict) else {}
+    versions = given if isinstance(given := about.get("versions"), dict) else {}
     count = about.get("num_parameters")
     parameters = f"{count:,}" if isinstance(count, int) else "unknown"
     rows = {
@@ -367,31 +349,26 @@ def _print(facts: Mapping[str, Any]) -> None:
     for name, text in rows.items():
         print(f"{name:<{width}}  {text}")
     if facts["largest"]:
-        print_table(
-            [f"largest of {facts['num_tensors']} tensors", "shape", "dtype", "size", "parts"],
-            [
-                [one["name"], str(one["shape"]), one["dtype"], size_text(one["num_bytes"]), str(one["num_parts"])]
-                for one in facts["largest"]
-            ],
-        )
+        columns = [f"largest of {facts['num_tensors']} tensors", "shape", "dtype", "size", "parts"]
+        keys = ("name", "shape", "dtype", "num_bytes", "num_parts")
+        largest = [{**one, "num_bytes": size_text(one["num_bytes"])} for one in facts["largest"]]
+        print_table(columns, [[str(one[key]) for key in keys] for one in largest])
 
 
-_CHUNK = 2**20
 _LARGE = 2**30
 """bytes from which on a terminal shows progress"""
 
 
 def verify_options(parser: ArgumentParser) -> None:
     """Add the checkpoints."""
-    meaning = "checkpoint folders or plain files"
-    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=meaning)
+    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="checkpoint folders or plain files")
 
 
 def run_verify(options: Namespace) -> int:
     """Read every byte of checkpoints, and compare them with the hashes that were saved.
 
     Of a checkpoint folder the file and the tensor of a changed byte are named. A plain file of Lightning has a checksum
-    for each of its parts. Nothing is unpickled.
+    for each of its parts; no code in it is run.
 
     Exit codes: 0 all whole, 1 one isn't, 2 if there is no such path.
     """
@@ -407,12 +384,13 @@ def _problem(path: str, found: Found | None, *, quiet: bool) -> str:
     """What is wrong with a checkpoint; "" if nothing. Prints it, too."""
     try:
         if found is not None and found.kind == "file":
-            _verify_file(path)
+            verify_file(storage_of(path).path)
         elif found is not None and storage_of(path).is_file():
             raise CheckpointError(f"{path} isn't whole: {found.problem}")
         else:
             folder = CheckpointFolder(path)
-            folder.verify(advance=_progress(folder.manifest.num_bytes))
+            with _progress(folder.manifest.num_bytes) as advance:
+                folder.verify(advance=advance)
     except CheckpointError as error:
         if not quiet:
             fail(str(error))
@@ -422,36 +400,15 @@ def _problem(path: str, found: Found | None, *, quiet: bool) -> str:
     return ""
 
 
-def _verify_file(path: str) -> None:
-    name = ""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                name = f": {record.filename}"
-                with archive.open(record) as data:
-                    while data.read(_CHUNK):
-                        pass
-    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
-        raise CheckpointError(f"{path} is damaged{name} ({error}). Copy it again.") from None
-
-
-def _progress(num_bytes: int) -> Callable[[int], None]:
-    """Returns what is to be called after each piece; in a terminal it draws a bar if there is much to read."""
+@contextmanager
+def _progress(num_bytes: int) -> Iterator[Advance]:
+    """Draw a bar in a terminal, if there is much to read. Yields what is called with the bytes of each piece."""
     if num_bytes < _LARGE or not sys.stderr.isatty():
-        return lambda _: None
+        yield int
+        return
     from rich.console import Console
     from rich.progress import Progress
 
-    progress = Progress(console=Console(stderr=True), transient=True)
-    task = progress.add_task("verifying", total=num_bytes)
-    done = 0
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress.start()
-        progress.update(task, completed=done)
-        if done >= num_bytes:
-            progress.stop()
-
-    return advance
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("verifying", total=num_bytes)
+        yield lambda size: progress.advance(task, size)

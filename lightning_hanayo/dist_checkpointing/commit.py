@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 from warnings import warn
 
 from xxhash import xxh3_128
@@ -39,7 +39,7 @@ from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, Kind, RankPa
 from lightning_hanayo.dist_checkpointing.region import partition_problem
 from lightning_hanayo.dist_checkpointing.target import AtPoint, Point, Target, go_on, problem_of, target_for
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name, write_tensors
-from lightning_hanayo.errors import CheckpointError, available
+from lightning_hanayo.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,9 @@ def write_files(
         name = f"{kind}-{rank:05d}-{target.save_id}.safetensors"
         tensors = {key: one.tensor for key, one in by_key.items()}
         metadata = {"format": "pt", "file": name}  # so that no two files of any saves have the same header
-        written = write_tensors(create(opened, name), tensors, metadata=metadata, check=check)
-        files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
+        files[name], hashes = write_tensors(create(opened, name), tensors, metadata=metadata, check=check)
         for key, one in by_key.items():
-            stored = StoredPart(name, key, one.region, written.xxh3_128[key])
+            stored = StoredPart(name, key, one.region, hashes[key])
             wholes.append((one.name, WholeTensor(one.shape, dtype_name(one.tensor, one.name), (stored,))))
 
     try:
@@ -113,8 +112,7 @@ _T = TypeVar("_T")
 _SAVED = "was saved"
 
 
-@dataclass(frozen=True)
-class _Result(Generic[_T]):
+class _Result(NamedTuple, Generic[_T]):
     """The result of a step on one rank, for the others."""
 
     value: _T | None = None
@@ -139,8 +137,8 @@ class FolderSave:
         self._path = self._name = path.rstrip("/")
         self._part = part
         self._at, self._check = at, check
-        self._texts: dict[str, bytes] = {}
-        self._chosen: Target | None = None
+        self._target: Target | None = None
+        """rank 0 has chosen it"""
         self._free: int | None = None
         self._needed = 0
         self._error: Exception | None = None
@@ -155,16 +153,15 @@ class FolderSave:
         """
         try:
             self._at(Point.BEGUN)
-            self._agree_on_target()
+            target, texts = self._agree_on_target()
             self._at(Point.FOLDER_MADE)
             rank, part = self._peers.rank, self._part
-            self._conclude(
-                self._attempt(lambda: write_files(self._target, rank, part, self._texts, self._at, self._check))
-            )
+            written = self._attempt(lambda: write_files(target, rank, part, texts, self._at, self._check))
+            self._conclude(target, written)
         except BaseException as error:
-            if self._peers.rank == 0 and self._chosen is not None and self._outcome != _SAVED:
+            if self._peers.rank == 0 and self._target is not None and self._outcome != _SAVED:
                 with suppress(OSError):
-                    self._chosen.undo()
+                    self._target.undo()
             if isinstance(error, RanksLost):
                 raise CheckpointError(
                     f"{self._name} {self._outcome}: {ANOTHER_ENDED} ({error}). What can be read there is whole: it is "
@@ -172,35 +169,36 @@ class FolderSave:
                 ) from error
             raise
 
-    def _agree_on_target(self) -> None:
-        """Let rank 0 choose and make the folder, and look at it."""
-        begun, steps = zip(
-            *self._peers.all_gather((self._attempt(self._begin), self._part.about.get("step"))), strict=True
-        )
-        self._name += "" if steps[0] is None else f" (step {steps[0]})"
-        values = self._values(begun)
-        self._chosen, self._needed = values[0][0], sum(num_bytes for _, num_bytes in values)
-        self._values(self._peers.all_gather(self._attempt(self._look)))
+    def _agree_on_target(self) -> tuple[Target, dict[str, bytes]]:
+        """Let rank 0 choose and make the folder, and look at it; return it, and this rank's documents, encoded."""
+        texts: dict[str, bytes] = {}
 
-    def _begin(self) -> tuple[Target | None, int]:
-        """Encode this rank's documents, and on rank 0 make the folder; return that and the bytes to write."""
-        for one in self._part.tensors:
-            dtype_name(one.tensor, one.name)  # raises if it can't be stored
-        self._texts = {stem: json.dumps(one, allow_nan=False).encode() for stem, one in self._part.texts.items()}
-        if self._peers.rank == 0:
-            self._chosen = target_for(self._path, secrets.token_hex(4))
-            self._chosen.prepare()
-        return self._chosen, self._part.num_bytes + sum(map(len, self._texts.values()))
+        def begin() -> tuple[Target | None, int]:
+            for one in self._part.tensors:
+                dtype_name(one.tensor, one.name)  # raises if it can't be stored
+            texts.update({stem: json.dumps(one, allow_nan=False).encode() for stem, one in self._part.texts.items()})
+            if self._peers.rank == 0:
+                self._target = target_for(self._path, secrets.token_hex(4))
+                self._target.prepare()
+            return self._target, sum(one.tensor.nbytes for one in self._part.tensors) + sum(map(len, texts.values()))
 
-    def _look(self) -> None:
-        """Check that this rank sees the folder, and that there is room for the files of all ranks."""
-        self._target.check_marker(socket.gethostname())
-        self._free = self._target.storage.free_bytes()
-        if self._free is not None and self._needed > self._free:
-            path = self._target.folder
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        begun = self._peers.all_gather((self._attempt(begin), self._part.about.get("step")))
+        step = begun[0][1]
+        self._name += "" if step is None else f" (step {step})"
+        values = self._values([result for result, _ in begun])
+        target: Target = values[0][0]
+        self._target, self._needed = target, sum(num_bytes for _, num_bytes in values)
 
-    def _conclude(self, own: _Result[Written]) -> None:
+        def look() -> None:
+            target.check_marker(socket.gethostname())
+            self._free = target.storage.free_bytes()
+            if self._free is not None and self._needed > self._free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target.folder)
+
+        self._values(self._peers.all_gather(self._attempt(look)))
+        return target, texts
+
+    def _conclude(self, target: Target, own: _Result[Written]) -> None:
         if own.problem is None and self._peers.rank > 0:
             self._outcome = "may have been saved, or not"
         results = self._peers.gather(own)
@@ -208,31 +206,27 @@ class FolderSave:
         outcome: Sequence[_Result[None]] = [_Result(problem=one.problem) for one in results]
         written = [one.value for one in results if one.value is not None]
         if self._peers.rank == 0 and len(written) == len(results):
-            outcome = [self._attempt(lambda: self._commit(written))]
+            outcome = [self._attempt(lambda: self._commit(target, written))]
         self._values(self._peers.all_gather(outcome)[0])
         if self._peers.rank > 0:
             self._at(Point.MANIFEST_READY)
             self._at(Point.COMMITTED)
         else:
             try:
-                self._target.clean()
+                target.clean()
             except OSError as error:
                 warn(f"{self._name} was saved, but what it replaces can't be removed: {error}", stacklevel=2)
         self._at(Point.CLEANED)
 
-    def _commit(self, written: Sequence[Written]) -> None:
+    def _commit(self, target: Target, written: Sequence[Written]) -> None:
         """Make what all ranks have written the checkpoint. Called by rank 0."""
-        manifest = manifest_of(self._target.save_id, written, self._part.about)
+        manifest = manifest_of(target.save_id, written, self._part.about)
         data = manifest.to_bytes()  # what the reader would refuse isn't written
         self._check()
-        self._target.check_files({name: file.num_bytes for name, file in manifest.files.items()})
-        self._target.commit(data, self._at)
+        target.check_files({name: file.num_bytes for name, file in manifest.files.items()})
+        target.commit(data, self._at)
         self._outcome = _SAVED
         self._at(Point.COMMITTED)
-
-    @property
-    def _target(self) -> Target:
-        return available(self._chosen, "rank 0 has chosen it")
 
     def _attempt(self, step: Callable[[], _T]) -> _Result[_T]:
         """Take a step that fails on this rank alone: the others hear of it when they next wait for all."""
@@ -242,7 +236,7 @@ class FolderSave:
             raise
         except Exception as error:
             self._error = error
-            path = self._path if self._chosen is None else self._chosen.folder
+            path = self._path if self._target is None else self._target.folder
             return _Result(problem=problem_of(error, path, self._needed, self._free))
 
     def _values(self, results: Sequence[_Result[Any]]) -> list[Any]:

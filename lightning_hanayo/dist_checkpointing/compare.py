@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.found import verify_file
 from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME, parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.part import TensorPart
-from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
+from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import RUN, data_stem, decode, encode
 from lightning_hanayo.dist_checkpointing.storage import storage_of
@@ -45,18 +46,12 @@ class OpenedCheckpoint:
         return {} if self.folder is None else self.folder.manifest.about
 
     @property
-    def state_dict(self) -> dict[str, Any]:
-        """The module's."""
-        state: dict[str, Any] = self.content["state_dict"]
-        return state
-
-    @property
     def tied(self) -> dict[str, str]:
         """Entries of the state dict that are the same tensor as an earlier one: that one's name."""
         if self.folder is None:
-            return tied_in_memory(self.state_dict)
+            return tied_in_memory(self.content["state_dict"])
         tied = self.about.get("tied")
-        names = set(self.state_dict)
+        names = set(self.content["state_dict"])
         items = tied.items() if isinstance(tied, dict) else ()
         return {name: other for name, other in items if isinstance(other, str) and {name, other} <= names}
 
@@ -92,7 +87,7 @@ def open_checkpoint(path: str) -> OpenedCheckpoint:
         return OpenedCheckpoint(path, content, folder)
     if not is_zip(Path(storage.path)):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
-    verify(storage.path)
+    verify_file(storage.path)
     content = load_mapped(storage.path, weights_only=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
@@ -191,8 +186,7 @@ def _of_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
     if a.dtype != b.dtype:
         return Difference(name, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
     a, b = _values(a), _values(b)
-    both_nan = a.isnan() & b.isnan() if a.dtype.is_floating_point or a.dtype.is_complex else torch.zeros(())
-    differs = (a != b) & ~both_nan.bool()
+    differs = (a != b) & ((a == a) | (b == b))  # NaN equals NaN
     count = int(differs.sum())
     if not count:
         return Difference(name, "")

@@ -7,9 +7,8 @@ huggingface    a folder that `from_pretrained` of transformers reads: its names,
 Writes the file that `torch.save` would write, one tensor at a time, so that no two of them are in memory at once.
 
 archive/data.pkl     the objects; in place of a tensor's values it has the number of a record
-archive/data/0       the bytes of the first tensor, at a multiple of 64 bytes, so that the file can be mapped
+archive/data/0       the bytes of the first tensor
 archive/data/1       ...
-archive/version
 
 Writes tensors to safetensors files in Hugging Face's layout: one file, or several of a limited size with an index.
 
@@ -26,14 +25,12 @@ import os
 import pickle
 import secrets
 import shutil
-import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
-from zipfile import ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
@@ -54,16 +51,9 @@ from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_k
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.storage import CHUNK, LocalStorage, storage_of
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage, storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import bytes_of, write_tensors
 from lightning_hanayo.errors import HanayoError, nearest, writing
-
-_ALIGNMENT = 64
-_HEADER_BYTES = 30
-_SIZES_BYTES = 20
-"""of a record that may be larger than 4 GB: its sizes in 64 bits"""
-_PADDING = 0x4246
-"""marks a part of a record's header that says nothing; the same that torch uses"""
 
 
 def write_torch_file(file: BinaryIO, value: Any) -> None:
@@ -81,12 +71,11 @@ def write_torch_file(file: BinaryIO, value: Any) -> None:
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(value)
-    with ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", text.getvalue())
-        archive.writestr("archive/byteorder", b"little")
+    with torch.serialization._open_zipfile_writer(file) as archive:
+        archive.write_record("data.pkl", text.getvalue(), text.tell())
+        archive.write_record("byteorder", b"little", len(b"little"))
         for number, tensor in enumerate(pickler.tensors):
-            _write_record(archive, file, f"archive/data/{number}", bytes_of(tensor))
-        archive.writestr("archive/version", b"3\n")
+            _write_record(archive, f"data/{number}", bytes_of(tensor))
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return NotImplemented
         self.tensors.append(value)
-        values = _Values(len(self.tensors) - 1, value.numel() * value.element_size())
+        values = _Values(len(self.tensors) - 1, value.nbytes)
         stride = torch.empty(value.shape, device="meta").stride()
         hooks: OrderedDict[int, object] = OrderedDict()
         return torch._utils._rebuild_tensor_v3, (values, 0, tuple(value.shape), stride, False, hooks, value.dtype)
@@ -121,15 +110,10 @@ class _Pickler(pickle.Pickler):
         return ("storage", torch.UntypedStorage, str(value.number), "cpu", value.num_bytes)
 
 
-def _write_record(archive: ZipFile, file: BinaryIO, name: str, data: memoryview) -> None:
-    """Write a record whose data begin at a multiple of the alignment."""
-    record = ZipInfo(name)
-    record.file_size = len(data)
-    start = file.tell() + _HEADER_BYTES + len(name) + _SIZES_BYTES + 4
-    record.extra = struct.pack("<HH", _PADDING, -start % _ALIGNMENT) + b"\0" * (-start % _ALIGNMENT)
-    with archive.open(record, "w", force_zip64=True) as opened:
-        for position in range(0, len(data), CHUNK):
-            opened.write(data[position : position + CHUNK])
+def _write_record(archive: Any, name: str, data: memoryview) -> None:
+    """Write a tensor's bytes. They are held by nothing but this call."""
+    values = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else b""
+    archive.write_record(name, values, len(data))
 
 
 MAX_SHARD_SIZE = 5 * 10**9
@@ -268,7 +252,7 @@ def export_checkpoint(
 def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
     content = dict(opened.content)
     if opened.folder is not None:
-        state, tied = opened.state_dict, opened.tied
+        state, tied = opened.content["state_dict"], opened.tied
         content["state_dict"] = type(state)((name, state[tied.get(name, name)]) for name in state)  # is written once
         vars(content["state_dict"]).update(vars(state))  # the versions of the modules' entries
     if opened.folder is not None and "optimizer_states" in content:
@@ -277,7 +261,7 @@ def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
     local = storage_of(target).is_local
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(target) if local else []  # which only code rebuilds
     notes = [f"the Trainer reads {', '.join(sorted(unsafe))} with weights_only=False only"] if unsafe else []
-    return Exported(target, len(opened.state_dict), notes=notes)
+    return Exported(target, len(opened.content["state_dict"]), notes=notes)
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,11 +274,13 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 def _to_safetensors(opened: OpenedCheckpoint, target: str, max_shard_size: int) -> Exported:
     tied = opened.tied
     tensors = {
-        name: value for name, value in opened.state_dict.items() if isinstance(value, Tensor) and name not in tied
+        name: value
+        for name, value in opened.content["state_dict"].items()
+        if isinstance(value, Tensor) and name not in tied
     }
     with new_folder(target) as folder:
         files = write_weights(folder, tensors, max_shard_size)
-    left_out = [name for name, value in opened.state_dict.items() if not isinstance(value, Tensor)]
+    left_out = [name for name, value in opened.content["state_dict"].items() if not isinstance(value, Tensor)]
     return Exported(target, len(tensors), files, left_out)
 
 
@@ -308,7 +294,7 @@ def _to_huggingface(
     else:
         values, class_name, prefix = stored["config"], stored["class"], stored["prefix"]
     model = make_model(values, class_name)
-    weights, left_out = weights_for(model, opened.state_dict, prefix)
+    weights, left_out = weights_for(model, opened.content["state_dict"], prefix)
     with new_folder(target) as folder:
         files = write_weights(folder, weights, max_shard_size)
         save_config(model, weights, folder)
@@ -378,7 +364,7 @@ class CheckpointWeights:
         Raises:
             CheckpointError: a byte isn't what was saved. The message names the file and the tensor.
         """
-        self._folder.verify_share(rank, num_ranks, "model/")
+        self._folder.verify(rank, num_ranks, kind="model/")
 
 
 def open_weights(path: Path) -> SafetensorsFolder | CheckpointWeights:

@@ -8,7 +8,7 @@ Verifies a checkpoint on all ranks together: each hashes its share, and all hear
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,6 @@ from xxhash import xxh3_128
 
 from lightning_hanayo.dist_checkpointing.format import (
     ITEM_BYTES,
-    LENGTH_BYTES,
     MANIFEST,
     MAX_BYTES,
     HeaderEntry,
@@ -41,9 +40,8 @@ if TYPE_CHECKING:
 
 _OF_TORCH = ".metadata"
 """in folders of `torch.distributed.checkpoint`"""
-TEMPORARY = ".tmp-"
+_TEMPORARY = ".tmp-"
 """stands between the name of a checkpoint and the id of the save that is writing it"""
-
 _HEADER_BYTES = 2**16
 """Most headers are shorter, and take one request."""
 Advance = Callable[[int], object]
@@ -149,39 +147,34 @@ class CheckpointFolder:
         except (ValueError, RecursionError) as error:
             raise damaged(self.where(file), f"it is no JSON ({error})") from None
 
-    def verify(self, files: Collection[str] | None = None, advance: Advance = int) -> None:
-        """Read every byte of its files, or of some of them, and compare the hashes.
+    def verify(self, rank: int = 0, num_ranks: int = 1, *, kind: str = "", advance: Advance = int) -> None:
+        """Read every byte of its files, and compare the hashes. Of several ranks, each reads a share.
 
         Args:
+            rank: of this process.
+            num_ranks: how many verify the folder together.
+            kind: the beginning of tensors' names, such as "model/": only these are read.
             advance: is called with the number of bytes that were read since its last call.
 
         Raises:
             CheckpointError: a byte isn't what was written, or can't be read. The message names the file, and the tensor
                 if it is one's.
         """
-        for file in self.manifest.files if files is None else files:
-            self.verify_file(file, advance=advance)
-
-    def verify_share(self, rank: int, num_ranks: int, kind: str = "") -> None:
-        """Verify what begins in a rank's part of all bytes, or of tensors such as "model/". Raises as `verify` does."""
         for file, keys in share(self, rank, num_ranks).items():
-            of_kind = {key for key in keys if self.parts[file][key].name.startswith(kind)}
-            if of_kind or not kind:
-                self.verify_file(file, of_kind)
-
-    def verify_file(self, file: str, keys: Collection[str] | None = None, advance: Advance = int) -> None:
-        """Read a text, or the header of a file and these tensors in it (None: all). Raises as `verify` does."""
-        if file.endswith(".json"):
-            self.text(next(stem for stem, one in self.manifest.texts.items() if one == file))
-            advance(self.manifest.files[file].num_bytes)
-            return
-        self._headers.pop(file, None)  # so that it is read again
-        entries = self.header(file)
-        advance(min(entry.start for entry in entries.values()))
-        wanted = [(entry.start, entry.stop, key) for key, entry in entries.items() if keys is None or key in keys]
-        for parts in _adjacent(sorted(wanted)):
-            with self._readable(file):
-                self._verify_adjacent(file, parts, advance)
+            wanted = {key for key in keys if self.parts[file][key].name.startswith(kind)}
+            if kind and not wanted:
+                continue
+            if file.endswith(".json"):
+                self.text(next(stem for stem, one in self.manifest.texts.items() if one == file))
+                advance(self.manifest.files[file].num_bytes)
+                continue
+            self._headers.pop(file, None)  # so that it is read again
+            header = self.header(file)
+            advance(min(entry.start for entry in header.values()))
+            ranges = sorted((entry.start, entry.stop, key) for key, entry in header.items() if key in wanted)
+            for parts in _adjacent(ranges):
+                with self._readable(file):
+                    self._verify_adjacent(file, parts, advance)
 
     def header(self, file: str) -> Mapping[str, HeaderEntry]:
         """Returns where a file has its tensors, by key, in order. Its hash is checked before it is looked at."""
@@ -215,7 +208,7 @@ class CheckpointFolder:
         num_bytes = self.manifest.files[file].num_bytes
         try:
             data = bytes(self._storage.read(file, 0, min(_HEADER_BYTES, num_bytes)))
-            length = header_length(data[:LENGTH_BYTES], num_bytes)
+            length = header_length(data, num_bytes)
             data = data[:length] if length <= len(data) else bytes(self._storage.read(file, 0, length))
             self._check(file, data)
             entries = read_header(data, num_bytes)
@@ -233,10 +226,10 @@ class CheckpointFolder:
             raise damaged(self.where(file), f"{what} isn't the one that save {self.manifest.save_id} wrote")
 
     def _why_no_checkpoint(self) -> str:
-        if TEMPORARY in os.path.basename(self.path.rstrip("/")):
+        if _TEMPORARY in os.path.basename(self.path.rstrip("/")):
             return (
                 f"{self.path} is what a save that was interrupted has left, and not whole. Use "
-                f"{self.path.rpartition(TEMPORARY)[0]}, if it is there, or an earlier checkpoint."
+                f"{self.path.rpartition(_TEMPORARY)[0]}, if it is there, or an earlier checkpoint."
             )
         if self._storage.sizes([_OF_TORCH]):
             return (
@@ -254,6 +247,7 @@ class CheckpointFolder:
 
     @contextmanager
     def _readable(self, file: str) -> Iterator[None]:
+        """Inside it, a file that can't be read is a CheckpointError."""
         try:
             yield
         except OSError as error:
@@ -277,11 +271,16 @@ def share(folder: CheckpointFolder, rank: int, num_ranks: int) -> dict[str, set[
     All of them stand in a row, file after file, and a rank takes what begins in its part of the row. Whoever takes
     tensors of a file verifies its header, too.
     """
-    row = list(_row(folder))
+    row: list[tuple[str, set[str], int]] = []
+    for file, stored in folder.manifest.files.items():
+        parts = folder.parts.get(file, {})
+        sizes = {key: of.part.region.num_entries * ITEM_BYTES[of.tensor.dtype] for key, of in parts.items()}
+        row.append((file, set(), max(1, stored.num_bytes - sum(sizes.values()))))  # its header, or all of a text
+        row += [(file, {key}, num_bytes) for key, num_bytes in sizes.items()]
     taken: dict[str, set[str]] = defaultdict(set)
     for number in share_of([num_bytes for *_, num_bytes in row], rank, num_ranks):
-        file, key, _ = row[number]
-        taken[file] |= set() if key is None else {key}
+        file, keys, _ = row[number]
+        taken[file] |= keys
     return taken
 
 
@@ -292,13 +291,3 @@ def share_of(sizes: Sequence[int], rank: int, num_ranks: int) -> Iterator[int]:
         if position * num_ranks // total == rank:
             yield number
         position += size
-
-
-def _row(folder: CheckpointFolder) -> Iterator[tuple[str, str | None, int]]:
-    """Each file, and then each tensor in it by key, with its bytes."""
-    for file, stored in folder.manifest.files.items():
-        parts = folder.parts.get(file, {})
-        sizes = {key: of.part.region.num_entries * ITEM_BYTES[of.tensor.dtype] for key, of in parts.items()}
-        yield file, None, max(1, stored.num_bytes - sum(sizes.values()))
-        for key, num_bytes in sizes.items():
-            yield file, key, num_bytes

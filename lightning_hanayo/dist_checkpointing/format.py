@@ -171,14 +171,9 @@ class Manifest:
         Raises:
             CheckpointError: `from_bytes` would refuse it, say because a part of a tensor is missing.
         """
+        plain = ("save_id", "step", "epoch", "created", "layout", "about", "texts")
         document = {
-            "save_id": self.save_id,
-            "step": self.step,
-            "epoch": self.epoch,
-            "created": self.created,
-            "layout": self.layout,
-            "about": self.about,
-            "texts": self.texts,
+            **{name: getattr(self, name) for name in plain},
             "files": {name: {"bytes": one.num_bytes, "xxh3_128": one.xxh3_128} for name, one in self.files.items()},
             "tensors": {name: tensor_document(name, one) for name, one in self.tensors.items()},
         }
@@ -224,7 +219,12 @@ def _one_line_each(document: Mapping[str, Any]) -> str:
 def _body(data: bytes, where: str) -> bytes:
     """All but the first line, if that says the right format, version and hash."""
     line, _, body = data.partition(b"\n")
-    first = _first_line(line, where)
+    try:
+        first = json.loads(line[:1000])
+    except (ValueError, RecursionError):
+        raise damaged(where, "its first line is no JSON") from None
+    if not isinstance(first, dict) or first.keys() != {"format", "version", "xxh3_128"} or first["format"] != FORMAT:
+        raise damaged(where, "its first line isn't that of a checkpoint of HanayoStrategy")
     if first["version"] != VERSION:
         raise CheckpointError(
             f"{where} is of version {first['version']!r}, and this lightning_hanayo reads version {VERSION}. Read it "
@@ -233,16 +233,6 @@ def _body(data: bytes, where: str) -> bytes:
     if first["xxh3_128"] != xxh3_128(body).hexdigest():
         raise damaged(where, "its hash isn't the one in its first line")
     return body
-
-
-def _first_line(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        first = json.loads(line[:1000])
-    except (ValueError, RecursionError):
-        raise damaged(where, "its first line is no JSON") from None
-    if not isinstance(first, dict) or first.keys() != {"format", "version", "xxh3_128"} or first["format"] != FORMAT:
-        raise damaged(where, "its first line isn't that of a checkpoint of HanayoStrategy")
-    return first
 
 
 def damaged(where: str, what: str) -> CheckpointError:

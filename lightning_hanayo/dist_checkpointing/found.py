@@ -1,4 +1,4 @@
-"""Finds checkpoints and tells what they are, without reading their values and without torch.
+"""Finds checkpoints, tells what they are, and verifies plain files, without torch.
 
 checkpoints/last.ckpt                    a folder with manifest.json
 checkpoints/best.ckpt                    one plain file of Lightning: a zip with archive/data.pkl, which isn't unpickled
@@ -9,6 +9,7 @@ import os
 import pickletools
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, Literal
 
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, share_of
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.storage import Storage, storage_of
+from lightning_hanayo.dist_checkpointing.storage import CHUNK, Storage, storage_of
 from lightning_hanayo.dist_checkpointing.target import is_of_a_save, unnamed_files
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
@@ -26,6 +27,8 @@ Kind = Literal["folder", "file", "incomplete", "leftover"]
 _LEFTOVER = re.compile(r".+\.(tmp|old)-[0-9a-f]{8}")
 _MAX_OPCODES = 1000
 """of a file's pickle, that are looked at: step and epoch are at its beginning"""
+_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
+"""of a damaged file: a name that is no text, a position before the beginning, a password, another compression"""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _file(path: str, local: str, num_bytes: int) -> Found | None:
             records = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
             pickles = [one.filename for one in records if one.filename.endswith("/data.pkl")]
             numbers = _numbers(archive, pickles[0]) if pickles else None
-    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
+    except _ZIP_ERRORS as error:
         problem = f"it is truncated, damaged, or older than torch 1.6: {error}"
         return Found(path, "incomplete", num_bytes, problem=problem) if path.endswith(".ckpt") else None
     if numbers is None:
@@ -167,3 +170,45 @@ def _numbers(archive: zipfile.ZipFile, name: str) -> dict[str, int]:
                 numbers.setdefault(key, argument)
                 key = None
     return numbers
+
+
+def verify_file(path: str, rank: int = 0, num_ranks: int = 1) -> None:
+    """Check this rank's share of a file in torch's format, by the CRCs that the file has of its records.
+
+    Raises:
+        CheckpointError: a record is damaged, or the file is truncated.
+    """
+    record: zipfile.ZipInfo | None = None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            for number in share_of([one.file_size for one in records], rank, num_ranks):
+                record = records[number]
+                with archive.open(record) as data:
+                    while data.read(CHUNK):
+                        pass
+    except _ZIP_ERRORS as error:
+        if isinstance(error, zipfile.BadZipFile) and record is not None:
+            raise CheckpointError(
+                f"{path} is damaged: {_meaning(path, record.filename.partition('/')[2])} has other bytes than were "
+                f"written (CRC-32). Load another checkpoint."
+            ) from None
+        raise CheckpointError(
+            f"{path} is truncated or damaged, {os.path.getsize(path)} bytes: {error}. Load another checkpoint."
+        ) from None
+
+
+def _meaning(path: str, record: str) -> str:
+    """The name of the tensor that a record holds, else that of the record."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    try:
+        offset = torch._C.PyTorchFileReader(path).get_record_offset(record)  # type: ignore[attr-defined]
+        with FakeTensorMode():  # torch notes where a tensor's memory begins in the file when it loads it without data
+            leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
+        tensors = ((keys, leaf) for keys, leaf in leaves if isinstance(leaf, torch.Tensor))
+        return next(keystr(keys) for keys, one in tensors if one.untyped_storage()._checkpoint_offset == offset)
+    except Exception:  # the rest may be damaged, too, or the record is no tensor
+        return f"its record {record}"

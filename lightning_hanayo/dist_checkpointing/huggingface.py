@@ -49,8 +49,6 @@ from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder
 
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
-
 
 def make_model(config: Mapping[str, Any], class_name: str) -> Any:
     """Returns a model of transformers on the meta device.
@@ -186,16 +184,24 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename and convert the tensors as save_pretrained does; none is read before it is used."""
     revert = _rules("revert_weight_conversion", "core_model_loading")
     on_meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()}
-    names = {id(tensor): name for name, tensor in on_meta.items()}
+    sources_of = {id(tensor): name for name, tensor in on_meta.items()}
     on_disk = revert(model, dict(on_meta))
-    result = {target: own[names[id(tensor)]] for target, tensor in on_disk.items() if id(tensor) in names}
-    renamed = {names[id(tensor)] for tensor in on_disk.values() if id(tensor) in names}
+    renamed = {target: sources_of[id(tensor)] for target, tensor in on_disk.items() if id(tensor) in sources_of}
+    result = {target: own[name] for target, name in renamed.items()}
     converted = {target: tensor for target, tensor in on_disk.items() if target not in result}
-    rest = {name: tensor for name, tensor in on_meta.items() if name not in renamed}
-    for key in (lambda name: name, lambda name: found[1] if (found := _LAYER.match(name)) else ""):
-        groups = _groups(model, revert, rest, key)
-        if _shapes(one for _, targets in groups for one in targets.items()) == _shapes(converted.items()):
-            for sources, targets in groups:
+    unconverted = set(renamed.values())
+    rest = {name: tensor for name, tensor in on_meta.items() if name not in unconverted}
+    # each tensor by itself, or those of a layer together: the first way that gives the same as all of them together
+    for pattern in (r".*", r"^(.*?\.\d+)\.|"):
+        groups: dict[str, list[str]] = defaultdict(list)
+        for name in rest:
+            groups[re.match(pattern, name)[0]].append(name)  # type: ignore[index]
+        try:
+            parts = [(names, revert(model, {name: rest[name] for name in names})) for names in groups.values()]
+        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError):
+            continue
+        if _shapes(one for _, targets in parts for one in targets.items()) == _shapes(converted.items()):
+            for sources, targets in parts:
                 result |= _converted(model, revert, {name: own[name] for name in sources}, targets)
             return result
     raise UnsupportedError(
@@ -203,19 +209,6 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         f"them, so they can't be written one after another. Load the checkpoint into the model, and save it there: "
         f"hanayo ckpt export --to file, then model.save_pretrained(folder)."
     )
-
-
-def _groups(
-    model: Any, revert: Callable[..., Any], rest: Mapping[str, Tensor], key: Callable[[str], str]
-) -> list[tuple[list[str], dict[str, Tensor]]]:
-    """Names whose tensors are converted together, and what comes of them; none if that doesn't work."""
-    names: dict[str, list[str]] = {}
-    for name in rest:
-        names.setdefault(key(name), []).append(name)
-    try:
-        return [(group, revert(model, {name: rest[name] for name in group})) for group in names.values()]
-    except (RuntimeError, ValueError, KeyError, IndexError, AttributeError):
-        return []
 
 
 def _shapes(tensors: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -470,30 +463,27 @@ class SafetensorsFolder:
 
 
 def _stored_tensors(path: Path) -> Iterator[tuple[str, TensorHeader]]:
+    expected: dict[Path, list[str]] = defaultdict(list)
     if (path / _INDEX).is_file():
-        files = defaultdict(list)
         with _readable(path / _INDEX):
             for name, file in json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].items():
-                files[path / file].append(name)
-        for file, names in files.items():
-            yield from _header(file, names)
+                expected[path / file].append(name)
     elif (path / _FILE).is_file():
-        yield from _header(path / _FILE, None)
+        expected[path / _FILE] = []
     else:
         _refuse(path)
-
-
-def _header(file: Path, names: Iterable[str] | None) -> Iterator[tuple[str, TensorHeader]]:
-    """Read the header of one file, which must have all `names`."""
-    with _readable(file), safe_open(file, framework="pt") as opened:
-        found = list(opened.keys())
-        missing = [name for name in names or () if name not in set(found)]
-        if missing:
-            raise HanayoError(f"{file} has no tensor {missing[0]}, which {_INDEX} expects there. Download it again.")
-        for name in found if names is None else names:
-            part = opened.get_slice(name)
-            dtype_name = part.get_dtype()
-            yield name, TensorHeader(file, tuple(part.get_shape()), DTYPES.get(dtype_name), dtype_name)
+    for location, names in expected.items():
+        with _readable(location), safe_open(location, framework="pt") as opened:
+            found = dict.fromkeys(opened.keys())
+            missing = [name for name in names if name not in found]
+            if missing:
+                raise HanayoError(
+                    f"{location} has no tensor {missing[0]}, which {_INDEX} expects there. Download it again."
+                )
+            for name in names or found:
+                part = opened.get_slice(name)
+                dtype_name = part.get_dtype()
+                yield name, TensorHeader(location, tuple(part.get_shape()), DTYPES.get(dtype_name), dtype_name)
 
 
 @contextmanager

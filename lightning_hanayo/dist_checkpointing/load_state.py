@@ -18,6 +18,7 @@ A plain file has numbers instead of names: they count the parameters of all grou
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
@@ -299,7 +300,8 @@ class OptimizerState:
         names: of all parameters.
         source: where it comes from.
         accept: "optimizer_state": states may be missing, or be of other parameters.
-        elementwise: whether each state has its parameter's shape, or is one number.
+        shapes: of the parameters of which this rank has a part, if each state has its parameter's shape or is one
+            number; None: states may have any shape.
 
     Raises:
         CheckpointError: it is another optimizer's, has other groups, or lacks states.
@@ -316,7 +318,6 @@ class OptimizerState:
         *,
         accept: Collection[str] = (),
         shapes: Mapping[Tensor, tuple[int, ...]] | None = None,
-        elementwise: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._state = state
@@ -324,8 +325,9 @@ class OptimizerState:
         self._accepts = "optimizer_state" in accept
         self.warnings: list[str] = []
         """what was accepted"""
-        self._groups = [[(names.get(p, f"an unnamed {tuple(p.shape)}"), p) for p in group["params"]]
-                        for group in optimizer.param_groups]  # fmt: skip
+        self._own: dict[str, Tensor] = {}
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            self._own[names.get(parameter, f"an unnamed {tuple(parameter.shape)}, number {len(self._own)}")] = parameter
         if not optimizer.param_groups:  # Lightning's stand-in for no optimizer
             return
         self._saved_groups: Sequence[Mapping[str, Any]] = state["param_groups"]
@@ -337,10 +339,10 @@ class OptimizerState:
         if not any(isinstance(one, str) for one in (*parameters_in(state), *self._saved_states)):
             self._name_states(state)
         self._check_options()
-        self._matches = [self._matching(group) for group in self._groups]
+        self._matches = self._matching_groups()
         self._check_states()
-        if elementwise:
-            self._check_shapes(shapes or {})
+        if shapes is not None:
+            self._check_shapes(shapes)
 
     def load(self, sharding: Sharding | None) -> None:
         """Read this rank's states and give them to the optimizer."""
@@ -348,29 +350,28 @@ class OptimizerState:
             self._optimizer.load_state_dict(dict(self._state))
             return
         states: dict[Any, Any] = dict(self._others)
-        groups, index = [], 0
-        for group, match, now in zip(self._groups, self._matches, self._optimizer.param_groups, strict=True):
-            options = self._saved_groups[match] if match is not None else now
-            groups.append({**options, "params": list(range(index, index + len(group)))})
-            for name, parameter in group:
-                if name in self._saved_states and not parameter.is_meta:
-                    values = self._saved_states[name].items()
-                    states[index] = {key: _own(value, parameter, sharding) for key, value in values}
-                index += 1
+        groups, first = [], 0
+        for number, now in enumerate(self._optimizer.param_groups):
+            options = self._saved_groups[self._matches[number]] if number in self._matches else now
+            groups.append({**options, "params": list(range(first, first + len(now["params"])))})
+            first += len(now["params"])
+        for index, (name, parameter) in enumerate(self._own.items()):
+            if name in self._saved_states and not parameter.is_meta:
+                values = self._saved_states[name].items()
+                states[index] = {key: _own(value, parameter, sharding) for key, value in values}
         rest = {key: value for key, value in self._state.items() if key not in (WITHOUT_STATE, CLASS_NAME)}
         self._optimizer.load_state_dict({**rest, "state": states, "param_groups": groups})
 
     def _name_states(self, state: Mapping[str, Any]) -> None:
         """Give the parameters of a plain file the names of the optimizer's, in order."""
         sizes = [len(group["params"]) for group in self._saved_groups]
-        own_sizes = [len(group) for group in self._groups]
+        own_sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != own_sizes:
             self._refuse(
                 f"has groups of {sizes} parameters, this {self._name} has groups of {own_sizes}",
                 "Build the same groups. Only folders that HanayoStrategy saves have the parameters' names",
             )
-        own_names = [name for group in self._groups for name, _ in group]
-        names = dict(zip(parameters_in(state), own_names, strict=True))
+        names = dict(zip(parameters_in(state), self._own, strict=True))
         states = self._saved_states
         self._saved_groups = with_keys(state, names)["param_groups"]
         self._saved_states = {names[key]: values for key, values in states.items() if key in names}
@@ -393,31 +394,26 @@ class OptimizerState:
                 self._other_optimizer,
             )
 
-    def _matching(self, group: Sequence[tuple[str, Tensor]]) -> int | None:
-        """The number of the saved group that has the parameters of this one; None if none has any."""
-        places = {name: i for i, saved in enumerate(self._saved_groups) for name in saved["params"]}
-        own = {name for name, _ in group}
-        found = sorted({places[name] for name in own if name in places})
-        if len(found) > 1:
-            one, other = (next(n for n, _ in group if places.get(n) == i) for i in found[:2])
-            self._refuse(
-                f"has {one} and {other} in different param groups of its optimizer, in this {self._name} they are in "
-                f"one",
-                "Build the same groups; their order may be another",
-            )
-        others = [n for n in self._saved_groups[found[0]]["params"] if n not in own] if found else []
-        elsewhere = [name for name in others if any(name == n for each in self._groups for n, _ in each)]
-        if elsewhere:
-            mate = next(name for name in self._saved_groups[found[0]]["params"] if name in own)
-            self._refuse(
-                f"has {mate} and {elsewhere[0]} in one param group of its optimizer, in this {self._name} they are in "
-                f"different ones",
-                "Build the same groups; their order may be another",
-            )
-        return found[0] if found else None
+    def _matching_groups(self) -> dict[int, int]:
+        """The saved group with the parameters of each of the optimizer's groups; none if their parameters are new."""
+        saved = {name: number for number, one in enumerate(self._saved_groups) for name in one["params"]}
+        places = {one: number for number, group in enumerate(self._optimizer.param_groups) for one in group["params"]}
+        own = {name: places[parameter] for name, parameter in self._own.items() if name in saved}
+        shared: dict[tuple[int, int], str] = {}  # one parameter of each pair of groups
+        for name, number in own.items():
+            shared.setdefault((number, saved[name]), name)
+        for ((here, there), one), ((here_too, there_too), other) in combinations(shared.items(), 2):
+            problem = ""
+            if here == here_too:
+                problem = f"in different param groups of its optimizer, in this {self._name} they are in one"
+            elif there == there_too:
+                problem = f"in one param group of its optimizer, in this {self._name} they are in different ones"
+            if problem:
+                self._refuse(f"has {one} and {other} {problem}", "Build the same groups; their order may be another")
+        return dict(shared.keys())
 
     def _check_states(self) -> None:
-        own = {name: parameter for group in self._groups for name, parameter in group}
+        own = self._own
         saved_names = {name for group in self._saved_groups for name in group["params"]} | self._saved_states.keys()
         expects, has_state = bool(self._saved_states), self._saved_states.keys() | self._without_state
         missing = [
@@ -439,7 +435,7 @@ class OptimizerState:
                 self.warnings.append(f"{self._source} {what} {listed(names)}: accepted ({then})")
 
     def _check_shapes(self, shapes: Mapping[Tensor, tuple[int, ...]]) -> None:
-        for name, parameter in (pair for group in self._groups for pair in group):
+        for name, parameter in self._own.items():
             whole = shapes.get(parameter, tuple(parameter.shape))
             for key, value in self._saved_states.get(name, {}).items():
                 if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != whole:

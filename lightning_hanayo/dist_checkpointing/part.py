@@ -42,11 +42,6 @@ class TensorPart:
         """A tensor that one rank writes alone."""
         return TensorPart(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), kind)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the part."""
-        return self.tensor.numel() * self.tensor.element_size()
-
 
 @dataclass(frozen=True)
 class RankPart:
@@ -60,11 +55,6 @@ class RankPart:
     """JSON documents by the stem of their file: "state", "state-data-00001" """
     about: Mapping[str, Any] = field(default_factory=dict)
     """rank 0's: step, epoch, layout, and what else the manifest says of the whole checkpoint"""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensors."""
-        return sum(part.num_bytes for part in self.tensors)
 
 
 ANOTHER_ENDED = "another rank has ended, or doesn't answer"

@@ -1,7 +1,4 @@
-"""Reads one plain checkpoint file, as a Trainer writes it: all bytes are checked, and only the pages used are read.
-
-rank 0    data.pkl  data/0  data/1            each rank checks the CRCs of its share of the records ...
-rank 1                              data/2    ... then all map the file, and read the tensors that they need
+"""Reads one plain checkpoint file, as a Trainer writes it: all ranks map it, and read the tensors that they need.
 
 Writes a checkpoint that is one file: under another name, until it is complete.
 
@@ -13,42 +10,26 @@ Gathers trees of tensors from all pipeline ranks onto rank 0, in CPU memory.
 import os
 import pickle
 import secrets
-import struct
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
-from lightning_hanayo.dist_checkpointing.folder import share_of
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.dist_checkpointing.target import (
-    check_replaceable,
-    problem_of,
-    remove_next_to,
-    temporary_path,
-)
+from lightning_hanayo.dist_checkpointing.target import check_replaceable, problem_of, remove_next_to, temporary_path
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.partition.ownership import state_of_own_tensors
 from lightning_hanayo.pipeline_parallel.message import Message, Spec, spec_of
 from lightning_hanayo.pipeline_parallel.pytree import Flattener, Skeleton, unflatten
 from lightning_hanayo.pipeline_parallel.transport import Transport
-
-_CHUNK = 2**20
-_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
-"""of a damaged file: a name that is no text, a position before the beginning, a password, another compression"""
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""of a record in a zip file: the lengths of the name and of what else lies between the header and the data"""
 
 
 def is_zip(path: str | Path) -> bool:
@@ -57,80 +38,35 @@ def is_zip(path: str | Path) -> bool:
         return file.read(2) == b"PK"
 
 
-def verify(path: str | Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Check this rank's share of a file in torch's format, by the CRCs that the file has of its records.
-
-    Raises:
-        CheckpointError: a record is damaged, or the file is truncated.
-    """
-    record: zipfile.ZipInfo | None = None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            for number in share_of([one.file_size for one in records], rank, num_ranks):
-                record = records[number]
-                with archive.open(record) as data:
-                    while data.read(_CHUNK):
-                        pass
-    except _ZIP_ERRORS as error:
-        if isinstance(error, zipfile.BadZipFile) and record is not None:
-            raise CheckpointError(
-                f"{path} is damaged: {_meaning(path, record)} has other bytes than were written (CRC-32). Load another "
-                f"checkpoint."
-            ) from None
-        raise CheckpointError(
-            f"{path} is truncated or damaged, {Path(path).stat().st_size} bytes: {error}. Load another checkpoint."
-        ) from None
-
-
 def load_mapped(path: str | Path, *, weights_only: bool | None) -> Any:
     """Return what the file holds; its tensors are views of the mapped file, which change no byte of it.
 
     Raises:
         CheckpointError: it holds objects that only code could rebuild, or can't be read.
     """
-    try:
+    with reading(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Inside it, a file that torch can't read is a CheckpointError, which names the classes that only code rebuilds."""
+    try:
+        yield
+        return
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise refusal(path, error) from None
-
-
-def refusal(path: str | Path, error: Exception) -> CheckpointError:
-    """What to say of a file that torch could not read."""
+        reason = str(error).strip().partition("\n")[0]
     classes: list[str] = []
     with suppress(Exception):  # a file that isn't in torch's format, or is damaged; classes are read as names alone
         classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     if not classes:
-        reason = str(error).strip().partition("\n")[0]
-        return CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.")
-    several = len(classes) > 1
-    return CheckpointError(
+        raise CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.") from None
+    raise CheckpointError(
         f"{path} holds objects of {', '.join(classes)}, which only code can rebuild: reading a file never runs code. "
-        f"If you trust the file, allow {'the classes' if several else 'the class'} before the Trainer runs, "
+        f"If you trust the file, allow {'the classes' if len(classes) > 1 else 'the class'} before the Trainer runs, "
         f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
         f"Trainer weights_only=False."
-    )
-
-
-def _meaning(path: str | Path, record: zipfile.ZipInfo) -> str:
-    """The name of the tensor that a record holds, else that of the record."""
-    name = record.filename.partition("/")[2]
-    if not name.startswith("data/"):
-        return f"its record {name}"
-    try:
-        with open(path, "rb") as file:
-            file.seek(record.header_offset)
-            lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        offset = record.header_offset + _LOCAL_HEADER.size + sum(lengths)
-        with FakeTensorMode():  # torch notes where a tensor's memory begins in the file when it loads it without data
-            content = torch.load(path, weights_only=True)
-        leaves, _ = tree_flatten_with_path(content)
-    except Exception:  # the message names the record, if the rest is damaged, too
-        return f"its record {name}"
-    for keys, leaf in leaves:
-        if isinstance(leaf, Tensor) and getattr(leaf.untyped_storage(), "_checkpoint_offset", None) == offset:
-            return keystr(keys)
-    return f"its record {name}"
+    ) from None
 
 
 def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:

@@ -8,6 +8,8 @@ training's stream   ... backward, step | copies | forward, backward, step ...   
 writing thread                                  | waits for the copies | writes, hashes, commits
 """
 
+import atexit
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -56,7 +58,7 @@ class Background:
             except BaseException as error:
                 self.error = error
 
-        self._thread = Thread(target=run, daemon=True, name="hanayo-checkpoint")
+        self._thread = Thread(target=run, daemon=True, name=_THREAD)
         self._thread.start()
 
     def wait(self, within: float | None = None) -> bool:
@@ -64,6 +66,20 @@ class Background:
         if self._thread is not None:
             self._thread.join(within)
         return self.is_idle
+
+
+_THREAD = "hanayo-checkpoint"
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Let threads end before the interpreter does: one that returns from torch's C++ meanwhile aborts the process.
+
+    A thread that waits for ranks which never answer is left alone: it doesn't return.
+    """
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(ABANDON_WITHIN)
 
 
 class HostBuffers:
@@ -83,12 +99,10 @@ class HostBuffers:
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-            buffers[key] = buffer
+            buffers[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         self._buffers = buffers  # others are freed
-        for buffer, one in zip(buffers.values(), part.tensors, strict=True):
-            buffer.copy_(one.tensor.detach(), non_blocking=True)
         tensors = [replace(one, tensor=buffer) for buffer, one in zip(buffers.values(), part.tensors, strict=True)]
-        devices = dict.fromkeys(one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu")
+        devices = {one.tensor.device for one in part.tensors if one.tensor.device.type != "cpu"}
         events = {device: torch.Event(device) for device in devices}
         for device, event in events.items():
             event.record(torch.accelerator.current_stream(device))
@@ -142,8 +156,8 @@ class Saver:
             FolderSave(self._peers, path, part, at=self._at).run()
             return
         self.wait()
-        snapshot = self._buffers.snapshot(part)
-        self._tasks.add(partial(self._write, self._background, path, snapshot))
+        peers, snapshot = self._background, self._buffers.snapshot(part)
+        self._tasks.add(lambda: FolderSave(peers, path, snapshot(), at=self._at, check=self._check).run())
         self._in_flight = path
 
     def remove(self, path: str) -> None:
@@ -156,15 +170,30 @@ class Saver:
             remove_checkpoint(path)
 
     def poll(self) -> None:
-        """Look whether the save in flight has ended on all ranks, or failed on any."""
-        if self._in_flight:
-            self._settle()
+        """Compare all ranks' states: go on, forget the save that has ended, or raise the error of the first rank."""
+        if not self._in_flight:
+            return
+        is_idle, error = self._tasks.is_idle, self._tasks.error  # in this order: once idle, no error comes
+        own = None if error is None else str(error)
+        if not isinstance(error, CheckpointError | None):
+            own = f"{type(error).__name__}: {error}"
+        try:
+            state = self._peers.largest(_FAILED if own else _DONE if is_idle else _WRITES)
+            texts = self._peers.all_gather(own) if state == _FAILED else ()
+        except RanksLost as lost:
+            unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
+            raise CheckpointError(own or unknown) from lost
+        if state == _FAILED:
+            self._tasks.wait(ABANDON_WITHIN)  # the save ends on other ranks, too: they have agreed on its failure
+            self._start_afresh()
+            raise CheckpointError(next(text for text in texts if text)) from error
+        if state == _DONE:
+            self._in_flight = None
 
     def wait(self) -> None:
         """Wait until the save in flight has been committed, and what it replaces is removed."""
-        if self._in_flight:
-            self._tasks.wait()
-            self._settle()
+        self._tasks.wait()
+        self.poll()
 
     def finish(self) -> None:
         """Wait for the save in flight, and free its memory. More may be saved afterwards."""
@@ -183,31 +212,9 @@ class Saver:
             if peers is not None:
                 peers.close()
 
-    def _write(self, peers: SavingRanks, path: str, snapshot: Callable[[], RankPart]) -> None:
-        FolderSave(peers, path, snapshot(), at=self._at, check=self._check).run()
-
     def _check(self) -> None:
         if self._is_abandoned.is_set():
             raise CheckpointError("the run has failed meanwhile")
-
-    def _settle(self) -> None:
-        """Compare all ranks' states: go on, forget the save that has ended, or raise the error of the first rank."""
-        is_idle, error = self._tasks.is_idle, self._tasks.error  # in this order: once idle, no error comes
-        own = None if error is None else str(error)
-        if not isinstance(error, CheckpointError | None):
-            own = f"{type(error).__name__}: {error}"
-        try:
-            state = self._peers.largest(_FAILED if own else _DONE if is_idle else _WRITES)
-            texts = self._peers.all_gather(own) if state == _FAILED else ()
-        except RanksLost as lost:
-            unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
-            raise CheckpointError(own or unknown) from lost
-        if state == _FAILED:
-            self._tasks.wait(ABANDON_WITHIN)  # the save ends on other ranks, too: they have agreed on its failure
-            self._start_afresh()
-            raise CheckpointError(next(text for text in texts if text)) from error
-        if state == _DONE:
-            self._in_flight = None
 
     def _start_afresh(self) -> None:
         self._in_flight = None

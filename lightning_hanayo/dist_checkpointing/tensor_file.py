@@ -1,14 +1,13 @@
 """Writes safetensors files, one tensor after another, hashing what it writes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from lightning_hanayo.dist_checkpointing.format import make_header
+from lightning_hanayo.dist_checkpointing.format import StoredFile, make_header
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.packed_values import is_tensor_subclass
 
@@ -40,23 +39,6 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Writable(Protocol):
-    """A file that is open for writing bytes."""
-
-    def write(self, data: memoryview | bytes, /) -> object:
-        """Write all of `data`."""
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """What a manifest says of a file that was written."""
-
-    num_bytes: int
-    header_xxh3_128: str
-    xxh3_128: Mapping[str, str]
-    """of each tensor's bytes, by key"""
-
-
 def dtype_name(tensor: Tensor, name: str) -> str:
     """Returns what safetensors and manifests call the dtype of a tensor with this name.
 
@@ -74,12 +56,12 @@ def dtype_name(tensor: Tensor, name: str) -> str:
 
 
 def write_tensors(
-    file: Writable | BinaryIO,
+    file: BinaryIO,
     tensors: Mapping[str, Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
     check: Callable[[], object] = int,
-) -> WrittenFile:
+) -> tuple[StoredFile, dict[str, str]]:
     """Write a safetensors file. No more than one tensor at a time is copied into host memory.
 
     Args:
@@ -91,7 +73,10 @@ def write_tensors(
 
     Example:
         >>> with open("model.safetensors", "wb") as file:
-        ...     written = write_tensors(file, model.state_dict())
+        ...     stored, hashes = write_tensors(file, model.state_dict())
+
+    Returns:
+        What a manifest says of the file, and the hash of each tensor's bytes, by key.
 
     Raises:
         CheckpointError: a tensor's dtype or layout can't be stored. Nothing was written then.
@@ -105,10 +90,10 @@ def write_tensors(
     for key in keys:
         hashes[key], length = _write(file, tensors[key], check)
         num_bytes += length
-    return WrittenFile(num_bytes, xxh3_128(header).hexdigest(), hashes)
+    return StoredFile(num_bytes, xxh3_128(header).hexdigest()), hashes
 
 
-def _write(file: Writable | BinaryIO, tensor: Tensor, check: Callable[[], object]) -> tuple[str, int]:
+def _write(file: BinaryIO, tensor: Tensor, check: Callable[[], object]) -> tuple[str, int]:
     """Write a tensor, and return the hash and the number of its bytes."""
     data = bytes_of(tensor)
     hashed = xxh3_128()

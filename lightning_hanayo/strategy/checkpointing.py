@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hanayo.dist_checkpointing.part import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, available
 from lightning_hanayo.partition import guards
@@ -20,7 +21,6 @@ from lightning_hanayo.strategy.callbacks import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints import parts, save
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, load_optimizers, read_checkpoint
-from lightning_hanayo.strategy.checkpoints.parts import CutModel
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.joining import is_lost_connection
@@ -212,14 +212,15 @@ class CheckpointingStrategy(MeshParallelStrategy):
             session = self.session
             resumes = "optimizer_states" in checkpoint and session.is_running
             state = resume_state(self.module.trainer, session) if resumes else None
+
+            def own_part(content: Mapping[str, Any]) -> RankPart:
+                return parts.rank_part(content, self.module, session, self.optimizers, self._names, state)
+
             if resumes and self._restarts is not None:
                 self._restarts.note(filepath)
             try:
-                cut = None  # before the model is set up
-                if session.has_pipeline:
-                    shards, optimizers = session.steps.shards, self.optimizers
-                    cut = CutModel(self.module, session.pipeline, session.cube, shards, optimizers, self._names)
-                self.checkpoints.save(checkpoint, filepath, cut, state, storage_options)
+                is_cut = session.has_pipeline  # it isn't before the model is set up
+                self.checkpoints.save(checkpoint, filepath, own_part if is_cut else None, state, storage_options)
                 # no batch may follow, before which an error could be raised
                 if not session.is_running or save.ends_job(filepath):
                     self.checkpoints.finish()

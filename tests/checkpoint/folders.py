@@ -56,9 +56,7 @@ def write_folder(
     files, hashes = {}, {}
     for file, own in by_file.items():
         with storage.create(file) as opened:
-            written = write_tensors(opened, own, metadata={"save_id": save_id})
-        files[file] = StoredFile(written.num_bytes, written.header_xxh3_128)
-        hashes[file] = written.xxh3_128
+            files[file], hashes[file] = write_tensors(opened, own, metadata={"save_id": save_id})
     for stem, data in (texts or {}).items():
         with storage.create(f"{stem}-{save_id}.json") as opened:
             opened.write(data)

@@ -5,7 +5,6 @@ a folder of Hugging Face       weights, under the names that the model has in me
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,34 +64,30 @@ def _of_file(path: str, weights_only: bool) -> RankPart:
     if weights_only:
         content = {key: content[key] for key in ("state_dict", _VERSION, *_WITH_WEIGHTS) if key in content}
     state, states = content.pop("state_dict"), content.pop("optimizer_states", None)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    tied = tied_in_memory(tensors)
-    parts = [TensorPart.whole(f"model/{name}", value, "model") for name, value in tensors.items() if name not in tied]
+    tied = tied_in_memory(state)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in tied}
+    parts = [TensorPart.whole(f"model/{name}", value, "model") for name, value in tensors.items()]
     optimizers = None
     if states is not None:
-        optimizers = []
-        for index, saved in enumerate(states):
-            names = _names(path, saved, [name for name in tensors if name not in tied], tensors)
-            optimizers.append(_optimizer(index, saved, names, parts))
+        optimizers = [_optimizer(n, saved, _names(path, saved, tensors), parts) for n, saved in enumerate(states)]
     run_parts, run_texts = as_in_a_folder(content)
     document = StateDocument(
         checkpoint=content,
         names=list(state),
         tied=tied,
-        values={name: value for name, value in state.items() if name not in tensors},
+        values={name: value for name, value in state.items() if not isinstance(value, Tensor)},
         versions=dict(getattr(state, "_metadata", {})),
         optimizers=optimizers,
     )
     facts = {"step": content.get("global_step", 0), "epoch": content.get("epoch", 0), "tied": tied}
-    facts["num_parameters"] = sum(one.numel() for name, one in tensors.items() if name not in tied)
-    made = _rank_part(document, [*parts, *run_parts], facts)
-    return replace(made, texts={**made.texts, **run_texts})
+    facts["num_parameters"] = sum(one.numel() for one in tensors.values())
+    return _rank_part(document, [*parts, *run_parts], facts, run_texts)
 
 
-def _names(path: str, saved: Mapping[str, Any], names: list[str], tensors: Mapping[str, Tensor]) -> list[str]:
+def _names(path: str, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of an optimizer's parameters, in its order, which is the module's: by number and shape."""
     numbers = parameters_in(saved)
-    candidates = [name for name in names if name.rpartition(".")[2] not in _STATISTICS]
+    candidates = [name for name in tensors if name.rpartition(".")[2] not in _STATISTICS]
     shapes = {number: [one.shape for one in values.values() if isinstance(one, Tensor) and one.ndim]
               for number, values in saved["state"].items()}  # fmt: skip
     fits = len(saved["param_groups"]) == 1 and len(numbers) == len(candidates) and all(
@@ -146,9 +141,8 @@ def _of_folder(path: Path, module: str) -> RankPart:
     )
     parts = [TensorPart.whole(f"model/{joined(module, name)}", value, "model") for name, value in stored.items()]
     about = {"num_parameters": sum(one.numel() for one in model.parameters()), "tied": tied}
-    return _rank_part(
-        document, parts, {**about, "huggingface": [{"prefix": module, "class": class_name, "config": dict(config)}]}
-    )
+    about["huggingface"] = [{"prefix": module, "class": class_name, "config": dict(config)}]
+    return _rank_part(document, parts, about)
 
 
 def _value(folder: SafetensorsFolder, tensor: Tensor, source: str | Merge) -> StoredTensor:
@@ -170,9 +164,11 @@ def _value(folder: SafetensorsFolder, tensor: Tensor, source: str | Merge) -> St
     return StoredTensor.of(tensor.shape, folder.tensors[first].dtype or tensor.dtype, read)
 
 
-def _rank_part(document: StateDocument, parts: list[TensorPart], about: Mapping[str, Any]) -> RankPart:
+def _rank_part(
+    document: StateDocument, parts: list[TensorPart], about: Mapping[str, Any], texts: Mapping[str, Any] | None = None
+) -> RankPart:
     text, tensors = document.encode()
     states = [TensorPart.whole(f"{STATE}/{number}", tensor, "state") for number, tensor in enumerate(tensors)]
     versions = {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "torch")}
     facts = {"step": 0, "epoch": 0, "layout": {}, "versions": versions, "huggingface": [], **about}
-    return RankPart([*parts, *states], {STATE: text}, facts)
+    return RankPart([*parts, *states], {STATE: text, **(texts or {})}, facts)

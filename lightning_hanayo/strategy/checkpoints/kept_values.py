@@ -4,8 +4,8 @@ Lightning         resume_start   on_load_checkpoint   load_model_state_dict   st
 this package      headers read   may change entries   entries are kept        checked, cut, each rank reads its part
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from copy import copy
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -33,9 +33,7 @@ class KeptValues:
     def __init__(
         self, module: nn.Module, state: Mapping[str, Any], source: Source, options: Options, *, strict: bool
     ) -> None:
-        self._state = OrderedDict(state)
-        if hasattr(state, "_metadata"):  # the versions of modules' entries, which hooks ask for
-            vars(self._state)["_metadata"] = state._metadata
+        self._state: Any = copy(state)  # with `_metadata`, the versions of modules' entries, which hooks ask for
         self._source = source
         self._options = options
         self._strict = strict
@@ -45,7 +43,7 @@ class KeptValues:
     @property
     def names(self) -> Collection[str]:
         """Of all entries."""
-        return self._state.keys()
+        return set(self._state)
 
     def drop_replaced(self, module: nn.Module) -> None:
         """Called before the module changes: leave out what user code has given other values since.
@@ -93,7 +91,7 @@ class KeptValues:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensor each name of the module stands for, and how often it was written."""
+    """The tensor that each name of the module stands for, and how often it was written."""
     return {name: identity_of(tensor) for name, tensor in _tensors(module).items()}
 
 

@@ -10,7 +10,6 @@ Refuses a checkpoint to start from that isn't there, or can't be read, before an
 """
 
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from lightning_hanayo.dist_checkpointing import plain_file
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
+from lightning_hanayo.dist_checkpointing.found import verify_file
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Source
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, nearest
@@ -94,16 +94,22 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
     is_ours = type(io) is TorchCheckpointIO
     if storage.is_folder() and (is_ours or storage.sizes([MANIFEST])):
         return _read_folder(path, verify)
-    local = storage.path if is_ours and storage.is_local else path  # without file://, ~ and a slash at the end
+    local = storage.path if storage.is_local else path  # without file://, ~ and a slash at the end
     if not is_ours:
         content = io.load_checkpoint(path, weights_only=weights_only)
-    elif storage.is_local and plain_file.is_zip(local):
-        if verify:
-            with_common_errors(lambda: plain_file.verify(local, *_place()))
-        content = with_common_errors(lambda: plain_file.load_mapped(local, weights_only=weights_only))
-    else:
-        content = with_common_errors(lambda: _load_whole(local, io, weights_only))
-    return with_common_errors(lambda: Checkpoint.of(content, Source(str(local))))
+        return with_common_errors(lambda: Checkpoint.of(content, Source(str(path))))
+
+    def read() -> Checkpoint:
+        if storage.is_local and plain_file.is_zip(local):
+            if verify:
+                verify_file(str(local), *_place())
+            content = plain_file.load_mapped(local, weights_only=weights_only)
+        else:
+            with plain_file.reading(local):
+                content = io.load_checkpoint(local, weights_only=weights_only)
+        return Checkpoint.of(content, Source(str(local)))
+
+    return with_common_errors(read)
 
 
 def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
@@ -114,20 +120,17 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
             f"Ranks see different checkpoints in {path}: those of the saves {', '.join(sorted(set(saves)))}. Give a "
             f"path on a file system that all ranks share, or copy the folder to each node again."
         )
-    if verify:
-        with_common_errors(lambda: folder.verify_share(*_place()))
-    content = Checkpoint(with_common_errors(lambda: folder_content(folder)))
+
+    def read() -> Checkpoint:
+        if verify:
+            folder.verify(*_place())
+        return Checkpoint(folder_content(folder))
+
+    content = with_common_errors(read)
     content.source = Source(str(path), str(folder.manifest.about.get("module", "")).rpartition(".")[2] or None)
     if KEY in content:
         content[KEY] = saved_in_folder(folder, content[KEY])
     return content
-
-
-def _load_whole(path: str | Path, io: CheckpointIO, weights_only: bool | None) -> Any:
-    try:
-        return io.load_checkpoint(path, weights_only=weights_only)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise plain_file.refusal(path, error) from None
 
 
 def _place() -> tuple[int, int]:
@@ -158,15 +161,14 @@ def load_optimizers(
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     checked = [
         OptimizerState(
-            unwrapped(optimizer),
+            unwrapped(one),
             state,
             names,
             source,
             accept=options.load_anyway,
-            shapes=shapes,
-            elementwise=is_elementwise(optimizer),
+            shapes=shapes if is_elementwise(one) else None,
         )
-        for optimizer, state in zip(optimizers, states, strict=True)
+        for one, state in zip(optimizers, states, strict=True)
     ]
     for line in (line for one in checked for line in one.warnings):
         rank_zero_warn(line)

@@ -42,9 +42,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
@@ -65,24 +64,12 @@ from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.session import Session
 
 WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file with HanayoStrategy(save_full=True)."
-
-
-@dataclass(frozen=True)
-class CutModel:
-    """A module that is cut into stages, and what trains it."""
-
-    module: "pl.LightningModule"
-    pipeline: Pipeline
-    cube: Cube | None
-    shards: OptimizerShards | None
-    optimizers: Sequence[Optimizer]
-    names: Mapping[Tensor, str]
-    """of the parameters, also of those that only the optimizers have"""
 
 
 @dataclass
@@ -104,21 +91,21 @@ class RankTensors:
     """Collects what one rank writes.
 
     Args:
-        parameters: of the module, which is cut into stages, and of its optimizers, by name; not guarded.
-        model: to which they belong.
-        topology: of the ranks.
-        rank: this one.
+        module: is cut into stages; its parameters are not guarded.
+        session: of this rank.
+        names: of the parameters.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], model: CutModel, topology: Topology, rank: int) -> None:
+    def __init__(self, module: nn.Module, session: "Session", names: Mapping[Tensor, str]) -> None:
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
-        self._parameters = parameters
-        self._owners = model.pipeline.ownership.rank_by_name(model.module)
-        self._cube, self._shards = model.cube, model.shards
-        self._num_data = topology.data
-        self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
-        self._cube_rank = 0 if model.cube is None else model.cube.mesh.index("xyz")
+        self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
+        self._parameters |= dict(module.named_parameters(remove_duplicate=False))
+        self._owners = session.pipeline.ownership.rank_by_name(module)
+        self._cube, self._shards = session.cube, session.steps.shards
+        self._num_data = session.topology.data
+        self._data_rank, self._pipe_rank = session.data_rank, session.pipe_rank
+        self._cube_rank = 0 if session.cube is None else session.cube.mesh.index("xyz")
         self._leads = self._data_rank == self._cube_rank == 0
         """whether this is the first of the ranks with the same stages"""
         self.added: dict[str, Tensor] = {}
@@ -129,7 +116,7 @@ class RankTensors:
         """Add the entries of a state dict, which hooks may have changed.
 
         Args:
-            state: as `own_state.module_state` makes it.
+            state: as `module_state` makes it.
             tied: entries that are stored under another name.
 
         Raises:
@@ -140,10 +127,16 @@ class RankTensors:
             if not isinstance(value, Tensor):
                 if is_here and self._leads:
                     self.values.model[name] = value
-            elif not value.is_meta and name not in tied:
-                self._add_entry(name, value, is_here=is_here)
+            elif value.is_meta or name in tied:
+                pass  # another rank has it, or it is stored under another name
+            elif isinstance(value, PartialValues) or (is_here and name in self._parameters):
+                self.share(f"model/{name}", value, "model")
+            elif name not in self._owners:
+                self.added[name] = value
+            elif is_here and self._leads:
+                self.add_whole(f"model/{name}", value, "model")
         if self._leads:
-            self.values.names = [name for name, value in state.items() if not is_meta(value)]
+            self.values.names = [name for name, one in state.items() if not (isinstance(one, Tensor) and one.is_meta)]
         self.values.added = list(self.added)
 
     def add_optimizer(self, parameters: Mapping[str, nn.Parameter], states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -208,14 +201,6 @@ class RankTensors:
         elif self._leads:
             self.add_whole(f"state/{number}", own, "state")
 
-    def _add_entry(self, name: str, value: Tensor, *, is_here: bool) -> None:
-        if isinstance(value, PartialValues) or (is_here and name in self._parameters):
-            self.share(f"model/{name}", value, "model")
-        elif name not in self._owners:
-            self.added[name] = value
-        elif is_here and self._leads:
-            self.add_whole(f"model/{name}", value, "model")
-
     def add_whole(self, name: str, tensor: Tensor, kind: Kind) -> None:
         """Add a tensor that this rank writes alone."""
         self._add(TensorPart.whole(name, tensor, kind))
@@ -244,11 +229,6 @@ def tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     return tied
 
 
-def is_meta(value: Any) -> bool:
-    """Whether it is a tensor of another rank."""
-    return isinstance(value, Tensor) and value.is_meta
-
-
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two entries have one memory, here or on the rank that has them."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
@@ -258,31 +238,35 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def rank_part(
-    checkpoint: Mapping[str, Any], model: CutModel, topology: Topology, rank: int, resume: ResumeState | None
+    checkpoint: Mapping[str, Any],
+    module: "pl.LightningModule",
+    session: "Session",
+    optimizers: Sequence[Optimizer],
+    names: Mapping[Tensor, str],
+    resume: ResumeState | None,
 ) -> RankPart:
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
-        checkpoint: Lightning's, as hooks have left it, with the state dicts of `own_state`.
-        model: whose parameters are not guarded.
-        topology: of the ranks.
-        rank: this one.
+        checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
+        module: is cut into stages; its parameters are not guarded.
+        session: of this rank.
+        optimizers: of the run.
+        names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
     Raises:
         UnsupportedError: on all ranks, if one has something that can't be stored.
     """
-    module = model.module
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
-    listed = [(one, names_of(parameters_of(one), model.names)) for one in map(unwrapped, model.optimizers)]
-    tied = tied_names(module, checkpoint[MODEL])
-    parameters = {name: p for p, name in model.names.items()} | dict(module.named_parameters(remove_duplicate=False))
-    tensors = RankTensors(parameters, model, topology, rank)
+    named_optimizers = [(one, named_parameters_of(one, names)) for one in map(unwrapped, optimizers)]
+    tied, rank = tied_names(module, checkpoint[MODEL]), session.rank
+    tensors = RankTensors(module, session, names)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
-        for (one, found), state in zip(listed, checkpoint.get(OPTIMIZERS, ()), strict=False):
-            tensors.add_optimizer(dict(zip(found, parameters_of(one), strict=True)), state.get("state", {}))
+        for (_, parameters), state in zip(named_optimizers, checkpoint.get(OPTIMIZERS, ()), strict=False):
+            tensors.add_optimizer(parameters, state.get("state", {}))
         return tensors.values
 
     gathered = on_all_ranks(collect)
@@ -295,7 +279,7 @@ def rank_part(
     def write_document() -> dict[int, DistributedTensor]:
         if rank > 0:
             return {}
-        texts[STATE], found = state_document(checkpoint, tied, listed, gathered).encode()
+        texts[STATE], found = state_document(checkpoint, tied, named_optimizers, gathered).encode()
         for number, one in enumerate(found):
             if isinstance(one, Tensor):
                 tensors.add_whole(f"state/{number}", one, "state")
@@ -306,7 +290,7 @@ def rank_part(
     def complete() -> RankPart:
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
-        part = RankPart(tensors.parts, texts, about(checkpoint, model, topology, tied) if rank == 0 else {})
+        part = RankPart(tensors.parts, texts, about(checkpoint, module, session, tied) if rank == 0 else {})
         return part if resume is None else with_resume(part, resume)
 
     return with_common_errors(complete)
@@ -318,7 +302,7 @@ MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 def state_document(
     checkpoint: Mapping[str, Any],
     tied: Mapping[str, str],
-    optimizers: Sequence[tuple[Optimizer, Sequence[str]]],
+    optimizers: Sequence[tuple[Optimizer, Mapping[str, nn.Parameter]]],
     gathered: Sequence[OwnValues],
 ) -> StateDocument:
     """The state of rank 0, with the values that other ranks have sent.
@@ -326,7 +310,7 @@ def state_document(
     Args:
         checkpoint: Lightning's, as hooks have left it.
         tied: entries of the state dict that are stored under another name.
-        optimizers: with the names of their parameters.
+        optimizers: with their parameters by name.
         gathered: of all ranks.
     """
     state = checkpoint[MODEL]
@@ -344,10 +328,9 @@ def state_document(
             rest={key: value for key, value in one.items() if key not in ("state", "param_groups")},
         )
         documents.append(document)
+    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
     return StateDocument(
-        checkpoint=with_distributed_marked(
-            {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
-        ),
+        checkpoint=with_distributed_marked(rest),
         names=list(names),
         tied=dict(tied),
         values={name: value for own in gathered for name, value in own.model.items()},
@@ -357,30 +340,25 @@ def state_document(
 
 
 def about(
-    checkpoint: Mapping[str, Any], model: CutModel, topology: Topology, tied: Mapping[str, str]
+    checkpoint: Mapping[str, Any], module: nn.Module, session: "Session", tied: Mapping[str, str]
 ) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
-    module, layout = model.module, model.pipeline.layout
-    shapes = {} if model.cube is None else model.cube.whole_shapes
+    layout, shapes = session.pipeline.layout, {} if session.cube is None else session.cube.whole_shapes
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),
-        "layout": {**asdict(topology), "waves": layout.num_waves, "schedule": layout.schedule},
+        "layout": {**asdict(session.topology), "waves": layout.num_waves, "schedule": layout.schedule},
         "module": type(module).__qualname__,
         "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
-        "versions": {
-            "lightning_hanayo": version("lightning-hanayo"),
-            "lightning": lightning.__version__,
-            "torch": torch.__version__,
-        },
+        "versions": {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "lightning", "torch")},
         "tied": dict(tied),
         "huggingface": [
             {
                 "prefix": name,
-                "class": type(part).__name__,
-                "config": json.loads(part.config.to_json_string(use_diff=False)),
+                "class": type(one).__name__,
+                "config": json.loads(one.config.to_json_string(use_diff=False)),
             }
-            for name, part in transformers_models(module)
+            for name, one in transformers_models(module)
         ],
     }
 
@@ -441,35 +419,28 @@ def optimizer_state(
         UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
     """
     state = numbered_state_dict(optimizer, is_cut=sharding is not None or any(parameter.is_meta for parameter in names))
-    parameters = parameters_of(optimizer)
-    if not parameters:  # Lightning's, for `configure_optimizers` that returns None
+    if not optimizer.param_groups:  # Lightning's, for `configure_optimizers` that returns None
         return state
-    listed = names_of(parameters, names)
     own = {}
-    for index, values in state["state"].items():
-        parameter = parameters[index]
-        if not parameter.is_meta:  # some, such as Adagrad, make states of placeholders in their constructor
-            own[index] = as_parts(values, parameter, listed[index], sharding)
+    for index, (name, parameter) in enumerate(named_parameters_of(optimizer, names).items()):
+        if index in state["state"] and not parameter.is_meta:  # Adagrad's constructor makes states of placeholders
+            own[index] = as_parts(state["state"][index], parameter, name, sharding)
     return {**state, "state": own}
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters, in the order in which its state dict numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def names_of(parameters: Sequence[nn.Parameter], names: Mapping[Tensor, str]) -> list[str]:
-    """The names of an optimizer's parameters.
+def named_parameters_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by name, in the order in which its state dict numbers them.
 
     Raises:
-        UnsupportedError: one has none.
+        UnsupportedError: one has no name.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strange := [parameter for parameter in parameters if parameter not in names]:
         raise UnsupportedError(
             f"the optimizer has a parameter of the shape {tuple(strange[0].shape)} that isn't one of the module's, so "
             f"that a checkpoint has no name for it. Make it a parameter of the module."
         )
-    return [names[parameter] for parameter in parameters]
+    return {names[parameter]: parameter for parameter in parameters}
 
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)

@@ -55,7 +55,6 @@ from lightning_hanayo.strategy.lightning.resumed_loops import (
     stateful_loaders,
 )
 from lightning_hanayo.strategy.losses.step_samples import WAY_OUT, StepSamples, accumulation
-from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.topology import Topology
 from lightning_hanayo.weight_gradients import gradient_dtype
 
@@ -71,22 +70,13 @@ Read = Callable[[str, Region], Tensor]
 
 
 class AccumulatedGradients:
-    """The gradients of one rank between two batches.
+    """The gradients of one rank between two batches."""
 
-    Args:
-        parameters: the module's, by name; placeholders too.
-        cube: None without one.
-        data_rank: this rank's.
-        num_data: the number of data ranks.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], cube: Cube | None, data_rank: int, num_data: int
-    ) -> None:
-        self._parameters = {name: one for name, one in parameters.items() if not one.is_meta and one.requires_grad}
-        self._cube = cube
-        self._data_rank = data_rank
-        self._num_data = num_data
+    def __init__(self, module: nn.Module, session: "Session") -> None:
+        named = module.named_parameters()
+        self._parameters = {name: one for name, one in named if not one.is_meta and one.requires_grad}
+        self._cube = session.cube
+        self._data_rank, self._num_data = session.data_rank, session.topology.data
 
     def parts(self) -> Iterator[TensorPart]:
         """What this rank writes of them: what no other rank has, or has written."""
@@ -136,7 +126,6 @@ class AccumulatedGradients:
 
 KEY = RUN
 """of Lightning's dictionary"""
-RANDOM = "random/"
 _WHEN = ("now", "before")
 
 
@@ -188,6 +177,11 @@ class SavedRun:
         """The ranks that saved."""
         return Topology(data=self.layout["data"], pipe=self.layout["pipe"], cube=tuple(self.layout["cube"]))
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were accumulated when it was saved."""
+        return any(name.startswith(PREFIX) for name in self.names)
+
     def loader_states(self, data_rank: int) -> Sequence[Any]:
         """The states of the loaders of a data rank; none if they had none."""
         states: Sequence[Any] = self.data_document(data_rank).get("loaders", ())
@@ -195,7 +189,7 @@ class SavedRun:
 
     def random_states(self, data_rank: int, when: str) -> dict[str, Tensor]:
         """The states of the generators of the rank that has read the data: hooks draw the same on all its ranks."""
-        prefix = f"{RANDOM}{data_rank * self.topology.replica_size}/{when}/"
+        prefix = f"random/{data_rank * self.topology.replica_size}/{when}/"
         return {name.removeprefix(prefix): self.read(name, None) for name in self.names if name.startswith(prefix)}
 
 
@@ -210,21 +204,20 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
     }
     states: list[Any] = []
     random: dict[str, dict[str, Tensor]] = {}
-    if _reads_data(session.topology, rank):
+    if _reads_data(session):
         states = loader_states(trainer)
         of_loaders = {name: generator.get_state() for name, generator in generators_of_loaders(trainer).items()}
         before = random_states_before(trainer) if states else {}
         random = {"now": generator_states(session.device) | of_loaders, "before": before}
     with session.guard.off():
         accumulates = resumed_loops.num_accumulated(trainer) and not resumed_loops.was_in_batch(trainer)
-        gradients = list(_gradients(trainer, session).parts()) if accumulates else []
+        gradients = list(AccumulatedGradients(trainer.lightning_module, session).parts()) if accumulates else []
     tensors = [
-        TensorPart.whole(f"{RANDOM}{rank}/{when}/{name}", state, "state")
+        TensorPart.whole(f"random/{rank}/{when}/{name}", state, "state")
         for when in random
         for name, state in random[when].items()
     ]
-    data_rank = session.topology.coordinates(rank)[0]
-    data = {data_rank: {"loaders": states, "have_more": have_more(trainer)}} if states else {}
+    data = {session.data_rank: {"loaders": states, "have_more": have_more(trainer)}} if states else {}
     return ResumeState(document, data, [*tensors, *gradients])
 
 
@@ -240,15 +233,14 @@ class Resume:
         self._session = session
         self._saved = saved
         # Read now: a Tuner removes its checkpoint before training starts.
-        topology, rank = session.topology, session.rank
-        data_rank, reads_data = topology.coordinates(rank)[0], _reads_data(topology, rank)
+        reads_data = _reads_data(session)
         document: Mapping[str, Any] = {}
         if reads_data and saved is not None:
-            document = saved.data_document(data_rank)
-        elif reads_data and topology.data == 1:  # a plain Trainer stores those of one process
+            document = saved.data_document(session.data_rank)
+        elif reads_data and session.topology.data == 1:  # a plain Trainer stores those of one process
             document = {"loaders": resumed_loops.plain_loader_states(trainer)}
         self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
-        self._set_random = self._random_states(data_rank, reads_data=reads_data)
+        self._set_random = self._random_states(reads_data=reads_data)
         self._is_before_plateau = resumed_loops.is_before_plateau(trainer)
         self._is_after_last_batch = resumed_loops.is_after_last_batch(trainer)
         resumed_loops.correct_loops(trainer)
@@ -282,9 +274,9 @@ class Resume:
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
-    def _random_states(self, data_rank: int, *, reads_data: bool) -> Callable[[str], None]:
+    def _random_states(self, *, reads_data: bool) -> Callable[[str], None]:
         """A function that sets the generators to their states "now" or "before". It holds no more than those."""
-        saved, device, trainer = self._saved, self._session.device, self._trainer
+        saved, device, trainer, data_rank = self._saved, self._session.device, self._trainer, self._session.data_rank
         states = {} if saved is None else {when: saved.random_states(data_rank, when) for when in _WHEN}
 
         def set_states(when: str) -> None:
@@ -323,8 +315,9 @@ class Resume:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
         if before == now and resumed_loops.num_accumulated(self._trainer):
             with self._session.guard.off():
-                _gradients(self._trainer, self._session).restore(saved.names, saved.read)
-        elif before != now and any(name.startswith(PREFIX) for name in saved.names):
+                gradients = AccumulatedGradients(self._trainer.lightning_module, self._session)
+                gradients.restore(saved.names, saved.read)
+        elif before != now and saved.has_gradients:
             yield (
                 f"the gradients of the batches since the last optimizer step are left out: accumulate_grad_batches was "
                 f"{before}, and is {now}."
@@ -334,6 +327,7 @@ class Resume:
 def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
     """What can't be as in the uninterrupted run. `has_position`: the checkpoint holds the loaders' states."""
     accumulated, in_epoch = resumed_loops.num_accumulated(trainer), resumed_loops.is_in_epoch(trainer)
+    has_state = bool(stateful_loaders(trainer))
     if saved is None:
         yield "the checkpoint holds no random states: shuffled data and random numbers may differ from then on."
     elif (layout := saved.layout) != _layout(session):
@@ -346,8 +340,7 @@ def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *,
             f"{resumed_loops.num_batches(trainer)} batches of the epoch have been trained: metrics logged with "
             f"on_epoch=True are of the rest alone, and on_train_epoch_start is not called again."
         )
-    if in_epoch and not (has_position and stateful_loaders(trainer)):
-        has_state = bool(stateful_loaders(trainer))
+    if in_epoch and not (has_position and has_state):
         missing = "state_dict() and load_state_dict()" if not has_state else "state in the checkpoint"
         yield (
             f"the training loader has no {missing}: the epoch is read from its start again, up to its usual number of "
@@ -355,7 +348,7 @@ def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *,
         )
     if has_persistent_workers(trainer):
         yield "the loader has persistent_workers: they draw other random numbers than workers that have gone on."
-    if accumulated and not any(name.startswith(PREFIX) for name in (saved.names if saved is not None else ())):
+    if accumulated and (saved is None or not saved.has_gradients):
         yield f"the checkpoint holds no gradients of the {accumulated} batches accumulated since the last step."
     if resumed_loops.was_in_batch(trainer):
         yield "the checkpoint was saved inside a batch, which a loader with a state does not give again."
@@ -397,23 +390,13 @@ def _samples(trainer: "pl.Trainer", session: "Session") -> StepSamples:
 
 def _layout(session: "Session") -> dict[str, Any]:
     topology, num_microbatches = session.topology, session.pipeline.layout.num_microbatches
-    return {
-        "data": topology.data,
-        "pipe": topology.pipe,
-        "cube": list(topology.cube),
-        "num_microbatches": num_microbatches,
-    }
+    sizes = {"data": topology.data, "pipe": topology.pipe, "cube": list(topology.cube)}
+    return {**sizes, "num_microbatches": num_microbatches}
 
 
-def _reads_data(topology: Topology, rank: int) -> bool:
+def _reads_data(session: "Session") -> bool:
     """Whether the rank is the one of its data rank that reads the loader."""
-    return rank % topology.replica_size == 0
-
-
-def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradients:
-    data_rank = session.topology.coordinates(session.rank)[0]
-    parameters = dict(trainer.lightning_module.named_parameters())
-    return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
+    return session.rank % session.topology.replica_size == 0
 
 
 def with_resume(part: RankPart, state: ResumeState) -> RankPart:
@@ -432,7 +415,7 @@ def run_entry(state: ResumeState) -> dict[str, Any]:
 
 
 def saved_in_folder(folder: CheckpointFolder, entry: Mapping[str, Any]) -> SavedRun:
-    """What a folder says of the run; `entry` is what `run_entry` has made."""
+    """A folder's description of the run; `entry` is that of `run_entry`."""
     return SavedRun(entry["run"], partial(data_document, folder), folder.manifest.tensors.keys(), folder.read)
 
 

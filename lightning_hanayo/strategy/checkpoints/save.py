@@ -30,23 +30,21 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_hanayo.dist_checkpointing.part import SavingRanks
+from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import encode
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
-from lightning_hanayo.strategy.checkpoints.parts import CutModel, rank_part, with_distributed_marked
+from lightning_hanayo.strategy.checkpoints.parts import with_distributed_marked
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, gathered
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
 from lightning_hanayo.topology import Topology
-
-_ALL = ("data", "pipe", "x", "y", "z")
 
 
 class Checkpoints:
@@ -65,11 +63,11 @@ class Checkpoints:
     ) -> None:
         self.is_sharded = topology.world_size > 1 and not options.save_full
         """whether a checkpoint is a folder"""
-        self._topology, self._rank = topology, rank
+        self._rank = rank
         self._io = io
-        world, factory = topology.groups(*_ALL), groups.factory
-        is_alone = topology.world_size == 1
-        self._peers = SavingRanks(None if is_alone else factory.control(world))
+        self._uses_own_files = type(io) is TorchCheckpointIO  # else a plugin of the user's writes and removes files
+        world, factory = topology.groups("data", "pipe", "x", "y", "z"), groups.factory
+        self._peers = SavingRanks(None if topology.world_size == 1 else factory.control(world))
         self.newest: str | None = None
         """the path of the last one that was saved; in the background of the one before, which is there for certain"""
         self._begun: str | None = None
@@ -78,16 +76,11 @@ class Checkpoints:
         self.poll, self.wait = self._saver.poll, self._saver.wait
         self.finish, self.abandon = self._saver.finish, self._saver.abandon
 
-    @property
-    def uses_own_files(self) -> bool:
-        """Whether files are written and removed here, not by a plugin of the user's."""
-        return type(self._io) is TorchCheckpointIO
-
     def save(
         self,
         checkpoint: dict[str, Any],
         path: str | Path,
-        model: CutModel | None,
+        own_part: Callable[[Mapping[str, Any]], RankPart] | None,
         resume: ResumeState | None,
         storage_options: Any = None,
     ) -> None:
@@ -96,7 +89,8 @@ class Checkpoints:
         Args:
             checkpoint: as hooks have left it.
             path: of the folder or file.
-            model: None if the module is whole on each rank, as before the run.
+            own_part: returns this rank's part of the folder; None if the module is whole on each rank, as before the
+                run.
             resume: what this rank adds for a run that goes on from the checkpoint; None for weights alone.
             storage_options: for a plugin of the user's.
 
@@ -104,11 +98,10 @@ class Checkpoints:
             CheckpointError: it wasn't saved; on all ranks alike.
             UnsupportedError: something in it can't be stored; on all ranks alike.
         """
-        if self.uses_own_files and storage_options is not None:
+        if self._uses_own_files and storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin, and this Trainer has none")
-        if self.is_sharded and model is not None:
-            part = rank_part(without_unstorable(checkpoint), model, self._topology, self._rank, resume)
-            self._saver.save(fspath(path), part)
+        if self.is_sharded and own_part is not None:
+            self._saver.save(fspath(path), own_part(_without_unstorable(checkpoint)))
             self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
             return
         if resume is not None:
@@ -116,7 +109,7 @@ class Checkpoints:
             checkpoint = {**checkpoint, KEY: gathered(resume, self._peers.gather)}
 
         def write() -> None:
-            if self._rank == 0 and self.uses_own_files:
+            if self._rank == 0 and self._uses_own_files:
                 write_file(fspath(path), partial(torch.save, checkpoint))
             elif self._rank == 0:
                 self._io.save_checkpoint(checkpoint, fspath(path), storage_options=storage_options)
@@ -127,13 +120,14 @@ class Checkpoints:
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, after the save in flight."""
         self.newest = None if self.newest == fspath(path) else self.newest
-        if self.uses_own_files:
+        if self._uses_own_files:
             self._saver.remove(fspath(path))
         elif self._rank == 0:
             self._io.remove_checkpoint(path)
 
 
 _ONE_FILE = "or save one file: HanayoStrategy(save_full=True)."
+_Savers = Sequence[ModelCheckpoint | OnExceptionCheckpoint]
 
 
 def check_saving(trainer: "pl.Trainer", module: "pl.LightningModule", checkpoints: Checkpoints) -> None:
@@ -146,10 +140,9 @@ def check_saving(trainer: "pl.Trainer", module: "pl.LightningModule", checkpoint
     if not savers or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     if checkpoints.is_sharded and trainer.is_global_zero:
-        warn_of_unstorable(module.hparams, type(module).__name__)
-        datamodule: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
-        if datamodule is not None:
-            warn_of_unstorable(datamodule.hparams, type(datamodule).__name__)
+        for owner in (module, trainer.datamodule):  # type: ignore[attr-defined]
+            if owner is not None:
+                _warn_of_unstorable(owner.hparams, type(owner).__name__)
     on_all_ranks(lambda: _check_this_rank(trainer, module, checkpoints, savers))
 
 
@@ -169,10 +162,7 @@ def check_plugin(options: Options, topology: Topology, io: CheckpointIO) -> None
 
 
 def _check_this_rank(
-    trainer: "pl.Trainer",
-    module: "pl.LightningModule",
-    checkpoints: Checkpoints,
-    savers: Sequence[ModelCheckpoint | OnExceptionCheckpoint],
+    trainer: "pl.Trainer", module: "pl.LightningModule", checkpoints: Checkpoints, savers: _Savers
 ) -> None:
     is_sharded = checkpoints.is_sharded
     links = [one for one in savers if isinstance(one, ModelCheckpoint) and one.save_last == "link"]
@@ -205,10 +195,8 @@ def _check_writable(folder: str, rank: int) -> None:
     """Make and remove a file, in the folder or in the nearest one above it that there is."""
     storage = storage_of(folder)
     if storage.is_local:
-        above = os.path.abspath(storage.path)
-        while not os.path.lexists(above):
-            above = os.path.dirname(above)
-        storage = storage_of(above)
+        path = Path(os.path.abspath(storage.path))
+        storage = storage_of(next(one for one in (path, *path.parents) if os.path.lexists(one)))
     name = f".hanayo-{secrets.token_hex(4)}"
     try:
         with storage.create(name):
@@ -227,8 +215,8 @@ _TYPES = (LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, LightningDataModule.CHEC
 """where it has the class of OmegaConf's containers, which come back as dicts"""
 
 
-def unstorable(values: Mapping[str, Any]) -> dict[str, str]:
-    """Of hyperparameters that can't be stored the names, and in short what they are."""
+def _unstorable(values: Mapping[str, Any]) -> dict[str, str]:
+    """The hyperparameters that can't be stored: their classes by name."""
     found = {}
     for name, value in values.items():
         try:
@@ -238,19 +226,19 @@ def unstorable(values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def without_unstorable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def _without_unstorable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint without the hyperparameters that can't be stored."""
     kept = {key: value for key, value in checkpoint.items() if key not in _TYPES}
     for key in _KEYS:
         if isinstance(kept.get(key), Mapping):
-            left_out = unstorable(kept[key])
+            left_out = _unstorable(kept[key])
             kept[key] = {name: value for name, value in kept[key].items() if name not in left_out}
     return kept
 
 
-def warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
-    """Name those that checkpoints will not hold."""
-    left_out = unstorable(values)
+def _warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
+    """Name the hyperparameters that checkpoints will not hold."""
+    left_out = _unstorable(values)
     if left_out:
         listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
         arguments = ", ".join(f"{name}=..." for name in left_out)
@@ -262,34 +250,18 @@ def warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
         )
 
 
-_SLURM_PREFIX = "hpc_ckpt_"
-
-
 def adapt_callbacks(trainer: "pl.Trainer", checkpoints: Checkpoints, attributes: TemporaryAttributes) -> None:
     """Let callbacks look for a name once the save in flight has ended. Their questions are asked by all ranks."""
+
+    def ask(file_exists: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        checkpoints.wait()
+        return file_exists(*args, **kwargs)
+
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelCheckpoint) and checkpoints.in_background:
-            attributes.set(callback, "file_exists", _AfterSave(callback.file_exists, checkpoints.wait))
+            attributes.set(callback, "file_exists", Substitute(callback.file_exists, ask))
 
 
 def ends_job(path: str | os.PathLike[str]) -> bool:
     """Whether it is the checkpoint after which Lightning lets SLURM end this job at once, and start it again."""
-    return os.path.basename(os.fspath(path)).startswith(_SLURM_PREFIX)
-
-
-class _AfterSave:
-    """Takes the place of a callback's `file_exists`. Copies of the callback have its own again."""
-
-    def __init__(self, ask: Callable[..., bool], wait: Callable[[], object]) -> None:
-        self._ask, self._wait = ask, wait
-
-    def __call__(self, *args: Any, **kwargs: Any) -> bool:
-        self._wait()
-        return self._ask(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _itself, (self._ask,)
-
-
-def _itself(ask: Any) -> Any:
-    return ask
+    return os.path.basename(path).startswith("hpc_ckpt_")

@@ -49,18 +49,17 @@ def test_views_are_written_as_what_they_show() -> None:
 def test_it_says_what_it_wrote() -> None:
     """Sizes and hashes are those of the bytes in the file, and each tensor is aligned."""
     file = io.BytesIO()
-    written = write_tensors(
+    stored, hashes = write_tensors(
         file, {"odd": torch.ones(3, dtype=torch.uint8), "a": torch.arange(3.0), "b": torch.ones(5).half()}
     )
     data = file.getvalue()
     length = header_length(data[:8], len(data))
-    assert written.num_bytes == len(data)
-    assert written.header_xxh3_128 == xxh3_128(data[:length]).hexdigest()
+    assert stored.num_bytes == len(data)
+    assert stored.xxh3_128 == xxh3_128(data[:length]).hexdigest()
     entries = read_header(data[:length], len(data))
     assert list(entries) == ["a", "b", "odd"]
     assert [entry.start % width for entry, width in zip(entries.values(), [4, 2, 1], strict=True)] == [0, 0, 0]
-    hashes = {key: xxh3_128(data[entry.start : entry.stop]).hexdigest() for key, entry in entries.items()}
-    assert written.xxh3_128 == hashes
+    assert hashes == {key: xxh3_128(data[one.start : one.stop]).hexdigest() for key, one in entries.items()}
 
 
 class Counted:
@@ -85,9 +84,9 @@ def test_values_are_made_one_at_a_time() -> None:
         return torch.from_numpy(memory)
 
     file = Counted()
-    written = write_tensors(file, {str(i): StoredTensor.of((2, MEGABYTE), torch.float32, read) for i in range(3)})
+    stored, _ = write_tensors(file, {str(i): StoredTensor.of((2, MEGABYTE), torch.float32, read) for i in range(3)})
     assert len(made) == 3
-    assert file.written == written.num_bytes > 3 * 8 * MEGABYTE
+    assert file.written == stored.num_bytes > 3 * 8 * MEGABYTE
     assert file.longest <= 4 * MEGABYTE
 
 

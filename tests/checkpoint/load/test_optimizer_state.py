@@ -86,7 +86,7 @@ def test_each_rank_loads_its_own_states(make: Callable[..., Optimizer]) -> None:
     state, module = trained(make), model()
     replace_with_placeholders(module, set(module["a"].parameters()))  # type: ignore[index]
     optimizer = make(module)
-    load(state, module, optimizer, elementwise=True)
+    load(state, module, optimizer, shapes={})
     found = {index: values for index, values in optimizer.state_dict()["state"].items() if not is_meta(values)}
     own = {index for index, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if not p.is_meta}
     expected = {index: values for index, values in state["state"].items() if index in own}
@@ -173,5 +173,5 @@ def grouped(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def test_parameters_in_another_order_are_refused_where_a_file_has_numbers() -> None:
-    text = refusal(trained(), [["b.weight", "a.weight"], BY_KIND[1]], elementwise=True)
+    text = refusal(trained(), [["b.weight", "a.weight"], BY_KIND[1]], shapes={})
     assert "has exp_avg [3, 3] for b.weight, which is [2, 3]" in text

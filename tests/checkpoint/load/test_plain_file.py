@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped, verify
+from lightning_hanayo.dist_checkpointing.found import verify_file
+from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped
 from lightning_hanayo.errors import CheckpointError
 
 
@@ -38,7 +39,7 @@ def data_of(path: Path, record: str) -> int:
 
 
 def test_a_whole_file_is_read_as_it_was_saved(path: Path) -> None:
-    verify(path)
+    verify_file(str(path))
     content = load_mapped(path, weights_only=None)
     assert is_zip(path) and content["epoch"] == 3 and content["state_dict"]["a.weight"].shape == (300, 7)
     content["state_dict"]["a.weight"].zero_()  # changes no byte of the file
@@ -52,7 +53,7 @@ def test_a_whole_file_is_read_as_it_was_saved(path: Path) -> None:
 def test_a_flipped_bit_is_found_and_its_tensor_named(path: Path, record: str, name: str) -> None:
     flip(path, data_of(path, record))
     with pytest.raises(CheckpointError) as raised:
-        verify(path)
+        verify_file(str(path))
     assert name in str(raised.value) and str(path) in str(raised.value)
 
 
@@ -63,7 +64,7 @@ def test_no_flipped_bit_in_data_stays_unseen(path: Path) -> None:
     for position in range(0, size, size // 97):
         flip(path, position)
         try:
-            verify(path)
+            verify_file(str(path))
         except CheckpointError:
             pass
         else:  # a date, or a gap between records
@@ -75,7 +76,7 @@ def test_no_flipped_bit_in_data_stays_unseen(path: Path) -> None:
 def test_a_truncated_file_is_refused(path: Path, kept: float) -> None:
     os.truncate(path, int(path.stat().st_size * kept))
     with pytest.raises(CheckpointError, match=f"truncated or damaged, {path.stat().st_size} bytes"):
-        verify(path)
+        verify_file(str(path))
 
 
 def test_ranks_share_the_bytes_and_miss_none(path: Path) -> None:
@@ -85,7 +86,7 @@ def test_ranks_share_the_bytes_and_miss_none(path: Path) -> None:
         refusing = []
         for rank in range(3):
             try:
-                verify(path, rank, 3)
+                verify_file(str(path), rank, 3)
             except CheckpointError:
                 refusing.append(rank)
         assert len(refusing) == 1, record

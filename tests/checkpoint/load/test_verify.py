@@ -46,7 +46,7 @@ def found_by(path: Path, num_ranks: int) -> list[str]:
     found = []
     for rank in range(num_ranks):
         try:
-            CheckpointFolder(path).verify_share(rank, num_ranks)
+            CheckpointFolder(path).verify(rank, num_ranks)
         except CheckpointError as error:
             found.append(str(error))
     return found

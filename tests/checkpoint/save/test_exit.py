@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,11 @@ def main(path: str, store: str, rank: int, dies: bool) -> None:
     """Rank 1 is killed in the middle of a save, or goes on training for ever; rank 0 has an error of its own."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     background = dist.new_group(backend="gloo")
+    has_written = threading.Event()
 
     def at(point: Point) -> None:
+        if point == Point.SYNCED:
+            has_written.set()
         if (point, rank) == (Point.WRITTEN, 1):
             while not dies:
                 signal.pause()
@@ -31,6 +35,7 @@ def main(path: str, store: str, rank: int, dies: bool) -> None:
 
     Saver(SavingRanks(dist.group.WORLD), SavingRanks(background), at=at).save(path, part_of(rank, 2))  # type: ignore[arg-type]
     if rank == 0:
+        has_written.wait()  # then its thread does nothing but wait for rank 1
         raise ZeroDivisionError("in the user's step")
     signal.pause()
 

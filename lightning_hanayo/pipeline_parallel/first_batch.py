@@ -31,6 +31,7 @@ from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, Scanner
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
+from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.pipeline_parallel.stages import find_loss
@@ -91,8 +92,10 @@ class FirstBatch:
         finally:
             patched.register_hook = register
 
-    def examine(self, batch: Batch, samples: int) -> None:
+    def examine(self, batch: Batch, samples: int, whole: WholeStep | None = None) -> None:
         """Run blocks again, between the forward of micro-batch 0 and the first backward. `samples`: 0 if not known.
+
+        `whole`: of a step that runs on the whole batch.
 
         Raises:
             UnsupportedError: gradients wouldn't be those of the batch.
@@ -100,6 +103,9 @@ class FirstBatch:
         self._samples, calls, self.values.calls = samples, self.values.calls, {}
         loss = find_loss(batch.results.get(0))
         before = [] if self.is_single or batch.step is None else tree_leaves(calls.get(0))
+        if whole is not None:
+            before = whole.arguments
+            self._runs_once = self._runs_once and whole.backwards_before_stack(loss) <= 1
         roots = [one for one in (loss, *before) if isinstance(one, Tensor) and one.requires_grad]
         functions, found = graph_boundary.foreign_functions(roots), Findings()
         if self.is_single and not self.is_cube:  # as DDP does, which averages whatever gradients ranks have
@@ -185,12 +191,12 @@ class FirstBatch:
     def _checked(self, hook: Hook) -> Hook:
         """The hook on a tensor. If it changes the gradient, it is checked once, after that."""
         self._has_hooks = True
-        is_known = self.num_microbatches == 1 or (self._runs_once and current_tracer() is not None)
+        is_known, in_step = self.num_microbatches == 1, current_tracer() is not None
 
         def checked(gradient: Tensor) -> Any:
             nonlocal is_known
             made = hook(gradient)
-            if made is not None and not is_known:
+            if made is not None and not (is_known or (in_step and self._runs_once)):
                 is_known = True
                 if not self._is_right(hook, _ramp(gradient)):
                     raise self._error(f"the hook {getattr(hook, '__qualname__', hook)}", _MIXES)

@@ -105,7 +105,8 @@ class StepState:
         changed = self._changed_since(before, by_value=is_first)
         self._kept_alive.clear()
         if num_microbatches > 1 or self._mesh is not None:
-            self._check_parameters({name for name in changed if not (is_whole and self._is_outside(name))})
+            may_change = is_whole and self._mesh is None  # a cube shards the parameters outside between batches
+            self._check_parameters({name for name in changed if not (may_change and self._is_outside(name))})
         if is_first:
             self._changing = changed
             announced = {name for name, (module, _) in self._places.items() if isinstance(module, _BatchNorm)}

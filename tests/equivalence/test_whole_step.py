@@ -132,6 +132,43 @@ class Gated(models.MLP):
         return loss + 0.1 * torch.stack(stored).mean()
 
 
+class Unused(models.MLP):
+    """The loss doesn't need the stack, so that blocks get no gradient."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        self(batch["x"])
+        return functional.cross_entropy(self.head(self.embedding(batch["x"])), batch["y"])
+
+
+class Injects(models.MLP):
+    """A loss that is injected in front of the stack, over all samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        x = models.Auxiliary.apply(x, x.square().mean(0).max())  # type: ignore[no-untyped-call]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class CountsDepth(models.MLP):
+    """A number that a `finally` puts back, also when a dry run is unwound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.depth += 1
+        try:
+            return super().forward(x)
+        finally:
+            self.depth -= 1
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) * (2 + self.depth)
+
+
 class Hidden(models.HuggingFace):
     """The loss needs the hidden states in front of each block."""
 
@@ -160,9 +197,12 @@ def name_of(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
+FURTHER: list[Any] = [
+    models.Frozen, models.Regularised, models.SharesOutside, models.SharesInside, Unused, Injects, CountsDepth,
+]  # fmt: skip
 CASES = [(model, layout) for model in STEPS for layout in (P2, W2, P4)]
 CASES += [(model, CUBE) for model in STEPS if model not in (Gated, hidden)]  # blocks' own tensors
-CASES += [(model, P2) for model in (models.Frozen, models.Regularised, models.SharesOutside, models.SharesInside)]
+CASES += [(model, P2) for model in FURTHER]
 CASES += [(model, DATA) for model in (models.MLP, models.Skip, After, ChosenAndRejected)]  # means over samples
 
 
@@ -263,6 +303,8 @@ def test_an_error_of_the_step_ends_all_ranks(pool: Pool, behind: bool) -> None:
 
 
 class ChangesArgument(models.MLP):
+    """The step changes what it has passed to the blocks."""
+
     def forward(self, x: Tensor) -> Tensor:
         given = x = self.embedding(x)
         for block in self.blocks:
@@ -271,10 +313,73 @@ class ChangesArgument(models.MLP):
         return self.head(x)
 
 
-def test_a_change_of_what_blocks_have_got_is_refused(pool: Pool) -> None:
-    training = Training(ChangesArgument, partial(models.vectors, (8,)), steps=1)
-    with pytest.raises(RunFailed, match=r"\(8, 16\) in place that it has passed to the blocks"):
-        pool.run(2, fit, training, P2, timeout=30.0)
+class FrozenChangesArgument(models.Frozen, ChangesArgument):
+    """The same without a gradient in front of the stack."""
+
+
+class CountingBlock(models.Block):
+    def forward(self, x: Tensor, samples: int) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + x.sum(0) / samples
+
+
+class PassesCount(models.MLP):
+    """Blocks get the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, len(x))
+        return self.head(x)
+
+
+class ScalingBlock(models.Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * table.mul_(0.9)
+
+
+class SharesTable(models.MLP):
+    """Blocks change a table of all samples in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ScalingBlock() for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, table = self.embedding(x), torch.ones(WIDTH, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, table)
+        return self.head(x)
+
+
+class InjectsTwice(models.MLP):
+    """A loss injected in front of the stack, and a skip past it: its backward runs from both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = models.Auxiliary.apply(self.embedding(x), self.embedding.weight.square().sum())  # type: ignore
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+REFUSED = [
+    (ChangesArgument, "(8, 16) in place that it has passed to the blocks"),
+    (FrozenChangesArgument, "(8, 16) in place that it has passed to the blocks"),
+    (PassesCount, "the blocks get the number 8 with the whole batch, and 3 with 38% of its samples"),
+    (SharesTable, "a block changes an argument of the shape (16,) in place"),
+    (InjectsTwice, "Auxiliary in the step's code outside the stack: the backward adds a gradient of its own"),
+]
+
+
+@pytest.mark.parametrize(("model", "message"), REFUSED, ids=name_of)
+def test_what_cannot_be_right_is_refused(pool: Pool, model: Any, message: str) -> None:
+    with pytest.raises(RunFailed) as caught:
+        pool.run(2, fit, Training(model, partial(models.vectors, (8,)), steps=1), P2, timeout=30.0)
+    assert message in caught.value.first.message
+    assert [failure for failure in caught.value.failures if failure.kind == "timed out"] == []
 
 
 def recomputed(training: Training, layout: Layout) -> Outcome:

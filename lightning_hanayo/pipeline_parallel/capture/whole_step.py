@@ -65,6 +65,18 @@ class CutTensor:
                 f"blocks, whose backward may need it as it was. Change a copy of it."
             )
 
+    def check_shared(self) -> None:
+        """Check once the blocks have run forward that none has changed what all micro-batches get.
+
+        Raises:
+            UnsupportedError: one has.
+        """
+        if self._dim is None and len(self.parts) > 1 and any(map(version_of, self.parts)):
+            raise UnsupportedError(
+                f"a block changes an argument of the shape {tuple(self.whole.shape)} in place that has no dimension of "
+                f"the samples: it would do so once for each micro-batch. Change a copy of it, or set step='microbatch'."
+            )
+
     @property
     def gradient(self) -> Tensor | None:
         """The gradient of the whole, once all parts have theirs."""
@@ -145,6 +157,17 @@ class WholeStep:
         return bool(self._output_dims) and not self._guessed
 
     @property
+    def arguments(self) -> list[Tensor]:
+        """What the blocks get in the batch, with its graph."""
+        return [one.whole for each in self._passes for one in each.differentiable]
+
+    def backwards_before_stack(self, loss: Any) -> int:
+        """How many backwards of this batch reach code before the stack: one for each pass, and one past the stack."""
+        nodes, _ = graph_boundary.reachable([loss] if isinstance(loss, Tensor) else [], stop=self.nodes)
+        passes_by = any(node._sequence_nr() < self.sequence_number for node in nodes)
+        return sum(bool(one.differentiable) for one in self._passes) + passes_by
+
+    @property
     def waiting(self) -> list[int]:
         """The micro-batches of the step, if it is suspended."""
         return list(range(len(self._passes[-1].samples))) if self.user.waiting else []
@@ -192,7 +215,9 @@ class WholeStep:
         if len(current.outputs) == len(current.samples):
             output, trees = self._joined(current)
             current.calls.clear()
-            if not current.differentiable:
+            for one in current.tensors.values():
+                one.check_shared()
+            if not torch.is_grad_enabled():
                 current.tensors.clear()
             self.sequence_number = self.user.resume(batch, 0, output, trees)
         return self.sequence_number
@@ -245,21 +270,22 @@ class WholeStep:
         if len(samples) == 1:
             return (None,) * len(calls.tensors)
         total, named = sum(samples), list(_tensors(calls, first=first))
-        dims = self._known_dims(batch, named)
+        dims, num_named = self._known_dims(batch, named), len({id(tensor) for _, tensor in named})
         for microbatch in range(len(samples)):  # a mask comes only with samples that need one
-            if len(dims) == len(calls.tensors):
+            if len(dims) == num_named:
                 break
             part = self._dry_run(batch, microbatch, StageInput.from_message(calls).trees, after)
             parts = dict(_tensors(part, first=first))
+            _check_numbers(calls, part, samples[microbatch] / total)
             for path, tensor in named:
                 if path in parts:
                     dim = _grown_dim(tensor, parts[path], samples[microbatch] / total)
                     size = tensor.shape if dim is None else tensor.shape[dim] / total
                     self._dims.setdefault((path, tensor.ndim), {})[size] = dim
             dims = self._known_dims(batch, named)
-        if len(dims) == len(calls.tensors):
-            return tuple(dims[id(tensor)] for tensor in calls.tensors)
-        missing = next(tuple(tensor.shape) for tensor in calls.tensors if id(tensor) not in dims)
+        if len(dims) == num_named:  # others are of the first block's output, if there is no other block
+            return tuple(dims.get(id(tensor)) for tensor in calls.tensors)
+        missing = next(tuple(tensor.shape) for _, tensor in named if id(tensor) not in dims)
         raise UnsupportedError(
             f"an argument of the blocks, of the shape {missing}, is there for the whole batch, and for none of its "
             f"micro-batches alone: how to cut it isn't known. Set step='microbatch'."
@@ -292,8 +318,10 @@ class WholeStep:
         streams = None if user.streams is None else user.streams.save()
         with _own_buffers(self.outside):
             calls = user.start_dry_run(batch, microbatch, CarriersOfDryRun(user.carriers, trees))
+        with _own_buffers(self.outside):
             if after is None:
                 user.abandon_dry_run(microbatch)
+                user.carriers.undo()  # a `finally` has run
             else:
                 calls = user.finish_dry_run(batch, microbatch, after.output)
         set_generators(states, device)
@@ -327,7 +355,19 @@ class WholeStep:
         columns = zip(*[tensors for _, tensors in flattened], strict=True)
         joined = [self._join(names[i], column, current.samples) for i, column in enumerate(columns)]
         self._note_nodes(joined)
+        if len({skeleton for skeleton, _ in flattened}) > 1:
+            self._warn("plain values", "last ones")
         return pytree.unflatten(flattened[-1][0], joined)  # type: ignore[no-any-return]
+
+    def _warn(self, what: str, gets: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"blocks return or store {what} for each micro-batch, without an entry for each sample. The step gets "
+                f"the {gets} of the micro-batches of a batch. The training depends on num_microbatches, unless it is a "
+                f"mean over samples.",
+                stacklevel=2,
+            )
 
     def _note_nodes(self, joined: Sequence[Tensor]) -> None:
         self.nodes.update(one.grad_fn for one in joined if one.grad_fn is not None)
@@ -338,16 +378,12 @@ class WholeStep:
         dim = self._output_dims[key] = self._join_dim(key, parts, samples)
         if dim is not None:
             return torch.cat(list(parts), dim)
-        if not first.is_floating_point():
+        is_number = not first.is_floating_point()
+        if (is_number or first.device.type == "cpu") and all(torch.equal(first, part) for part in parts[1:]):
+            return first  # the step has set it, say
+        self._warn(f"a tensor of the shape {tuple(first.shape)}", "last one" if is_number else "mean")
+        if is_number:
             return parts[-1]
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"blocks return or store a tensor of the shape {tuple(first.shape)} for each micro-batch, without an "
-                f"entry for each sample. The step gets the mean over the {len(samples)} micro-batches of a batch. The "
-                f"training depends on num_microbatches, unless it is a mean over samples.",
-                stacklevel=2,
-            )
         weighted = [part * (n / sum(samples)) for part, n in zip(parts, samples, strict=True)]
         return torch.stack(weighted).sum(0)
 
@@ -398,6 +434,36 @@ def _grown_dim(whole: Tensor, part: Tensor, share: float) -> int | None:
             f"cut into micro-batches (samples packed into one sequence?). Pad them, or set step='microbatch'."
         )
     return grown[0]
+
+
+def _check_numbers(whole: Message, part: Message, share: float) -> None:
+    """Check that the blocks get no number of samples: theirs is another one.
+
+    Raises:
+        UnsupportedError: they do.
+    """
+    of_part = dict(_numbers(part))
+    for path, number in _numbers(whole):
+        other = of_part.get(path, number)
+        if other != number and abs(number * share - other) < 1e-6:
+            raise UnsupportedError(
+                f"the blocks get the number {number} with the whole batch, and {other} with {share:.0%} of its samples "
+                f"(the number of samples?), but they run on micro-batches. Let them read it off their arguments: "
+                f"x.shape[0]."
+            )
+
+
+def _numbers(calls: Message) -> Iterator[tuple[Any, float]]:
+    """The numbers in calls, by where they are."""
+    _, distinct, call_of_block, *_, carried = calls.skeleton
+    for number, root in enumerate((*(distinct[call] for call in call_of_block), carried)):
+        for place, node in enumerate(pytree.nodes(root)):
+            if node[0] == "plain" and type(node[2]) in (int, float):
+                yield (number, place), node[2]
+            elif node[0] == "size":
+                yield from (((number, place, i), size) for i, size in enumerate(node[1:]))
+            elif node[0] == "tensor" and not (one := calls.tensors[node[1]]).ndim and one.device.type == "cpu":
+                yield (number, place), one.item()
 
 
 def _tensors(calls: Message, *, first: bool) -> Iterator[tuple[Any, Tensor]]:

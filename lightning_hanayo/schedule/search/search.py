@@ -32,6 +32,9 @@ EFFORT = 600_000
 MAX_RUNS = 1000
 """how many orders a search runs at most: enough for a small table, where `EFFORT` would allow many more"""
 
+_ROUNDING = 1e-8
+"""more than what `_rounded` changes, relatively"""
+
 Score = tuple[float, float]
 """of an order, the lower the better: the times of one step and of each following one, or the other way round"""
 
@@ -97,9 +100,12 @@ class Search:
         return times
 
     def run(self, plan: CodeRows, policy: FillPolicy) -> tuple[Score, list[list[int]]]:
-        """Run one plan. Returns the order and its score, and keeps it if it is the best so far."""
+        """Run one plan. Returns the order and its score, and keeps it if it is the best so far.
+
+        Where one step counts, a run that gets longer than the best one is given up: its score is infinite.
+        """
         scheduler = ListScheduler(self.problem, plan, policy)
-        makespan = scheduler.run()
+        makespan = scheduler.run(inf if self.steady else self.score[0] * (1 + _ROUNDING))
         runs = 3 if self.steady else 1  # the time of a following step takes two more runs
         self.actions_left -= self.problem.num_actions * runs
         return self._keep(scheduler.rows, makespan), scheduler.rows

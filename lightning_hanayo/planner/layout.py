@@ -196,21 +196,8 @@ def choose(
         relative = costs.scaled(1 / forward) if forward else costs
     if pairs and not relative.segments:
         relative = replace(relative, segments=PAIR_SEGMENTS)
-    layouts = [
-        Layout(
-            schedule=name,
-            num_ranks=num_ranks,
-            num_waves=wave,
-            num_microbatches=num_microbatches,
-            activation_budget=activation_budget,
-            costs=relative,
-            steady=steady,
-            separate_loss_stage=separate_loss_stage,
-            pairs=pairs,
-        )
-        for wave in waves
-        for name in names
-    ]
+    others = num_microbatches, activation_budget, relative, steady, separate_loss_stage, pairs
+    layouts = [Layout(name, num_ranks, wave, *others) for wave in waves for name in names]
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
     if not fitting:
         raise HanayoError(_too_few(layouts[0], num_blocks))

@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_hanayo.plotting.palette import ACTIVATION_COLOUR, DARK, KIND_COLOURS, KIND_NAMES, wave_legs
+from lightning_hanayo.plotting.palette import ACTIVATION_COLOUR, DARK, KIND_COLOURS, KIND_NAMES, num_legs, wave_legs
 from lightning_hanayo.plotting.timeline import draw_actions, image_file, time_label
 from lightning_hanayo.schedule.communication import messages_per_microbatch
 from lightning_hanayo.schedule.comparison import Candidate, Comparison
@@ -168,7 +168,7 @@ def _draw_legend(figure: "Figure", candidates: Sequence[Candidate]) -> None:
 
     kinds = {span.action.kind for one in candidates for span in one.timeline.spans}
     handles = [Patch(facecolor=KIND_COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in KIND_COLOURS if kind in kinds]
-    if any(wave_legs(one.timeline).num_legs > 1 for one in candidates):
+    if any(num_legs(wave_legs(one.timeline)) > 1 for one in candidates):
         handles.append(Patch(facecolor="none", label="(lighter: odd legs)"))
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)
 

@@ -80,6 +80,41 @@ class Estimate:
     """seconds of the step that wait for sums and gathers over data ranks"""
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one micro-batch."""
+
+    slowest: float
+    """of the slowest rank"""
+    mean: float
+    """of the mean rank"""
+    forward: float
+    backward: float
+    window: float
+    """in which reductions are hidden"""
+    round_trip: float
+    """from its first forward to its last backward"""
+    unevenness: float
+    """how many times as long ranks wait where some stages have a block more than others"""
+    message: float
+    gathering_once: float
+    """by which a batch takes longer if its weights are gathered once: its first forward, and its last backward"""
+    saved_by_a_pair: float
+    """by the mean rank, if a forward runs at once with another micro-batch's backward"""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One rank's part of the model."""
+
+    blocks: int
+    parameters: float
+    trained: float
+    """those of its parameters that are trained"""
+    has_outside: bool
+    """whether it holds the parameters outside the stack, too"""
+
+
 class StepModel:
     """Estimates the steps of one model on one machine.
 
@@ -102,9 +137,15 @@ class StepModel:
             self.machine = replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
         self._block_time = cache(self._time_block)
         self._works: dict[object, _Work] = {}
-        self._bytes = _StepBytes(facts)
         self._cut = cache(self._cut_blocks)
-        self.memory = cache(self._bytes.of_fullest)
+        self._shares_of = cache(self._count_shares)
+        self._saved = cache(
+            lambda mesh, samples, weights: facts.mean(
+                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
+            )
+        )
+        self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
+        self.memory = cache(self._of_fullest)
         """bytes of a candidate's rank that needs the most"""
 
     def closed_form(self, candidate: Candidate) -> Estimate:
@@ -137,7 +178,7 @@ class StepModel:
         busy, exposed = sum(timeline.busy) / candidate.pipe, timeline.makespan - batch
         sizes_of_stages = [float(len(one)) for one in blocks]
         curves = (timeline.held(rank, sizes_of_stages) for rank in range(candidate.pipe))
-        memory = self._bytes.of_fullest(candidate, [max(held for _, held in curve) for curve in curves])
+        memory = self._of_fullest(candidate, [max(held for _, held in curve) for curve in curves])
         return self._estimate(candidate, batch, busy, exposed, memory)
 
     def _estimate(
@@ -156,7 +197,7 @@ class StepModel:
         paired = candidate.num_microbatches - candidate.pipe
         hidden = candidate.pairs * max(0.0, paired * (1.0 if candidate.pipe == 1 else _PAIRED)) * work.saved_by_a_pair
         batch += work.gathering_once - hidden
-        own = self._bytes.most_trained(candidate)
+        own = self._most_trained(candidate)
         if candidate.shard_optimizer:  # updated parameters are gathered: the first stage waits for its own
             num_bytes = (1 - 1 / candidate.data) * facts.parameter_bytes * own
             link = self._data_link(candidate)
@@ -209,7 +250,7 @@ class StepModel:
         host = machine.host_call * facts.outside_calls
         return max(device, host) if machine.is_asynchronous else device + host
 
-    def _work(self, candidate: Candidate) -> "_Work":
+    def _work(self, candidate: Candidate) -> _Work:
         """Of one micro-batch; many candidates share it."""
         own = candidate
         key = own.pipe, own.num_waves, own.mesh, own.samples, own.cube_weights, own.recompute
@@ -217,14 +258,14 @@ class StepModel:
             self._works[key] = self._count_work(candidate)
         return self._works[key]
 
-    def _count_work(self, candidate: Candidate) -> "_Work":
+    def _count_work(self, candidate: Candidate) -> _Work:
         stages, pipe, total = candidate.stages_per_rank, candidate.pipe, len(self.facts.blocks)
         split, outside = candidate.schedule == SPLIT, self._outside(candidate)
         blocks = total / (pipe * stages)
         block = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
         mean, slowest, others = (
             self._stage(block, held, recompute=candidate.recompute) * stages
-            for held in (blocks, *(share.blocks / stages for share in self._bytes.shares(candidate)))
+            for held in (blocks, *(share.blocks / stages for share in self._shares(candidate)))
         )
         share = outside / pipe
         backward = mean.total(split=split) - mean.forward + 2 * share
@@ -276,7 +317,7 @@ class StepModel:
         if candidate.data == 1:
             return 0.0
         passes = 1 if candidate.shard_optimizer else 2
-        num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._bytes.most_trained(candidate)
+        num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._most_trained(candidate)
         return self._data_link(candidate).seconds(num_bytes, candidate.stages_per_rank)
 
     # simulation
@@ -308,65 +349,18 @@ class StepModel:
             ranks_per_node=per_node if by_node else None,
         )
 
+    # parameters and memory of ranks
 
-@dataclass(frozen=True)
-class _Work:
-    """Seconds of one micro-batch."""
-
-    slowest: float
-    """of the slowest rank"""
-    mean: float
-    """of the mean rank"""
-    forward: float
-    backward: float
-    window: float
-    """in which reductions are hidden"""
-    round_trip: float
-    """from its first forward to its last backward"""
-    unevenness: float
-    """how many times as long ranks wait where some stages have a block more than others"""
-    message: float
-    gathering_once: float
-    """by which a batch takes longer if its weights are gathered once: its first forward, and its last backward"""
-    saved_by_a_pair: float
-    """by the mean rank, if a forward runs at once with another micro-batch's backward"""
-
-
-@dataclass(frozen=True)
-class _Share:
-    """One rank's part of the model."""
-
-    blocks: int
-    parameters: float
-    trained: float
-    """those of its parameters that are trained"""
-    has_outside: bool
-    """whether it holds the parameters outside the stack, too"""
-
-
-class _StepBytes:
-    """Counts what ranks hold of one model. Blocks count with their mean."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts = facts
-        self._shares = cache(self._shares_of)
-        self._saved = cache(
-            lambda mesh, samples, weights: facts.mean(
-                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
-            )
-        )
-        self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
-
-    def shares(self, candidate: Candidate) -> tuple[_Share, _Share]:
+    def _shares(self, candidate: Candidate) -> tuple[_Share, _Share]:
         """Of pipeline rank 0, and of the rank that holds most of the others."""
-        return self._shares(candidate.pipe, candidate.stages_per_rank, candidate.mesh)
+        return self._shares_of(candidate.pipe, candidate.stages_per_rank, candidate.mesh)
 
-    def most_trained(self, candidate: Candidate) -> float:
+    def _most_trained(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
-        return max(share.trained for share in self.shares(candidate))
+        return max(share.trained for share in self._shares(candidate))
 
-    def _shares_of(self, pipe: int, stages: int, mesh: MeshSizes) -> tuple[_Share, _Share]:
-        facts = self._facts
+    def _count_shares(self, pipe: int, stages: int, mesh: MeshSizes) -> tuple[_Share, _Share]:
+        facts = self.facts
         outside, frozen = facts.outside_parameters, facts.outside_frozen
         loads = [one / facts.parameters_per_block for one in (facts.computing_parameters, outside)]
         own, others = _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
@@ -379,7 +373,7 @@ class _StepBytes:
             others, others * stored, others * trained, has_outside=False
         )
 
-    def of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
+    def _of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
         """Of the rank that needs the most.
 
         Args:
@@ -387,7 +381,7 @@ class _StepBytes:
             held: for each rank, of how many blocks it holds activations at most, without pairs; if none is given, of
                 as many micro-batches as there are pipeline ranks.
         """
-        own, others = self.shares(candidate)
+        own, others = self._shares(candidate)
         peak = min(candidate.num_microbatches, candidate.pipe)
         first, *rest = held or (peak * own.blocks, peak * others.blocks)
         more = candidate.pairs / candidate.stages_per_rank * (candidate.num_microbatches > peak)
@@ -398,7 +392,7 @@ class _StepBytes:
         )
 
     def _rank_memory(self, candidate: Candidate, share: _Share, held: float) -> RankMemory:
-        facts, samples, ranks, has_outside = self._facts, candidate.samples, candidate.cube_size, share.has_outside
+        facts, samples, ranks, has_outside = self.facts, candidate.samples, candidate.cube_size, share.has_outside
         saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
         kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
         message, own_samples = facts.message * samples / ranks, max(1.0, samples / ranks)

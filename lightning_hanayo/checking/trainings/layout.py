@@ -22,7 +22,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from functools import wraps
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -182,10 +181,9 @@ def run_rank(case: Case) -> RankResult:
 
 def make_strategy(case: Case) -> HanayoStrategy:
     """A new strategy with the case's options, on the case's ranks."""
-    options: dict[str, Any] = {field.name: getattr(case.options, field.name) for field in fields(case.options)}
     topology = case.topology
     sizes = {"pipeline_parallel_size": topology.pipe, "data_parallel_size": topology.data, "cube": topology.cube}
-    return HanayoStrategy(**options | sizes)
+    return HanayoStrategy(**vars(case.options) | sizes)
 
 
 def merge(ranks: Sequence[RankResult], topology: Topology) -> list[Values]:

@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import islice
@@ -304,7 +304,9 @@ def run_compare(options: Options) -> int:
     title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
     for path in options.output:
         with showing(f"drawing {path}"):
-            _save_comparison(path, title, comparison, options)
+            timelines = {one.name: one.timeline for one in comparison.candidates}
+            if not _save(path, title, timelines, options):
+                save_ranking(path, comparison, title=title, budget=budget, unit=options.unit)
     if options.json:
         schedules = [
             summary_dict(one.schedule, one.timeline, None if budget is None else one.within_budget)
@@ -334,15 +336,14 @@ def _print_comparison(comparison: Comparison, budget: float | None) -> None:
         print(f"{name} is left out: {reason}")
 
 
-def _save_comparison(path: str, title: str, comparison: Comparison, options: Options) -> None:
-    timelines = {one.name: one.timeline for one in comparison.candidates}
-    match Path(path).suffix.lower():
-        case ".html":
-            save_page(path, title, timelines, unit=options.unit)
-        case ".json":
-            save_trace(path, timelines, seconds=unit_seconds(options.unit))
-        case _:
-            save_ranking(path, comparison, title=title, budget=options.activation_budget, unit=options.unit)
+def _save(path: str, title: str, timelines: Mapping[str, Timeline], options: Options) -> bool:
+    """Write a page or a trace; False: the suffix is that of an image."""
+    suffix = Path(path).suffix.lower()
+    if suffix == ".html":
+        save_page(path, title, timelines, unit=options.unit)
+    elif suffix == ".json":
+        save_trace(path, timelines, seconds=unit_seconds(options.unit))
+    return suffix in (".html", ".json")
 
 
 def export_options(parser: ArgumentParser) -> None:
@@ -407,7 +408,10 @@ def run_show(options: Options) -> int:
         timeline = options.simulate(schedule)
     for path in options.output:
         with showing(f"drawing {path}"):
-            _save_timeline(path, schedule, timeline, options)
+            name = title(schedule) if Path(path).suffix.lower() == ".json" else schedule.name
+            if not _save(path, title(schedule), {name: timeline}, options):
+                look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
+                save_timeline(path, timeline, title=title(schedule), **look)
     if options.json:
         spans = json.loads(timeline.to_json())["spans"]
         print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))
@@ -429,17 +433,6 @@ def check_output(path: str) -> None:
         raise HanayoError(f"--output {path}: the suffix {suffix!r} is unknown; {nearest(suffix, known)}")
     if not Path(path).parent.is_dir():
         raise HanayoError(f"--output {path}: there is no folder {Path(path).parent}")
-
-
-def _save_timeline(path: str, schedule: Schedule, timeline: Timeline, options: Options) -> None:
-    match Path(path).suffix.lower():
-        case ".html":
-            save_page(path, title(schedule), {schedule.name: timeline}, unit=options.unit)
-        case ".json":
-            save_trace(path, {title(schedule): timeline}, seconds=unit_seconds(options.unit))
-        case _:
-            look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
-            save_timeline(path, timeline, title=title(schedule), **look)
 
 
 def unit_seconds(unit: str) -> float:
@@ -512,17 +505,13 @@ def print_timeline(timeline: Timeline, columns: int | None) -> None:
     if columns is None and is_terminal:
         columns = shutil.get_terminal_size().columns
     lines = timeline_lines(timeline, columns, wrap=True)
-    show = _printer(timeline) if is_terminal else _print_plain
+    show = _printer(timeline) if is_terminal else print
     for line in islice(lines, MAX_LINES):
         show(line)
     if next(lines, None) is not None:
         print(f"... cut after {MAX_LINES:,} lines; to see all: --output schedule.png, or fewer ranks or micro-batches")
     elif is_terminal:
         _print_legend(timeline)
-
-
-def _print_plain(line: Line) -> None:
-    print((line.head + "".join(piece.text for piece in line.pieces)).rstrip())
 
 
 def _printer(timeline: Timeline) -> Callable[[Line], None]:

@@ -385,32 +385,33 @@ class StepModel:
         peak = min(candidate.num_microbatches, candidate.pipe)
         first, *rest = held or (peak * own.blocks, peak * others.blocks)
         more = candidate.pairs / candidate.stages_per_rank * (candidate.num_microbatches > peak)
-        return max(
-            self._rank_memory(candidate, own, first + more * own.blocks),
-            self._rank_memory(candidate, others, max(rest, default=0.0) + more * others.blocks),
-            key=lambda one: one.total,
-        )
-
-    def _rank_memory(self, candidate: Candidate, share: _Share, held: float) -> RankMemory:
-        facts, samples, ranks, has_outside = self.facts, candidate.samples, candidate.cube_size, share.has_outside
+        facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
         saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
         kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
         message, own_samples = facts.message * samples / ranks, max(1.0, samples / ranks)
         has_messages = candidate.pipe > 1
         workspace = saved if candidate.recompute else 2 * message
-        return RankMemory(
-            weights=share.parameters * facts.parameter_bytes,
-            gradients=share.trained * facts.gradient_bytes,
-            optimizer=share.trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
-            activations=held * (message if candidate.recompute else saved),
-            # parameters outside the stack, and weights that are gathered for the batch, with their gradients
-            gathered=has_outside * (ranks > 1) * facts.outside_bytes
-            + share.blocks * (facts.element + facts.gradient_bytes) * kept,
-            suspended=has_outside
-            * (facts.outside_saved * own_samples + held / max(1.0, share.blocks) * message * has_messages),
-            messages=2 * candidate.stages_per_rank * message * has_messages,
-            workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * own_samples),
-        )
+
+        def memory(share: _Share, blocks: float) -> RankMemory:
+            """Of a rank that holds the activations of so many blocks."""
+            has_outside = share.has_outside
+            return RankMemory(
+                weights=share.parameters * facts.parameter_bytes,
+                gradients=share.trained * facts.gradient_bytes,
+                optimizer=share.trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
+                activations=blocks * (message if candidate.recompute else saved),
+                # parameters outside the stack, and weights that are gathered for the batch, with their gradients
+                gathered=has_outside * (ranks > 1) * facts.outside_bytes
+                + share.blocks * (facts.element + facts.gradient_bytes) * kept,
+                suspended=has_outside
+                * (facts.outside_saved * own_samples + blocks / max(1.0, share.blocks) * message * has_messages),
+                messages=2 * candidate.stages_per_rank * message * has_messages,
+                workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * own_samples),
+            )
+
+        fullest = memory(own, first + more * own.blocks)
+        other = memory(others, max(rest, default=0.0) + more * others.blocks)
+        return other if other.total > fullest.total else fullest
 
 
 def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: Sequence[float]) -> tuple[int, int]:

@@ -198,27 +198,20 @@ class Options(Namespace):
         Raises:
             HanayoError: there is no such schedule, or it doesn't exist in these sizes.
         """
-        name = self.schedule
-        schedule = self._read() if name.endswith(".csv") or Path(name).is_file() or "/" in name else self._build()
+        name, known = self.schedule, (*schedule_names(), "auto")
+        if name.endswith(".csv") or Path(name).is_file() or "/" in name:
+            given = {"ranks": self.ranks, "microbatches": self.microbatches, "waves": self.waves}
+            given["stages-per-rank"] = self.stages_per_rank
+            if superfluous := [f"--{option}" for option, value in given.items() if value is not None]:
+                raise HanayoError(f"{name} is a table, which has its own sizes; leave out {', '.join(superfluous)}")
+            schedule = Schedule.from_csv(name)
+        elif name in known:
+            sizes = self.sizes | {"num_stages_per_rank": self.stages_per_rank}
+            budget, pairs = self.activation_budget, self.pairs is not None
+            schedule = build(name, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
+        else:
+            raise no_such_schedule(name, known)
         return with_loss_stage(schedule) if vars(self).get("loss_stage") else schedule
-
-    def _read(self) -> Schedule:
-        sizes = {"ranks": self.ranks, "microbatches": self.microbatches, "waves": self.waves}
-        sizes["stages-per-rank"] = self.stages_per_rank
-        given = [f"--{name}" for name, value in sizes.items() if value is not None]
-        if given:
-            raise HanayoError(f"{self.schedule} is a table, which has its own sizes; leave out {', '.join(given)}")
-        return Schedule.from_csv(self.schedule)
-
-    def _build(self) -> Schedule:
-        sizes = self.sizes
-        if self.stages_per_rank is not None:
-            sizes["num_stages_per_rank"] = self.stages_per_rank
-        known = (*schedule_names(), "auto")
-        if self.schedule not in known:
-            raise no_such_schedule(self.schedule, known)
-        budget, pairs = self.activation_budget, self.pairs is not None
-        return build(self.schedule, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
 
     def simulate(self, schedule: Schedule) -> Timeline:
         """The schedule's timeline with these costs."""

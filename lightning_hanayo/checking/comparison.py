@@ -95,7 +95,9 @@ def compare(expected: Values, actual: Sequence[Values], tolerance: Tolerance) ->
         >>> compare({key: torch.tensor(1.0)}, [{key: torch.tensor(1.5)}], EXACT).gap
         0.5
     """
-    sizes = _sizes(expected)
+    sizes: dict[tuple[int, str], float] = {}  # the largest element of each step and kind
+    for key, value in expected.items():
+        sizes[key[:2]] = max(sizes.get(key[:2], 0.0), _largest(value))
     largest: dict[Kind, float] = {}
     counts: dict[Kind, int] = {}
     found = []
@@ -113,14 +115,6 @@ def compare(expected: Values, actual: Sequence[Values], tolerance: Tolerance) ->
     positions = {key: i for i, key in enumerate(expected)}
     found.sort(key=lambda one: (one.key.step, KINDS.index(one.key.kind), positions.get(one.key, len(positions))))
     return Comparison(largest, counts, tuple(found))
-
-
-def _sizes(values: Values) -> dict[tuple[int, str], float]:
-    """The largest element of each step and kind."""
-    sizes: dict[tuple[int, str], float] = {}
-    for key, value in values.items():
-        sizes[key[:2]] = max(sizes.get(key[:2], 0.0), _largest(value))
-    return sizes
 
 
 def _largest(value: Tensor) -> float:

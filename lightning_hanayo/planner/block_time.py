@@ -62,7 +62,8 @@ class PartTimes(NamedTuple):
         return PartTimes(*map(add, self, other))
 
     def __mul__(self, factor: float) -> "PartTimes":  # type: ignore[override]
-        return PartTimes(*(one * factor for one in self))
+        forward, backward, of_input, of_weight = self
+        return PartTimes(forward * factor, backward * factor, of_input * factor, of_weight * factor)
 
     def total(self, *, split: bool) -> float:
         """Forward and backward; `split`: the backward in two parts."""

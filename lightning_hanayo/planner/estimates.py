@@ -364,14 +364,11 @@ class StepModel:
         outside, frozen = facts.outside_parameters, facts.outside_frozen
         loads = [one / facts.parameters_per_block for one in (facts.computing_parameters, outside)]
         own, others = _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
-        stored, trained = (
-            facts.mean(lambda one: one.parameters_of_a_rank(mesh)),
-            facts.mean(lambda one: one.trained_by_a_rank(mesh)),
-        )
-        first = own * stored + outside / prod(mesh), own * trained + (outside - frozen) / prod(mesh)
-        return _Share(own, *first, has_outside=True), _Share(
-            others, others * stored, others * trained, has_outside=False
-        )
+        stored = facts.mean(lambda one: one.parameters_of_a_rank(mesh))
+        trained = facts.mean(lambda one: one.trained_by_a_rank(mesh))
+        of_outside, trained_outside = outside / prod(mesh), (outside - frozen) / prod(mesh)
+        first = _Share(own, own * stored + of_outside, own * trained + trained_outside, has_outside=True)
+        return first, _Share(others, others * stored, others * trained, has_outside=False)
 
     def _of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
         """Of the rank that needs the most.
@@ -409,9 +406,9 @@ class StepModel:
                 workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * own_samples),
             )
 
-        fullest = memory(own, first + more * own.blocks)
-        other = memory(others, max(rest, default=0.0) + more * others.blocks)
-        return other if other.total > fullest.total else fullest
+        blocks = first + more * own.blocks, max(rest, default=0.0) + more * others.blocks
+        of_ranks = map(memory, (own, others)[: candidate.pipe], blocks)  # one pipeline rank has no others
+        return max(of_ranks, key=lambda one: one.total)
 
 
 def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: Sequence[float]) -> tuple[int, int]:

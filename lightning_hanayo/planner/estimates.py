@@ -136,6 +136,7 @@ class StepModel:
             }
             self.machine = replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
         self._block_time = cache(self._time_block)
+        self._stage = cache(self._time_stage)
         self._works: dict[object, _Work] = {}
         self._cut = cache(self._cut_blocks)
         self._shares_of = cache(self._count_shares)
@@ -226,7 +227,7 @@ class StepModel:
             mean += time_block(kind, mesh, samples, self.machine, facts.dtype, facts.element, weights) * part
         return mean
 
-    def _stage(self, block: BlockTime, num_blocks: float, *, recompute: bool) -> PartTimes:
+    def _time_stage(self, block: BlockTime, num_blocks: float, *, recompute: bool) -> PartTimes:
         """Seconds of a stage with so many blocks, and of its actions on the host."""
         time = block.stage(num_blocks)
         if recompute:

@@ -70,14 +70,6 @@ class Case:
         return list(self.batches[data_rank :: self.topology.data])
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Where a stage's blocks are."""
-
-    blocks: range
-    pipe_rank: int
-
-
 @dataclass
 class RankResult:
     """What one rank of a run has left. A run in one process has one rank."""
@@ -85,8 +77,8 @@ class RankResult:
     values: Values
     stack: str = ""
     """the name of the block stack"""
-    stages: tuple[Stage, ...] = ()
-    """of the layout"""
+    stages: tuple[tuple[range, int], ...] = ()
+    """of the layout: the blocks and the pipeline rank of each stage"""
     num_microbatches: int = 1
     """of the layout"""
     draws_numbers: bool = False

@@ -95,7 +95,9 @@ def compare(expected: Values, actual: Sequence[Values], tolerance: Tolerance) ->
         >>> compare({key: torch.tensor(1.0)}, [{key: torch.tensor(1.5)}], EXACT).gap
         0.5
     """
-    sizes = _sizes(expected)
+    sizes: dict[tuple[int, str], float] = {}  # the largest element of each step and kind
+    for key, value in expected.items():
+        sizes[key[:2]] = max(sizes.get(key[:2], 0.0), _largest(value))
     largest: dict[Kind, float] = {}
     counts: dict[Kind, int] = {}
     found = []
@@ -106,18 +108,13 @@ def compare(expected: Values, actual: Sequence[Values], tolerance: Tolerance) ->
             counts[key.kind] = counts.get(key.kind, 0) + (data_rank == 0)
             if not one.gap <= tolerance.relative[key.kind]:
                 found.append(one)
-        found += [_surplus(key, values[key], data_rank) for key in values.keys() - expected.keys() if key.kind != "log"]
+        for key in values.keys() - expected.keys():
+            if key.kind != "log":
+                note = "one process has no such value"
+                found.append(Difference(key, inf, None, _first(values[key]), note=note, data_rank=data_rank))
     positions = {key: i for i, key in enumerate(expected)}
     found.sort(key=lambda one: (one.key.step, KINDS.index(one.key.kind), positions.get(one.key, len(positions))))
     return Comparison(largest, counts, tuple(found))
-
-
-def _sizes(values: Values) -> dict[tuple[int, str], float]:
-    """The largest element of each step and kind."""
-    sizes: dict[tuple[int, str], float] = {}
-    for key, value in values.items():
-        sizes[key[:2]] = max(sizes.get(key[:2], 0.0), _largest(value))
-    return sizes
 
 
 def _largest(value: Tensor) -> float:
@@ -144,10 +141,6 @@ def _difference(key: Key, expected: Tensor, actual: Tensor | None, floor: float,
     distance = float(gaps[place])
     gap = distance / size if size else (inf if distance else 0.0)
     return Difference(key, gap, float(wanted[place]), float(got[place]), data_rank=data_rank)
-
-
-def _surplus(key: Key, value: Tensor, data_rank: int) -> Difference:
-    return Difference(key, inf, None, _first(value), note="one process has no such value", data_rank=data_rank)
 
 
 def _comparable(value: Tensor) -> Tensor:

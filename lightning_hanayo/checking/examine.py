@@ -10,12 +10,11 @@ and one process draws the same masks; but not in a cube, whose ranks draw their 
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 
 from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Run
-from lightning_hanayo.checking.comparison import EXACT, ROUNDED, Comparison, compare
+from lightning_hanayo.checking.comparison import EXACT, ROUNDED, compare
 from lightning_hanayo.checking.trainings.layout import merge, run_rank
 from lightning_hanayo.checking.trainings.reference import run_reference
 from lightning_hanayo.checking.verdict import (
@@ -37,26 +36,36 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
     Raises:
         HanayoError: the module doesn't train in one process.
     """
-    runs = _Runs(case, run, tell)
-    whole = runs.one_process(case, 1)
+
+    def one_process(case: Case, num_microbatches: int) -> RankResult:
+        what = f"{num_microbatches} micro-batches" if num_microbatches > 1 else "whole batches"
+        tell(f"one process: {what}{'' if case.has_dropout else ', without dropout'}")
+        (result,) = run(1, run_reference, case, num_microbatches)
+        if isinstance(result, RankFailure):
+            raise HanayoError(f"the module fails in one process, on {what}: {result.kind}: {result.message}")
+        return result
+
+    whole = one_process(case, 1)
     quiet, has_noise = case, False
     if whole.draws_numbers:
         quiet = replace(case, has_dropout=False)
-        whole = runs.one_process(quiet, 1)
+        whole = one_process(quiet, 1)
         has_noise = whole.draws_numbers
     has_cube, once = prod(case.topology.cube) > 1, _runs_step_once(case)
     of_layout = quiet if has_cube or once else case
     notes += _notes(case, quiet, whole, has_noise=has_noise)
 
-    ranks = runs.layout(of_layout)
+    tell(f"the layout: {case.topology.world_size} processes")
+    ranks = run(case.topology.world_size, run_rank, of_layout)
     failures = [rank for rank in ranks if isinstance(rank, RankFailure)]
     if failures:
         return verdict_of_failure(failures, notes)
     layout = [rank for rank in ranks if isinstance(rank, RankResult)]
     notes += tuple(dict.fromkeys(text for rank in layout for text in rank.warnings))
     num = layout[0].num_microbatches
-    pieces = whole if once else runs.one_process(of_layout, num)
-    compared = runs.compared(pieces, *merge(layout, case.topology))
+    pieces = whole if once else one_process(of_layout, num)
+    tolerance = ROUNDED if case.dtype != torch.float64 or whole.has_rounded or pieces.has_rounded else EXACT
+    compared = compare(pieces.values, merge(layout, case.topology), tolerance)
     verdict = verdict_of_layout(compared, layout[0], has_cube=has_cube, notes=notes)
     if not compared.is_exact or has_noise:
         return verdict
@@ -64,8 +73,8 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         return replace(verdict, microbatches=compared)
 
     if of_layout is not quiet:
-        pieces = runs.one_process(quiet, num)
-    cut = runs.compared(whole, pieces.values)
+        pieces = one_process(quiet, num)
+    cut = compare(whole.values, [pieces.values], tolerance)
     if cut.is_exact:
         return replace(verdict, microbatches=cut)
     return replace(
@@ -75,31 +84,6 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         detail=MICROBATCHES_DIFFER,
         microbatches=cut,
     )
-
-
-class _Runs:
-    """Runs one case in several ways."""
-
-    def __init__(self, case: Case, run: Run, tell: Tell) -> None:
-        self._run, self._tell = run, tell
-        self._tolerance = EXACT if case.dtype == torch.float64 else ROUNDED
-
-    def one_process(self, case: Case, num_microbatches: int) -> RankResult:
-        what = f"{num_microbatches} micro-batches" if num_microbatches > 1 else "whole batches"
-        self._tell(f"one process: {what}{'' if case.has_dropout else ', without dropout'}")
-        (result,) = self._run(1, run_reference, case, num_microbatches)
-        if isinstance(result, RankFailure):
-            raise HanayoError(f"the module fails in one process, on {what}: {result.kind}: {result.message}")
-        if result.has_rounded:
-            self._tolerance = ROUNDED
-        return result
-
-    def layout(self, case: Case) -> list[RankResult | RankFailure]:
-        self._tell(f"the layout: {case.topology.world_size} processes")
-        return self._run(case.topology.world_size, run_rank, case)
-
-    def compared(self, expected: RankResult, *actual: Any) -> Comparison:
-        return compare(expected.values, actual, self._tolerance)
 
 
 def _runs_step_once(case: Case) -> bool:

@@ -77,7 +77,7 @@ def place_of(key: Key, rank: RankResult, *, has_cube: bool) -> str:
     if found is None:
         return f"outside the stack {rank.stack}, on pipeline rank 0{sharded}"
     block = int(found[1])
-    stage, pipe_rank = next((i, one.pipe_rank) for i, one in enumerate(rank.stages) if block in one.blocks)
+    stage, pipe_rank = next((i, owner) for i, (blocks, owner) in enumerate(rank.stages) if block in blocks)
     return f"block {block} of {rank.stack}, on pipeline rank {pipe_rank}, stage {stage}{sharded}"
 
 
@@ -125,7 +125,9 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     console.print(Text(verdict.summary, style=f"bold {_COLOURS.get(verdict.outcome, 'red')}"))
     if verdict.layout is not None:
         console.print(_table(verdict.layout, verdict.microbatches))
-    differences = _differences(verdict)
+    differences = verdict.microbatches.differences if verdict.microbatches is not None else ()
+    if verdict.layout is not None and not verdict.layout.is_exact:
+        differences = verdict.layout.differences[1:]  # the summary names the first
     for one in differences[:_NUM_SHOWN]:
         console.print(Text(f"  {describe(one)}"))
     if (more := len(differences) - _NUM_SHOWN) > 0:
@@ -161,16 +163,9 @@ def _table(layout: Comparison, microbatches: Comparison | None) -> Table:
         table.add_column(name, justify="right")
     for kind in KINDS:
         if kind in layout.largest:
-            gaps = [_gap(column.largest.get(kind, 0.0)) for column in columns.values()]
-            table.add_row(_PLURALS[kind], str(layout.num_values[kind]), *gaps)
+            gaps = [column.largest.get(kind, 0.0) for column in columns.values()]
+            table.add_row(_PLURALS[kind], str(layout.num_values[kind]), *(f"{gap:.0e}" if gap else "0" for gap in gaps))
     return table
-
-
-def _differences(verdict: Verdict) -> tuple[Difference, ...]:
-    """The differences that the verdict is about; without the first of a layout, which the summary names."""
-    if verdict.layout is not None and not verdict.layout.is_exact:
-        return verdict.layout.differences[1:]
-    return verdict.microbatches.differences if verdict.microbatches is not None else ()
 
 
 def _comparison_json(compared: Comparison | None) -> dict[str, Any] | None:
@@ -189,7 +184,3 @@ def _comparison_json(compared: Comparison | None) -> dict[str, Any] | None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def _gap(value: float) -> str:
-    return f"{value:.0e}" if value else "0"

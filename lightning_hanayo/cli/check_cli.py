@@ -10,8 +10,7 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 
 from lightning_hanayo.checking import check
-from lightning_hanayo.checking.examine import Tell
-from lightning_hanayo.checking.verdict import Verdict, as_json, print_verdict
+from lightning_hanayo.checking.verdict import as_json, print_verdict
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting.terminal_status import showing
@@ -24,8 +23,7 @@ _COLUMNS = 120
 def run_check(options: argparse.Namespace, rest: list[str]) -> int:
     """Check what the options of `hanayo fit` in `rest` describe, and return the exit code."""
     console = Console(highlight=False, stderr=options.json, width=None if sys.stdout.isatty() else _COLUMNS)
-    command = run_cli(lambda: CheckCLI(options, console, ["fit", *rest]))
-    return command.exit_code
+    return run_cli(lambda: CheckCLI(options, console, ["fit", *rest])).exit_code
 
 
 class CheckCLI(WaveCLI):
@@ -54,29 +52,26 @@ class CheckCLI(WaveCLI):
         if not isinstance(strategy, HanayoStrategy):
             raise HanayoError(f"trainer.strategy is {type(strategy).__name__}: a check needs HanayoStrategy")
         with showing("checking") as say:
-            verdict = self._check(model, datamodule, strategy, tell=say)
+            trainer: Any = self.trainer
+            verdict = check(
+                model,
+                datamodule,
+                strategy,
+                devices=strategy.topology.world_size,
+                steps=self._options.steps,
+                depth=self._options.depth,
+                dtype=getattr(torch, self._options.dtype),
+                accumulate_grad_batches=trainer.accumulate_grad_batches,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                callbacks=trainer.callbacks,
+                seed=torch.initial_seed() % (1 << 32),
+                timeout=self._options.timeout,
+                tell=say,
+            )
         if self._options.json:
             print(json.dumps(as_json(verdict), indent=2))
         else:
             print_verdict(verdict, self._console)
         accepted = self._options.accept_microbatches and verdict.outcome == "depends on micro-batches"
         self.exit_code = 0 if accepted else verdict.exit_code
-
-    def _check(self, model: Any, datamodule: Any, strategy: HanayoStrategy, tell: Tell) -> Verdict:
-        trainer: Any = self.trainer
-        return check(
-            model,
-            datamodule,
-            strategy,
-            devices=strategy.topology.world_size,
-            steps=self._options.steps,
-            depth=self._options.depth,
-            dtype=getattr(torch, self._options.dtype),
-            accumulate_grad_batches=trainer.accumulate_grad_batches,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            callbacks=trainer.callbacks,
-            seed=torch.initial_seed() % (1 << 32),
-            timeout=self._options.timeout,
-            tell=tell,
-        )

@@ -244,6 +244,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: S
     In a narrow terminal a cell takes several lines, and in a pipe lines are as long as needed: nothing is cut.
     """
     from rich import box
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
@@ -252,11 +253,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: S
         table.add_column(name, justify="right" if index else "left", overflow="fold")
     for row, dim in zip(rows, is_dim or [False] * len(rows), strict=True):
         table.add_row(*row, style="dim" if dim else None)
-    width = None if sys.stdout.isatty() else max(PIPE_COLUMNS, _width([columns, *rows]))
+    needed = sum(_BETWEEN + max(map(cell_len, column)) for column in zip(columns, *rows, strict=True))
+    width = None if sys.stdout.isatty() else max(PIPE_COLUMNS, needed)
     Console(highlight=False, markup=False, emoji=False, width=width).print(table)
-
-
-def _width(rows: Sequence[Sequence[str]]) -> int:
-    from rich.cells import cell_len
-
-    return sum(max(map(cell_len, column)) + _BETWEEN for column in zip(*rows, strict=True))

@@ -70,18 +70,20 @@ def recipes(root: Path) -> Mapping[str, str]:
 
     A recipe is a package with a `wave.yaml`; benchmarks have none.
     """
-    found = sorted(config.parent for config in root.glob(f"*/{_FIRST_CONFIG}"))
-    return {folder.name: _first_sentence(folder / "__init__.py") for folder in found}
-
-
-def _first_sentence(module: Path) -> str:
-    docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
-    return docstring.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+    summaries = {}
+    for folder in sorted(config.parent for config in root.glob(f"*/{_FIRST_CONFIG}")):
+        module = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+        paragraph = (ast.get_docstring(module) or "").split("\n\n")[0].replace("\n", " ")
+        summaries[folder.name] = paragraph.split(". ")[0].rstrip(".")
+    return summaries
 
 
 def copied(recipe: str, root: Path) -> Mapping[str, str]:
     """The text of each file of the new folder, by its path in it."""
-    copies = {_place(file, recipe): _renamed(file, recipe) for file in _files(root / recipe)}
+    copies = {
+        f"{recipe}/{file.name}" if file.suffix == ".py" else file.name: _renamed(file, recipe)
+        for file in _files(root / recipe)
+    }
     for other in _used(recipe, root)[1:]:
         modules = [file for file in _files(root / other) if file.suffix == ".py"]
         copies |= {f"{other}/{file.name}": _renamed(file, recipe) for file in modules}
@@ -90,10 +92,6 @@ def copied(recipe: str, root: Path) -> Mapping[str, str]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.is_file())
-
-
-def _place(file: Path, recipe: str) -> str:
-    return f"{recipe}/{file.name}" if file.suffix == ".py" else file.name
 
 
 def _used(recipe: str, root: Path) -> list[str]:

@@ -7,7 +7,9 @@ layouts the time of an optimizer step and the memory. Prints the fastest that fi
 Exit codes: 0, 2 bad arguments, or no layout fits: then it says what is missing.
 """
 
+import gc
 from collections.abc import Sequence
+from functools import partial
 
 from lightning_hanayo.cli.common import OTHERS, CommandParser, quantity, whole_number
 from lightning_hanayo.cli.trainer_start import check_configuration
@@ -19,9 +21,13 @@ def run(argv: Sequence[str]) -> int:
     """Plan what the configuration in `argv` describes, and return the exit code."""
     options, rest = _parser().parse_known_args(argv[1:])
     check_configuration("plan", rest)
-    from lightning_hanayo.cli.plan_cli import run_plan  # Lightning: seconds, which --help needn't wait for
+    gc.disable()  # imports and layouts make millions of objects that stay, and looking through them takes long
+    try:
+        from lightning_hanayo.cli.plan_cli import run_plan  # Lightning: seconds, which --help needn't wait for
 
-    return run_plan(options, rest)
+        return run_plan(options, rest)
+    finally:
+        gc.enable()
 
 
 def _parser() -> CommandParser:
@@ -32,7 +38,7 @@ def _parser() -> CommandParser:
         "[options of hanayo fit]",
         epilog=OTHERS,
     )
-    add = parser.add_argument
+    add, to_bytes = parser.add_argument, partial(quantity, units=_UNITS, expected="bytes, such as 80GB or 40GiB")
     add("--devices", type=whole_number, metavar="N", required=True, help="devices of all nodes")
     add("--nodes", type=whole_number, default=1, metavar="N", help="nodes (default: 1)")
     machine = parser.add_mutually_exclusive_group(required=True)
@@ -40,7 +46,12 @@ def _parser() -> CommandParser:
         "--device", metavar="NAME", help="rates of a data sheet: h100, h200, a100; or nominal ones: cpu"
     )
     machine.add_argument("--machine", metavar="FILE", help="measured rates, as hanayo doctor --measure writes them")
-    add("--memory", type=_bytes, metavar="SIZE", help="that a rank may need, such as 80GB (default: 0.9 of a device's)")
+    add(
+        "--memory",
+        type=to_bytes,
+        metavar="SIZE",
+        help="that a rank may need, such as 80GB (default: 0.9 of a device's)",
+    )
     add(
         "--global-batch",
         type=whole_number,
@@ -60,7 +71,3 @@ def _parser() -> CommandParser:
     add("--picture", metavar="FILE", help=meaning)
     add("--json", action="store_true", help="print everything as JSON")
     return parser
-
-
-def _bytes(text: str) -> float:
-    return quantity(text, _UNITS, "bytes, such as 80GB or 40GiB")

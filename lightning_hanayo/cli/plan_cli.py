@@ -7,7 +7,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What was written, and from which configurations."""
+def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_batch_size: bool) -> None:
+    """Print it.
 
-    output: str
-    picture: str
-    configs: Sequence[str]
-    sets_batch_size: bool
-    """whether the written file sets the batch size of the data"""
-
-
-def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
-    """Print it."""
-    if as_json:
-        print(json.dumps(plain(plan) | {"plan": written.output, "picture": written.picture}, indent=2))
-        return
+    Args:
+        plan: what was planned.
+        written: the files that hold it, the configuration first.
+        configs: those that were read.
+        sets_batch_size: whether the written one sets the batch size of the data.
+    """
     facts, machine = plan.facts, plan.machine
     print(
         f"{count_of(facts.parameters)} parameters, {len(facts.blocks)} blocks ({facts.stack}), "
@@ -84,10 +77,9 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
         f"{own.data} data ranks x {own.num_microbatches} micro-batches x {own.samples} samples{batches} = "
         f"{own.samples_per_step} samples per step; each data rank's DataLoader gives {own.batch_size}\n"
     )
-    print(f"written: {written.output}, {written.picture}")
-    configs = " ".join(f"--config {shlex.quote(path)}" for path in (*written.configs, written.output))
-    print(f"run it: hanayo fit {configs}")
-    if not written.sets_batch_size:
+    print(f"written: {', '.join(written)}")
+    print(f"run it: hanayo fit {' '.join(f'--config {shlex.quote(path)}' for path in (*configs, written[0]))}")
+    if not sets_batch_size:
         print(f"and set the DataLoader's batch_size to {own.batch_size}, which the plan can't")
 
 
@@ -231,7 +223,7 @@ class PlanCLI(WaveCLI):
                 model=step_model,
                 choices=Choices(_WEIGHTS[options.cube_weights], _pairs(options.pairs, facts, own)),
             )
-        show(plan, self._write(plan), as_json=options.json)
+        self._write(plan)
 
     def _data_ranks(self) -> int:
         """Those of the configuration; where it doesn't say how many processes it has, one."""
@@ -256,8 +248,8 @@ class PlanCLI(WaveCLI):
             )
         return Measured.of(profile, num_samples / profile.num_microbatches)
 
-    def _write(self, plan: Plan) -> Shown:
-        """Write the configuration and the picture."""
+    def _write(self, plan: Plan) -> None:
+        """Write the configuration and the picture, and show the plan."""
         options = self._options
         configs = [str(one) for one in self.config[self.subcommand].get("config") or []]
         if Path(options.output).resolve() in (Path(one).resolve() for one in configs):
@@ -278,7 +270,10 @@ class PlanCLI(WaveCLI):
         else:
             save_layouts(picture, dots, numbered, limit=plan.memory, title=title)
         save_plan(options.output, plan, content)
-        return Shown(options.output, picture, configs, sets_batch_size=sets_batch_size)
+        if options.json:
+            print(json.dumps(plain(plan) | {"plan": options.output, "picture": picture}, indent=2))
+        else:
+            show(plan, (options.output, picture), configs, sets_batch_size=sets_batch_size)
 
 
 def _pairs(given: str, facts: ModelFacts, options: Options | None) -> tuple[bool, ...]:

@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import islice
@@ -198,27 +198,20 @@ class Options(Namespace):
         Raises:
             HanayoError: there is no such schedule, or it doesn't exist in these sizes.
         """
-        name = self.schedule
-        schedule = self._read() if name.endswith(".csv") or Path(name).is_file() or "/" in name else self._build()
+        name, known = self.schedule, (*schedule_names(), "auto")
+        if name.endswith(".csv") or Path(name).is_file() or "/" in name:
+            given = {"ranks": self.ranks, "microbatches": self.microbatches, "waves": self.waves}
+            given["stages-per-rank"] = self.stages_per_rank
+            if superfluous := [f"--{option}" for option, value in given.items() if value is not None]:
+                raise HanayoError(f"{name} is a table, which has its own sizes; leave out {', '.join(superfluous)}")
+            schedule = Schedule.from_csv(name)
+        elif name in known:
+            sizes = self.sizes | {"num_stages_per_rank": self.stages_per_rank}
+            budget, pairs = self.activation_budget, self.pairs is not None
+            schedule = build(name, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
+        else:
+            raise no_such_schedule(name, known)
         return with_loss_stage(schedule) if vars(self).get("loss_stage") else schedule
-
-    def _read(self) -> Schedule:
-        sizes = {"ranks": self.ranks, "microbatches": self.microbatches, "waves": self.waves}
-        sizes["stages-per-rank"] = self.stages_per_rank
-        given = [f"--{name}" for name, value in sizes.items() if value is not None]
-        if given:
-            raise HanayoError(f"{self.schedule} is a table, which has its own sizes; leave out {', '.join(given)}")
-        return Schedule.from_csv(self.schedule)
-
-    def _build(self) -> Schedule:
-        sizes = self.sizes
-        if self.stages_per_rank is not None:
-            sizes["num_stages_per_rank"] = self.stages_per_rank
-        known = (*schedule_names(), "auto")
-        if self.schedule not in known:
-            raise no_such_schedule(self.schedule, known)
-        budget, pairs = self.activation_budget, self.pairs is not None
-        return build(self.schedule, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
 
     def simulate(self, schedule: Schedule) -> Timeline:
         """The schedule's timeline with these costs."""
@@ -304,7 +297,9 @@ def run_compare(options: Options) -> int:
     title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
     for path in options.output:
         with showing(f"drawing {path}"):
-            _save_comparison(path, title, comparison, options)
+            timelines = {one.name: one.timeline for one in comparison.candidates}
+            if not _save(path, title, timelines, options):
+                save_ranking(path, comparison, title=title, budget=budget, unit=options.unit)
     if options.json:
         schedules = [
             summary_dict(one.schedule, one.timeline, None if budget is None else one.within_budget)
@@ -334,15 +329,14 @@ def _print_comparison(comparison: Comparison, budget: float | None) -> None:
         print(f"{name} is left out: {reason}")
 
 
-def _save_comparison(path: str, title: str, comparison: Comparison, options: Options) -> None:
-    timelines = {one.name: one.timeline for one in comparison.candidates}
-    match Path(path).suffix.lower():
-        case ".html":
-            save_page(path, title, timelines, unit=options.unit)
-        case ".json":
-            save_trace(path, timelines, seconds=unit_seconds(options.unit))
-        case _:
-            save_ranking(path, comparison, title=title, budget=options.activation_budget, unit=options.unit)
+def _save(path: str, title: str, timelines: Mapping[str, Timeline], options: Options) -> bool:
+    """Write a page or a trace; False: the suffix is that of an image."""
+    suffix = Path(path).suffix.lower()
+    if suffix == ".html":
+        save_page(path, title, timelines, unit=options.unit)
+    elif suffix == ".json":
+        save_trace(path, timelines, seconds=unit_seconds(options.unit))
+    return suffix in (".html", ".json")
 
 
 def export_options(parser: ArgumentParser) -> None:
@@ -407,7 +401,10 @@ def run_show(options: Options) -> int:
         timeline = options.simulate(schedule)
     for path in options.output:
         with showing(f"drawing {path}"):
-            _save_timeline(path, schedule, timeline, options)
+            name = title(schedule) if Path(path).suffix.lower() == ".json" else schedule.name
+            if not _save(path, title(schedule), {name: timeline}, options):
+                look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
+                save_timeline(path, timeline, title=title(schedule), **look)
     if options.json:
         spans = json.loads(timeline.to_json())["spans"]
         print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))
@@ -429,17 +426,6 @@ def check_output(path: str) -> None:
         raise HanayoError(f"--output {path}: the suffix {suffix!r} is unknown; {nearest(suffix, known)}")
     if not Path(path).parent.is_dir():
         raise HanayoError(f"--output {path}: there is no folder {Path(path).parent}")
-
-
-def _save_timeline(path: str, schedule: Schedule, timeline: Timeline, options: Options) -> None:
-    match Path(path).suffix.lower():
-        case ".html":
-            save_page(path, title(schedule), {schedule.name: timeline}, unit=options.unit)
-        case ".json":
-            save_trace(path, {title(schedule): timeline}, seconds=unit_seconds(options.unit))
-        case _:
-            look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
-            save_timeline(path, timeline, title=title(schedule), **look)
 
 
 def unit_seconds(unit: str) -> float:
@@ -512,17 +498,13 @@ def print_timeline(timeline: Timeline, columns: int | None) -> None:
     if columns is None and is_terminal:
         columns = shutil.get_terminal_size().columns
     lines = timeline_lines(timeline, columns, wrap=True)
-    show = _printer(timeline) if is_terminal else _print_plain
+    show = _printer(timeline) if is_terminal else print
     for line in islice(lines, MAX_LINES):
         show(line)
     if next(lines, None) is not None:
         print(f"... cut after {MAX_LINES:,} lines; to see all: --output schedule.png, or fewer ranks or micro-batches")
     elif is_terminal:
         _print_legend(timeline)
-
-
-def _print_plain(line: Line) -> None:
-    print((line.head + "".join(piece.text for piece in line.pieces)).rstrip())
 
 
 def _printer(timeline: Timeline) -> Callable[[Line], None]:

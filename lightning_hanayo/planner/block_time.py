@@ -8,6 +8,8 @@ The order is that of `tensor_parallel/product.py`; a test holds it against what 
 
 from collections import deque
 from dataclasses import dataclass, replace
+from operator import add
+from typing import NamedTuple
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.communication_volume import CubeWeights
@@ -48,8 +50,7 @@ class Clock:
         self.now = max(self.now, end)
 
 
-@dataclass(frozen=True)
-class PartTimes:
+class PartTimes(NamedTuple):
     """Seconds of the parts of a micro-batch's work on one stage. `backward` is the backward in one piece."""
 
     forward: float = 0.0
@@ -57,29 +58,19 @@ class PartTimes:
     backward_input: float = 0.0
     backward_weight: float = 0.0
 
-    def __add__(self, other: "PartTimes") -> "PartTimes":
-        return PartTimes(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-        )
+    def __add__(self, other: "PartTimes") -> "PartTimes":  # type: ignore[override]  # of vectors, not of tuples
+        return PartTimes(*map(add, self, other))
 
-    def __mul__(self, factor: float) -> "PartTimes":
-        return PartTimes(
-            self.forward * factor,
-            self.backward * factor,
-            self.backward_input * factor,
-            self.backward_weight * factor,
-        )
+    def __mul__(self, factor: float) -> "PartTimes":  # type: ignore[override]
+        forward, backward, of_input, of_weight = self
+        return PartTimes(forward * factor, backward * factor, of_input * factor, of_weight * factor)
 
     def total(self, *, split: bool) -> float:
         """Forward and backward; `split`: the backward in two parts."""
         return self.forward + (self.backward_input + self.backward_weight if split else self.backward)
 
 
-@dataclass(frozen=True)
-class BlockTime:
+class BlockTime(NamedTuple):
     """Seconds of one block and one micro-batch: in a stage of its own, and each further one in a stage, whose weights
     are gathered while the one before is computed."""
 
@@ -90,16 +81,11 @@ class BlockTime:
     receiving: PartTimes = PartTimes()
     """of the link"""
 
-    def __add__(self, other: "BlockTime") -> "BlockTime":
-        return BlockTime(
-            self.alone + other.alone,
-            self.further + other.further,
-            self.computing + other.computing,
-            self.receiving + other.receiving,
-        )
+    def __add__(self, other: "BlockTime") -> "BlockTime":  # type: ignore[override]
+        return BlockTime(*map(add, self, other))
 
-    def __mul__(self, factor: float) -> "BlockTime":
-        return BlockTime(self.alone * factor, self.further * factor, self.computing * factor, self.receiving * factor)
+    def __mul__(self, factor: float) -> "BlockTime":  # type: ignore[override]
+        return BlockTime(*(one * factor for one in self))
 
     def stage(self, num_blocks: float) -> PartTimes:
         """Of a stage with so many blocks."""
@@ -157,8 +143,7 @@ def time_block(
     def with_host(device: PartTimes, num_blocks: int) -> PartTimes:
         if not machine.is_asynchronous:
             return device + host * num_blocks
-        pairs = zip(vars(device).values(), vars(host * num_blocks).values(), strict=True)
-        return PartTimes(*(max(*pair) for pair in pairs))
+        return PartTimes(*map(max, device, host * num_blocks))
 
     one, two = _clocks(steps, 1), _clocks(steps, 2)
     alone = with_host(PartTimes(*(clock.now for clock in one)), 1)

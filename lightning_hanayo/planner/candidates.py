@@ -6,7 +6,7 @@ Ranks the meshes of so many ranks by what they communicate for a Transformer lay
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from math import isqrt, prod
 
@@ -50,7 +50,7 @@ class Candidate:
     pairs: bool = False
     """whether ranks work on two micro-batches at once"""
 
-    @property
+    @cached_property
     def cube_size(self) -> int:
         """Ranks of a cube."""
         return prod(self.mesh)

@@ -10,8 +10,9 @@ By a collective over g ranks each receives what the other g - 1 hold, as in a ri
 and norms communicate a few numbers per token. Sizes that don't divide are counted without their padding.
 """
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from operator import add
+from typing import Literal, Self
 
 from lightning_hanayo.divisibility import MeshSizes
 
@@ -22,8 +23,20 @@ CubeWeights = Literal["microbatch", "batch"]
 """how often weights are gathered along x, and their gradients reduce-scattered: once in each"""
 
 
+class _Elements:
+    """Adds up dataclasses of numbers."""
+
+    @property
+    def total(self) -> float:
+        """Elements of all kinds."""
+        return float(sum(vars(self).values()))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(add, vars(self).values(), vars(other).values()))
+
+
 @dataclass(frozen=True)
-class Volume:
+class Volume(_Elements):
     """Elements that one rank receives, by collective: `gather_x` in the all-gather of X, and so on.
 
     Example:
@@ -56,31 +69,15 @@ class Volume:
         """Elements received in the backward."""
         return self.total - self.forward
 
-    @property
-    def total(self) -> float:
-        """Elements received in forward and backward."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
-
-    def __add__(self, other: "Volume") -> "Volume":
-        return Volume(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
-
 
 @dataclass(frozen=True)
-class Storage:
+class Storage(_Elements):
     """Elements that one rank stores between forward and backward."""
 
     weights: float = 0.0
     saved_inputs: float = 0.0
     saved_weights: float = 0.0
     """gathered weights; 0 where nothing had to be gathered, because the parameter itself is saved"""
-
-    @property
-    def total(self) -> float:
-        """Elements in all."""
-        return self.weights + self.saved_inputs + self.saved_weights
-
-    def __add__(self, other: "Storage") -> "Storage":
-        return Storage(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True)

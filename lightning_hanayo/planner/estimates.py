@@ -12,7 +12,7 @@ hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/repr
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil
+from math import ceil, prod
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
@@ -24,7 +24,7 @@ from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.schedule import CostModel, MemoryModel, RankMemory, simulate
+from lightning_hanayo.schedule import CostModel, RankMemory, simulate
 from lightning_hanayo.schedule.table import COMPUTE
 
 _WAITS = 3.0
@@ -80,6 +80,41 @@ class Estimate:
     """seconds of the step that wait for sums and gathers over data ranks"""
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one micro-batch."""
+
+    slowest: float
+    """of the slowest rank"""
+    mean: float
+    """of the mean rank"""
+    forward: float
+    backward: float
+    window: float
+    """in which reductions are hidden"""
+    round_trip: float
+    """from its first forward to its last backward"""
+    unevenness: float
+    """how many times as long ranks wait where some stages have a block more than others"""
+    message: float
+    gathering_once: float
+    """by which a batch takes longer if its weights are gathered once: its first forward, and its last backward"""
+    saved_by_a_pair: float
+    """by the mean rank, if a forward runs at once with another micro-batch's backward"""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One rank's part of the model."""
+
+    blocks: int
+    parameters: float
+    trained: float
+    """those of its parameters that are trained"""
+    has_outside: bool
+    """whether it holds the parameters outside the stack, too"""
+
+
 class StepModel:
     """Estimates the steps of one model on one machine.
 
@@ -101,9 +136,17 @@ class StepModel:
             }
             self.machine = replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
         self._block_time = cache(self._time_block)
+        self._stage = cache(self._time_stage)
         self._works: dict[object, _Work] = {}
-        self._bytes = _StepBytes(facts)
-        self.memory = cache(self._bytes.of_fullest)
+        self._cut = cache(self._cut_blocks)
+        self._shares_of = cache(self._count_shares)
+        self._saved = cache(
+            lambda mesh, samples, weights: facts.mean(
+                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
+            )
+        )
+        self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
+        self.memory = cache(self._of_fullest)
         """bytes of a candidate's rank that needs the most"""
 
     def closed_form(self, candidate: Candidate) -> Estimate:
@@ -128,14 +171,15 @@ class StepModel:
         sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
         order = RECOMPUTING["blocks"] if candidate.recompute else COSTS
         table = Layout(candidate.schedule, *sizes, costs=order).table(candidate.num_microbatches)
-        blocks = self._cut(candidate, table.stage_ranks)
+        blocks = self._cut(table.stage_ranks)
         reduction = self._reduction(candidate) / candidate.stages_per_rank
         costs = replace(self._costs(candidate, blocks), gradient_reduce=(reduction,) * table.num_stages)
         timeline = simulate(table, costs)
         batch = max(span.end for span in timeline.spans if span.action.kind in COMPUTE) - timeline.begin
         busy, exposed = sum(timeline.busy) / candidate.pipe, timeline.makespan - batch
-        held = MemoryModel(activation=tuple(float(len(one)) for one in blocks)).peaks(timeline)
-        memory = self._bytes.of_fullest(candidate, [one.activations for one in held])
+        sizes_of_stages = [float(len(one)) for one in blocks]
+        curves = (timeline.held(rank, sizes_of_stages) for rank in range(candidate.pipe))
+        memory = self._of_fullest(candidate, [max(held for _, held in curve) for curve in curves])
         return self._estimate(candidate, batch, busy, exposed, memory)
 
     def _estimate(
@@ -154,7 +198,7 @@ class StepModel:
         paired = candidate.num_microbatches - candidate.pipe
         hidden = candidate.pairs * max(0.0, paired * (1.0 if candidate.pipe == 1 else _PAIRED)) * work.saved_by_a_pair
         batch += work.gathering_once - hidden
-        own = self._bytes.trained(candidate)
+        own = self._most_trained(candidate)
         if candidate.shard_optimizer:  # updated parameters are gathered: the first stage waits for its own
             num_bytes = (1 - 1 / candidate.data) * facts.parameter_bytes * own
             link = self._data_link(candidate)
@@ -183,10 +227,10 @@ class StepModel:
             mean += time_block(kind, mesh, samples, self.machine, facts.dtype, facts.element, weights) * part
         return mean
 
-    def _stage(self, candidate: Candidate, num_blocks: float) -> PartTimes:
+    def _time_stage(self, block: BlockTime, num_blocks: float, *, recompute: bool) -> PartTimes:
         """Seconds of a stage with so many blocks, and of its actions on the host."""
-        time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights).stage(num_blocks)
-        if candidate.recompute:
+        time = block.stage(num_blocks)
+        if recompute:
             time += PartTimes(backward=time.forward, backward_input=time.forward)
         host = self.machine.host_action
         if self.machine.is_asynchronous:
@@ -207,7 +251,7 @@ class StepModel:
         host = machine.host_call * facts.outside_calls
         return max(device, host) if machine.is_asynchronous else device + host
 
-    def _work(self, candidate: Candidate) -> "_Work":
+    def _work(self, candidate: Candidate) -> _Work:
         """Of one micro-batch; many candidates share it."""
         own = candidate
         key = own.pipe, own.num_waves, own.mesh, own.samples, own.cube_weights, own.recompute
@@ -215,17 +259,16 @@ class StepModel:
             self._works[key] = self._count_work(candidate)
         return self._works[key]
 
-    def _count_work(self, candidate: Candidate) -> "_Work":
+    def _count_work(self, candidate: Candidate) -> _Work:
         stages, pipe, total = candidate.stages_per_rank, candidate.pipe, len(self.facts.blocks)
         split, outside = candidate.schedule == SPLIT, self._outside(candidate)
         blocks = total / (pipe * stages)
-        stage = self._stage(candidate, blocks)
-        mean, share = stage * stages, outside / pipe
-        own, others = self._bytes.blocks(candidate)
-        slowest = max(
-            (self._stage(candidate, own / stages) * stages).total(split=split) + 3 * outside,
-            (self._stage(candidate, others / stages) * stages).total(split=split) if pipe > 1 else 0.0,
+        block = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
+        mean, slowest, others = (
+            self._stage(block, held, recompute=candidate.recompute) * stages
+            for held in (blocks, *(share.blocks / stages for share in self._shares(candidate)))
         )
+        share = outside / pipe
         backward = mean.total(split=split) - mean.forward + 2 * share
         # the time in which a rank still computes when the first of its stages has all its gradients
         window = backward * pipe * (stages - 1) / stages
@@ -238,13 +281,14 @@ class StepModel:
             message = ((hops - between_nodes) * within + between_nodes * between) / hops
         once = 0.0
         if candidate.cube_weights == "batch":  # in each stage, as the micro-batch goes from one to the next
-            plain = replace(candidate, recompute=False)
-            gathering = self._stage(replace(plain, cube_weights="microbatch"), blocks).total(split=split)
-            once = stages * pipe * max(0.0, gathering - self._stage(plain, blocks).total(split=split))
-        time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
+            each_time = self._block_time(candidate.mesh, candidate.samples, "microbatch")
+            with_gathers, without = (
+                self._stage(one, blocks, recompute=False).total(split=split) for one in (each_time, block)
+            )
+            once = stages * pipe * max(0.0, with_gathers - without)
         backward_input = backward - mean.backward_weight if split else backward
         return _Work(
-            slowest=slowest,
+            slowest=max(slowest.total(split=split) + 3 * outside, others.total(split=split) if pipe > 1 else 0.0),
             mean=mean.total(split=split) + 3 * share,
             forward=mean.forward + share,
             backward=backward,
@@ -253,7 +297,7 @@ class StepModel:
             unevenness=1 + _WAITS * (ceil(blocks) / blocks - 1),
             message=message,
             gathering_once=once,
-            saved_by_a_pair=stages * time.saved_by_a_pair(blocks, split=split),
+            saved_by_a_pair=stages * block.saved_by_a_pair(blocks, split=split),
         )
 
     # messages
@@ -274,23 +318,25 @@ class StepModel:
         if candidate.data == 1:
             return 0.0
         passes = 1 if candidate.shard_optimizer else 2
-        num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._bytes.trained(candidate)
+        num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._most_trained(candidate)
         return self._data_link(candidate).seconds(num_bytes, candidate.stages_per_rank)
 
     # simulation
 
-    def _cut(self, candidate: Candidate, stage_ranks: Sequence[int]) -> list[range]:
+    def _cut_blocks(self, stage_ranks: tuple[int, ...]) -> list[range]:
         """The blocks of each stage."""
         facts, sizes = self.facts, [float(block.parameters) for block in self.facts.blocks]
         loads = [Load(sizes, one) for one in (facts.computing_parameters, facts.outside_parameters)]
-        return cut(loads, stage_ranks) if candidate.pipe > 1 else [range(len(facts.blocks))]
+        return cut(loads, stage_ranks) if len(stage_ranks) > 1 else [range(len(facts.blocks))]
 
     def _costs(self, candidate: Candidate, stages: Sequence[range]) -> CostModel:
         """Seconds of each stage, which has these blocks."""
         facts, outside = self.facts, self._outside(candidate)
         mean = facts.mean(lambda block: block.flops)
         works = [block.flops / mean if mean else 1.0 for block in facts.blocks]
-        times = [self._stage(candidate, sum(works[block] for block in blocks)) for blocks in stages]
+        time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
+        works_of_stages = [sum(works[block] for block in blocks) for blocks in stages]
+        times = [self._stage(time, work, recompute=candidate.recompute) for work in works_of_stages]
         times[-1] += PartTimes(outside, 2 * outside, 2 * outside, 0.0)
         split = candidate.schedule == SPLIT
         within, between, per_node = self._hops(candidate)
@@ -304,70 +350,28 @@ class StepModel:
             ranks_per_node=per_node if by_node else None,
         )
 
+    # parameters and memory of ranks
 
-@dataclass(frozen=True)
-class _Work:
-    """Seconds of one micro-batch."""
+    def _shares(self, candidate: Candidate) -> tuple[_Share, _Share]:
+        """Of pipeline rank 0, and of the rank that holds most of the others."""
+        return self._shares_of(candidate.pipe, candidate.stages_per_rank, candidate.mesh)
 
-    slowest: float
-    """of the slowest rank"""
-    mean: float
-    """of the mean rank"""
-    forward: float
-    backward: float
-    window: float
-    """in which reductions are hidden"""
-    round_trip: float
-    """from its first forward to its last backward"""
-    unevenness: float
-    """how many times as long ranks wait where some stages have a block more than others"""
-    message: float
-    gathering_once: float
-    """by which a batch takes longer if its weights are gathered once: its first forward, and its last backward"""
-    saved_by_a_pair: float
-    """by the mean rank, if a forward runs at once with another micro-batch's backward"""
-
-
-class _StepBytes:
-    """Counts what ranks hold of one model. Blocks count with their mean."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts = facts
-        self._rank_blocks = cache(_blocks_of_slowest)
-        self._saved = cache(
-            lambda mesh, samples, weights: facts.mean(
-                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
-            )
-        )
-        self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
-        self._parameters_of_block = cache(lambda mesh: facts.mean(lambda one: one.parameters_of_a_rank(mesh)))
-        self._trained_of_block = cache(lambda mesh: facts.mean(lambda one: one.trained_by_a_rank(mesh)))
-
-    def trained(self, candidate: Candidate) -> float:
+    def _most_trained(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
-        own, others = self.blocks(candidate)
-        return max(self._held(candidate, own, has_outside=True)[1], self._held(candidate, others, has_outside=False)[1])
+        return max(share.trained for share in self._shares(candidate))
 
-    def _held(self, candidate: Candidate, blocks: float, *, has_outside: bool) -> tuple[float, float]:
-        """Elements of a rank with so many blocks, and those of them that it trains."""
-        facts, mesh = self._facts, candidate.mesh
-        own, trained = blocks * self._parameters_of_block(mesh), blocks * self._trained_of_block(mesh)
-        if not has_outside:
-            return own, trained
+    def _count_shares(self, pipe: int, stages: int, mesh: MeshSizes) -> tuple[_Share, _Share]:
+        facts = self.facts
         outside, frozen = facts.outside_parameters, facts.outside_frozen
-        return own + outside / candidate.cube_size, trained + (outside - frozen) / candidate.cube_size
+        loads = [one / facts.parameters_per_block for one in (facts.computing_parameters, outside)]
+        own, others = _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
+        stored = facts.mean(lambda one: one.parameters_of_a_rank(mesh))
+        trained = facts.mean(lambda one: one.trained_by_a_rank(mesh))
+        of_outside, trained_outside = outside / prod(mesh), (outside - frozen) / prod(mesh)
+        first = _Share(own, own * stored + of_outside, own * trained + trained_outside, has_outside=True)
+        return first, _Share(others, others * stored, others * trained, has_outside=False)
 
-    def blocks(self, candidate: Candidate) -> tuple[int, int]:
-        """Blocks of pipeline rank 0, and the most of the others, as the strategy cuts them: by parameters."""
-        facts = self._facts
-        return self._rank_blocks(
-            len(facts.blocks),
-            candidate.pipe,
-            candidate.stages_per_rank,
-            tuple(one / facts.parameters_per_block for one in (facts.computing_parameters, facts.outside_parameters)),
-        )
-
-    def of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
+    def _of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
         """Of the rank that needs the most.
 
         Args:
@@ -375,39 +379,40 @@ class _StepBytes:
             held: for each rank, of how many blocks it holds activations at most, without pairs; if none is given, of
                 as many micro-batches as there are pipeline ranks.
         """
-        own, others = self.blocks(candidate)
+        own, others = self._shares(candidate)
         peak = min(candidate.num_microbatches, candidate.pipe)
-        first, *rest = held or (peak * own, peak * others)
+        first, *rest = held or (peak * own.blocks, peak * others.blocks)
         more = candidate.pairs / candidate.stages_per_rank * (candidate.num_microbatches > peak)
-        return max(
-            self._rank_memory(candidate, own, first + more * own, has_outside=True),
-            self._rank_memory(candidate, others, max(rest, default=0.0) + more * others, has_outside=False),
-            key=lambda one: one.total,
-        )
-
-    def _rank_memory(self, candidate: Candidate, blocks: float, held: float, *, has_outside: bool) -> RankMemory:
-        facts, samples, ranks = self._facts, candidate.samples, candidate.cube_size
-        own, trained = self._held(candidate, blocks, has_outside=has_outside)
+        facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
         saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
         kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
-        message, share = facts.message * samples / ranks, max(1.0, samples / ranks)
+        message, own_samples = facts.message * samples / ranks, max(1.0, samples / ranks)
         has_messages = candidate.pipe > 1
         workspace = saved if candidate.recompute else 2 * message
-        return RankMemory(
-            weights=own * facts.parameter_bytes,
-            gradients=trained * facts.gradient_bytes,
-            optimizer=trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
-            activations=held * (message if candidate.recompute else saved),
-            # parameters outside the stack, and weights that are gathered for the batch, with their gradients
-            gathered=has_outside * (ranks > 1) * facts.outside_bytes
-            + blocks * (facts.element + facts.gradient_bytes) * kept,
-            suspended=has_outside * (facts.outside_saved * share + held / max(1.0, blocks) * message * has_messages),
-            messages=2 * candidate.stages_per_rank * message * has_messages,
-            workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * share),
-        )
+
+        def memory(share: _Share, blocks: float) -> RankMemory:
+            """Of a rank that holds the activations of so many blocks."""
+            has_outside = share.has_outside
+            return RankMemory(
+                weights=share.parameters * facts.parameter_bytes,
+                gradients=share.trained * facts.gradient_bytes,
+                optimizer=share.trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
+                activations=blocks * (message if candidate.recompute else saved),
+                # parameters outside the stack, and weights that are gathered for the batch, with their gradients
+                gathered=has_outside * (ranks > 1) * facts.outside_bytes
+                + share.blocks * (facts.element + facts.gradient_bytes) * kept,
+                suspended=has_outside
+                * (facts.outside_saved * own_samples + blocks / max(1.0, share.blocks) * message * has_messages),
+                messages=2 * candidate.stages_per_rank * message * has_messages,
+                workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * own_samples),
+            )
+
+        blocks = first + more * own.blocks, max(rest, default=0.0) + more * others.blocks
+        of_ranks = map(memory, (own, others)[: candidate.pipe], blocks)  # one pipeline rank has no others
+        return max(of_ranks, key=lambda one: one.total)
 
 
-def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: tuple[float, ...]) -> tuple[int, int]:
+def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: Sequence[float]) -> tuple[int, int]:
     """Blocks of rank 0, and the most of the others, as `partition.cut` shares them; `outside` are in blocks."""
     if pipe == 1:
         return total, 0

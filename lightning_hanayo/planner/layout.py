@@ -110,8 +110,8 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
     if num_microbatches < layout.num_microbatches:
         return first_microbatches(_table(layout, layout.num_microbatches), num_microbatches)
     if _is_file(layout.schedule):
-        of_file = _of_file(layout.schedule, num_microbatches)
-        return forwards_before_backwards(of_file) if layout.runs_step_once else of_file
+        made = _of_file(layout.schedule, num_microbatches)
+        return forwards_before_backwards(made) if layout.runs_step_once else made
     depth = _depth(layout.schedule)
     sizes: dict[str, Any] = {"num_waves": layout.num_waves}
     if depth == "stages":
@@ -131,7 +131,8 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         forwards_first=layout.runs_step_once,
         **sizes,
     )
-    return _ending_on_rank_0(schedule, layout.separate_loss_stage)
+    made = _ending_on_rank_0(schedule, layout.separate_loss_stage)
+    return forwards_before_backwards(made) if layout.runs_step_once else made
 
 
 def _ending_on_rank_0(schedule: Schedule, separate_loss_stage: bool = False) -> Schedule:
@@ -202,22 +203,8 @@ def choose(
         relative = costs.scaled(1 / forward) if forward else costs
     if pairs and not relative.segments:
         relative = replace(relative, segments=PAIR_SEGMENTS)
-    layouts = [
-        Layout(
-            schedule=name,
-            num_ranks=num_ranks,
-            num_waves=wave,
-            num_microbatches=num_microbatches,
-            activation_budget=activation_budget,
-            costs=relative,
-            steady=steady,
-            separate_loss_stage=separate_loss_stage,
-            pairs=pairs,
-            runs_step_once=runs_step_once,
-        )
-        for wave in waves
-        for name in names
-    ]
+    others = num_microbatches, activation_budget, relative, steady, separate_loss_stage, pairs, runs_step_once
+    layouts = [Layout(name, num_ranks, wave, *others) for wave in waves for name in names]
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
     if not fitting:
         raise HanayoError(_too_few(layouts[0], num_blocks))

@@ -34,7 +34,7 @@ _SIZES = ("pipeline_parallel_size", "data_parallel_size", "num_microbatches")
 
 def strategy_options(candidate: Candidate) -> dict[str, Any]:
     """The arguments of `HanayoStrategy` for a layout."""
-    options: dict[str, Any] = {
+    return {
         "pipeline_parallel_size": candidate.pipe,
         "num_waves": candidate.num_waves if candidate.pipe > 1 else "auto",
         "data_parallel_size": candidate.data,
@@ -46,7 +46,6 @@ def strategy_options(candidate: Candidate) -> dict[str, Any]:
         "cube_weights": candidate.cube_weights,
         "pairs": candidate.pairs,
     }
-    return options
 
 
 def overlay(plan: Plan, *, num_nodes: int, accelerator: str | None, sets_batch_size: bool) -> dict[str, Any]:

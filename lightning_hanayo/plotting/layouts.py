@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_hanayo.plotting.palette import ACTIVATION_COLOUR, DARK, KIND_COLOURS, KIND_NAMES, wave_legs
+from lightning_hanayo.plotting.palette import ACTIVATION_COLOUR, DARK, KIND_COLOURS, KIND_NAMES, num_legs, wave_legs
 from lightning_hanayo.plotting.timeline import draw_actions, image_file, time_label
 from lightning_hanayo.schedule.communication import messages_per_microbatch
 from lightning_hanayo.schedule.comparison import Candidate, Comparison
@@ -168,7 +168,7 @@ def _draw_legend(figure: "Figure", candidates: Sequence[Candidate]) -> None:
 
     kinds = {span.action.kind for one in candidates for span in one.timeline.spans}
     handles = [Patch(facecolor=KIND_COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in KIND_COLOURS if kind in kinds]
-    if any(wave_legs(one.timeline).num_legs > 1 for one in candidates):
+    if any(num_legs(wave_legs(one.timeline)) > 1 for one in candidates):
         handles.append(Patch(facecolor="none", label="(lighter: odd legs)"))
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)
 
@@ -183,19 +183,15 @@ def _draw_bars(figure: "Figure", candidates: Sequence[Candidate], row: float, bu
     for number, (title, values, colour) in enumerate(columns):
         left = _WIDTH - 0.15 - (2 - number) * _BARS - (1 - number) * _GAP
         axes = figure.add_axes((left / _WIDTH, bottom, _BARS / _WIDTH, total / height))
-        _draw_column(axes, title, values, colour)
+        axes.barh(range(len(values)), values, height=0.5, color=colour)
+        largest = max(values) or 1.0
+        for position, value in enumerate(values):
+            axes.text(value + 0.02 * largest, position, f"{value:.4g}", va="center", fontsize=8)
+        axes.set_ylim(len(values) - 0.5, -0.5)
+        axes.set_xlim(0, 1.25 * largest)
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(title, fontsize=8, loc="left", pad=10)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
         if budget is not None and number == 0:
             axes.axvline(budget, color=DARK, linewidth=0.9, linestyle=":")
             axes.text(budget, len(candidates) - 0.48, "budget", ha="center", va="top", fontsize=7)
-
-
-def _draw_column(axes: "Axes", title: str, values: Sequence[float], colour: str) -> None:
-    axes.barh(range(len(values)), values, height=0.5, color=colour)
-    largest = max(values) or 1.0
-    for row, value in enumerate(values):
-        axes.text(value + 0.02 * largest, row, f"{value:.4g}", va="center", fontsize=8)
-    axes.set_ylim(len(values) - 0.5, -0.5)
-    axes.set_xlim(0, 1.25 * largest)
-    axes.set(xticks=[], yticks=[])
-    axes.set_title(title, fontsize=8, loc="left", pad=10)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)

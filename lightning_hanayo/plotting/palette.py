@@ -16,7 +16,6 @@ told apart with any kind of colour blindness, which the tests check.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from lightning_hanayo.schedule import Action, Kind, Span, Timeline
 
@@ -37,36 +36,31 @@ DARK, LIGHT = "#1c1c1c", "#ffffff"
 """text on light and on dark boxes"""
 
 
-@dataclass(frozen=True)
-class WaveLegs:
-    """The leg of each stage of a timeline."""
+WaveLegs = Mapping[int, int | None]
+"""the leg of each stage of a timeline; None for a stage that holds only head and loss"""
 
-    leg_of_stage: Mapping[int, int | None]
-    """None for a stage that holds only head and loss"""
 
-    @property
-    def num_legs(self) -> int:
-        """The number of different legs."""
-        return len({leg for leg in self.leg_of_stage.values() if leg is not None})
+def num_legs(legs: WaveLegs) -> int:
+    """The number of different legs."""
+    return len(set(legs.values()) - {None})
 
 
 def wave_legs(timeline: Timeline) -> WaveLegs:
     """The legs of a timeline's stages, derived from the rank and the micro-batches of each stage's actions."""
-    rank_of = {span.action.stage: span.rank for span in timeline.spans}
     num_stages = [0] * timeline.num_ranks
-    leg_of_stage: dict[int, int | None] = {}
-    for stage, rank in sorted(rank_of.items()):
+    legs: dict[int, int | None] = {}
+    for stage, rank in sorted(timeline.rank_of.items()):
         is_loss = bool(timeline.shares) and timeline.shares[stage] == 0
-        leg_of_stage[stage] = None if is_loss else num_stages[rank]
+        legs[stage] = None if is_loss else num_stages[rank]
         num_stages[rank] += not is_loss
-    return WaveLegs(leg_of_stage)
+    return legs
 
 
 def action_colour(action: Action, legs: WaveLegs) -> str:
     """The colour of the action's box."""
     if action.kind is Kind.REDUCE_GRAD:
         return REDUCE_COLOUR
-    leg = legs.leg_of_stage[action.stage]
+    leg = legs[action.stage]
     return LOSS_COLOUR if leg is None else KIND_COLOURS[action.kind][leg % 2]
 
 
@@ -83,14 +77,15 @@ def text_colour(background: str) -> str:
 
 def legend_label(action: Action, legs: WaveLegs) -> str:
     """The legend's text for the action's colour."""
-    name, leg = KIND_NAMES[action.kind], legs.leg_of_stage[action.stage]
+    name, leg = KIND_NAMES[action.kind], legs[action.stage]
     if action.kind is Kind.REDUCE_GRAD:
         return name
     if leg is None:
         return "head and loss"
-    if legs.num_legs == 1:
+    count = num_legs(legs)
+    if count == 1:
         return name
-    numbers = [number for number in range(legs.num_legs) if number % 2 == leg % 2]
+    numbers = [number for number in range(count) if number % 2 == leg % 2]
     shown = ", ".join(map(str, numbers if action.kind is Kind.F else numbers[::-1]))
     return f"{name}, leg {shown}"
 

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.plotting import palette
@@ -224,15 +224,8 @@ def _draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
     figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), **look)
 
 
-class TimelineMessage(NamedTuple):
-    """`consumer` waits for a tensor that `producer` computed on another rank."""
-
-    producer: Span
-    consumer: Span
-
-
-def timeline_messages(timeline: Timeline) -> Iterator[TimelineMessage]:
-    """The messages of all steps."""
+def timeline_messages(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
+    """The messages of all steps: what computes a tensor, and what waits for it on another rank."""
     for step in timeline.steps:
         span_of = {span.action: span for span in step.spans if span.action.kind.is_compute}
         num_stages = 1 + max((action.stage for action in span_of), default=0)
@@ -241,7 +234,7 @@ def timeline_messages(timeline: Timeline) -> Iterator[TimelineMessage]:
         for action, span in span_of.items():
             for other in waits[action]:
                 if span_of[other].rank != span.rank:
-                    yield TimelineMessage(span_of[other], span)
+                    yield span_of[other], span
 
 
 def idle_before(timeline: Timeline) -> dict[Span, float]:

@@ -8,7 +8,7 @@ from lightning_hanayo.schedule.communication import complete
 from lightning_hanayo.schedule.completeness import check_communication
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.table import Table
-from lightning_hanayo.schedule.text.csv_table import locate_error, read_pairs, read_rows, write_rows
+from lightning_hanayo.schedule.text.csv_table import locate_error, read_table, write_rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Schedule(Table):
             HanayoError: the file is no table, or the table can't run; the message draws it and marks the cell.
         """
         path = Path(path)
-        rows = [tuple(action for action in row if action.kind.is_compute) for row in read_rows(path)]
+        all_rows, pairs = read_table(path)
+        rows = [tuple(action for action in row if action.kind.is_compute) for row in all_rows]
         found = [(action, rank) for rank, row in enumerate(rows) for action in row]
         if not found:
             raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")
@@ -59,7 +60,7 @@ class Schedule(Table):
             stage_ranks=tuple(ranks[stage] for stage in range(len(ranks))),
             actions=tuple(rows),
             num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
-            pairs=read_pairs(path),
+            pairs=pairs,
         )
         try:
             validate(schedule)
@@ -75,7 +76,7 @@ def check_csv(path: str | Path) -> Schedule:
     """
     schedule = Schedule.from_csv(path)
     try:
-        check_communication(schedule, read_rows(Path(path)))
+        check_communication(schedule, read_table(Path(path))[0])
     except HanayoError as error:
         raise locate_error(Path(path), error, compute_only=False) from None
     return schedule

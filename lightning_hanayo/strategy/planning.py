@@ -75,7 +75,10 @@ def plan_at_start(
         master_weights=options.master_weights is not None,
         blocks=options.blocks,
     )
-    machine = replace(_machine(device), ranks_per_node=ranks_per_node)
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else device.type
+    # the data sheet of this device; a nominal CPU or an H100 for others
+    machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
+    machine = replace(machine, ranks_per_node=ranks_per_node)
     plan = _best(facts, machine, options, world_size, num_samples * trainer.accumulate_grad_batches, num_samples)
     first = plan.first
     decided = strategy_options(first.candidate)
@@ -121,12 +124,6 @@ def _best(
         assert refused is not None
         raise refused
     return min(plans, key=lambda plan: plan.first.seconds / plan.global_batch)
-
-
-def _machine(device: torch.device) -> Machine:
-    """The rates of the data sheet of this device; of a nominal CPU or an H100 for others."""
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else device.type
-    return next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
 
 
 def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:

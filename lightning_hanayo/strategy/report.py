@@ -2,7 +2,7 @@
 
 at the start       `run_facts`          layout, sizes, samples, seed
 single batches     `BatchFigures`       bubble and times of stages, read without stopping the pipeline
-                   `Throughput`         samples, tokens and FLOPs per second (`StepFlops`), by the host's clock
+                   `Throughput`         samples, tokens and FLOPs per second (`step_flops`), by the host's clock
 at the end         `MeasuredBatches`    the last batches, as they ran: pictures, a trace, a profile of costs
 """
 
@@ -210,43 +210,28 @@ _BACKWARD = 2
 """FLOPs of a backward, in forwards: the gradients of both operands of each product"""
 
 
-@dataclass(frozen=True)
-class StepFlops:
-    """The FLOPs of training batches; 0 where they aren't known.
+def step_flops(
+    module: "pl.LightningModule", given: float | None, num_samples: Callable[[Any], int]
+) -> tuple[Callable[[Any], float], str]:
+    """The FLOPs of forward and backward of one data rank's batch, and a line about their source.
 
-    Args:
-        of_batch: returns those of forward and backward of one data rank's batch.
-        said: a line about their source, or about the way to get them.
+    They are the number given here, or as `module.flops_per_batch`, else counted with `example_input_array`, in
+    proportion to the samples of a batch and of the example, which `num_samples` returns; 0 where they aren't known.
     """
-
-    of_batch: Callable[[Any], float]
-    said: str
-
-    @staticmethod
-    def find(module: "pl.LightningModule", given: float | None, num_samples: Callable[[Any], int]) -> "StepFlops":
-        """The number given here, or as `module.flops_per_batch`, else counted with `example_input_array`.
-
-        `num_samples` returns the samples of a batch, and of the example: FLOPs are in proportion to them.
-        """
-        if given is None:
-            given = getattr(module, "flops_per_batch", None)
-        if given is not None:
-            number = float(given)
-            return StepFlops(lambda _: number, f"{number:.3g} per batch of a data rank, as given")
-        example = module.example_input_array
-        samples = 0 if example is None else num_samples(example)
-        forward = forward_flops(module) if samples else 0
-        if not forward:
-            return StepFlops(
-                lambda _: 0.0,
-                "not known, so no FLOP/s: set example_input_array of the module, whose forward must depend on shapes "
-                "alone, or WaveReport(flops_per_batch=...)",
-            )
-        per_sample = (1 + _BACKWARD) * forward / samples
-        return StepFlops(
-            lambda batch: per_sample * num_samples(batch),
-            f"{per_sample:.3g} per sample: 3 times a forward of example_input_array",
-        )
+    if given is None:
+        given = getattr(module, "flops_per_batch", None)
+    if given is not None:
+        number = float(given)
+        return lambda _: number, f"{number:.3g} per batch of a data rank, as given"
+    example = module.example_input_array
+    samples = 0 if example is None else num_samples(example)
+    forward = forward_flops(module) if samples else 0
+    if not forward:
+        advice = "whose forward must depend on shapes alone, or WaveReport(flops_per_batch=...)"
+        return lambda _: 0.0, f"not known, so no FLOP/s: set example_input_array of the module, {advice}"
+    per_sample = (1 + _BACKWARD) * forward / samples
+    said = f"{per_sample:.3g} per sample: 3 times a forward of example_input_array"
+    return lambda batch: per_sample * num_samples(batch), said
 
 
 class Throughput:
@@ -389,11 +374,11 @@ class WaveReport(Callback):
             self._figures = BatchFigures(strategy.pipeline)
         if trainer.is_global_zero:
             num_samples = strategy.pipeline.splitter.num_samples
-            flops = StepFlops.find(pl_module, self._flops_per_batch, num_samples)
-            self._throughput = Throughput(num_samples, strategy.data_parallel_size, flops.of_batch, totals=self._totals)
+            flops, said = step_flops(pl_module, self._flops_per_batch, num_samples)
+            self._throughput = Throughput(num_samples, strategy.data_parallel_size, flops, totals=self._totals)
             self._peak_flops = peak_flops(trainer)
             self._introduce(trainer, pl_module, strategy)
-            print(f"FLOPs of a step: {flops.said}", flush=True)
+            print(f"FLOPs of a step: {said}", flush=True)
 
     def _introduce(self, trainer: "pl.Trainer", module: "pl.LightningModule", strategy: HanayoStrategy) -> None:
         facts = run_facts(trainer, module, strategy)

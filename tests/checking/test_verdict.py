@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_hanayo.checking.case import RankFailure, RankResult, Stage
+from lightning_hanayo.checking.case import RankFailure, RankResult
 from lightning_hanayo.checking.comparison import EXACT, Comparison, Key, Values, compare
 from lightning_hanayo.checking.verdict import (
     Verdict,
@@ -21,7 +21,7 @@ from lightning_hanayo.checking.verdict import (
 )
 
 # Four blocks, one per stage, in a wave over two ranks.
-STAGES = tuple(Stage(range(i, i + 1), rank) for i, rank in enumerate([0, 1, 1, 0]))
+STAGES = tuple((range(i, i + 1), rank) for i, rank in enumerate([0, 1, 1, 0]))
 NAMES = ("embedding", *(f"model.layers.{i}.weight" for i in range(4)), "head")
 ONES = torch.ones(2, dtype=torch.float64)
 

@@ -13,6 +13,7 @@ from lightning_hanayo.plotting.palette import (
     REDUCE_COLOUR,
     action_colour,
     legend_label,
+    num_legs,
     text_colour,
     wave_legs,
 )
@@ -69,15 +70,15 @@ def test_numbers_can_be_read_on_their_boxes(shade: str) -> None:
 
 def test_legs_of_a_wave_alternate() -> None:
     legs = wave_legs(simulate(build("hanayo", num_ranks=2, num_microbatches=1, num_waves=2)))
-    assert legs.leg_of_stage == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: 3}
+    assert legs == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: 3}
     assert [action_colour(Action.parse(f"{stage}F0"), legs) for stage in (0, 3, 4, 7)] == [*ALL.values()][:2] * 2
     assert legend_label(Action.parse("6B0"), legs) == "backward, leg 3, 1"
 
 
 def test_a_stage_with_only_head_and_loss_has_no_leg() -> None:
     legs = wave_legs(simulate(with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))))
-    assert legs.leg_of_stage == {0: 0, 1: 0, 2: None}
-    assert legs.num_legs == 1
+    assert legs == {0: 0, 1: 0, 2: None}
+    assert num_legs(legs) == 1
     assert action_colour(Action.parse("2F0"), legs) == LOSS_COLOUR
     assert legend_label(Action.parse("2F0"), legs) == "head and loss"
     assert legend_label(Action.parse("1REDUCE_GRAD"), legs) == "gradient reduction"

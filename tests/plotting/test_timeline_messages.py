@@ -13,7 +13,7 @@ def test_messages_and_idle_time_of_two_ranks() -> None:
     rank 1      1F0 1B0
     """
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=1), CostModel(message=0.5))
-    pairs = [(str(one.producer.action), str(one.consumer.action)) for one in timeline_messages(timeline)]
+    pairs = [(str(producer.action), str(consumer.action)) for producer, consumer in timeline_messages(timeline)]
     assert sorted(pairs) == [("0F0", "1F0"), ("1B0", "0B0")]
     idle = {str(span.action): wait for span, wait in idle_before(timeline).items()}
     assert idle == {"0F0": 0.0, "1F0": 1.5, "1B0": 0.0, "0B0": 4.0}
@@ -25,9 +25,9 @@ def test_messages_are_sent_before_they_arrive_and_none_is_missing(schedule: Sche
     timeline = simulate(schedule, CostModel(message=0.25), steps=2)
     found = list(timeline_messages(timeline))
     assert len(found) == 2 * schedule.num_microbatches * messages_per_microbatch(schedule)
-    for one in found:
-        assert one.producer.rank != one.consumer.rank
-        assert one.consumer.start >= one.producer.end + 0.25 - 1e-9
+    for producer, consumer in found:
+        assert producer.rank != consumer.rank
+        assert consumer.start >= producer.end + 0.25 - 1e-9
 
 
 @unhurried

@@ -22,7 +22,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from functools import wraps
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -37,7 +36,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Results, Stage
+from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Results
 from lightning_hanayo.checking.comparison import Key, Kind, Values
 from lightning_hanayo.errors import HanayoError, PeerFailed
 from lightning_hanayo.monitor.processes import end_with_parent
@@ -171,21 +170,20 @@ def run_rank(case: Case) -> RankResult:
     trainer = make_trainer(case, observer, devices=topology.world_size, strategy=strategy)
     trainer.fit(module, make_loader(case, data_rank))
     pipeline = strategy.pipeline
-    stages = tuple(map(Stage, pipeline.ownership.stages, pipeline.ownership.stage_ranks))
+    ownership = pipeline.ownership
     return RankResult(
         observer.values,
-        stack=pipeline.ownership.stack.name,
-        stages=stages,
+        stack=ownership.stack.name,
+        stages=tuple(zip(ownership.stages, ownership.stage_ranks, strict=False)),
         num_microbatches=pipeline.layout.num_microbatches,
     )
 
 
 def make_strategy(case: Case) -> HanayoStrategy:
     """A new strategy with the case's options, on the case's ranks."""
-    options: dict[str, Any] = {field.name: getattr(case.options, field.name) for field in fields(case.options)}
     topology = case.topology
     sizes = {"pipeline_parallel_size": topology.pipe, "data_parallel_size": topology.data, "cube": topology.cube}
-    return HanayoStrategy(**options | sizes)
+    return HanayoStrategy(**vars(case.options) | sizes)
 
 
 def merge(ranks: Sequence[RankResult], topology: Topology) -> list[Values]:
@@ -353,12 +351,9 @@ def _prepare(module: pl.LightningModule, case: Case, whole: bool) -> None:
     if not case.has_dropout:
         switch_dropout_off(module)
     module.double() if case.dtype == torch.float64 else module.to(case.dtype)
-    if whole:
-        _give_values(module, case)
-
-
-def _give_values(module: pl.LightningModule, case: Case) -> None:
-    """Give the module in this process what all ranks of a layout together get."""
+    if not whole:
+        return
+    # what all ranks of a layout together get
     deferred = DeferredInit(module, case.seed) if is_deferred(module) else None
     if case.options.init_folders:
         plans = plan_pretrained(module, find_stack(module, case.options.blocks).name, case.options.init_folders)

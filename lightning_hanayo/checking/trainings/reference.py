@@ -284,7 +284,11 @@ class _PiecewiseSteps(Callback):
 
         @wraps(step)
         def training_step(batch: Any, *arguments: Any, **keywords: Any) -> Any:
-            rows = [batch, *(self._other_batch(trainer, data_rank) for data_rank in range(1, num_data))]
+            rows = [batch]
+            for data_rank in range(1, num_data):  # the batches of others, on their way through the module's hooks
+                other = self._case.batches_of(data_rank)[batch_idx(trainer)]
+                other = trainer.lightning_module.on_before_batch_transfer(other, 0)
+                rows.append(trainer.strategy.batch_to_device(other, dataloader_idx=0))
             return self._run(trainer, rows, lambda piece: step(piece, *arguments, **keywords))
 
         object.__setattr__(pl_module, "training_step", training_step)
@@ -329,12 +333,6 @@ class _PiecewiseSteps(Callback):
         else:
             keep_collected(self._collections, row, weights, left)
         return results
-
-    def _other_batch(self, trainer: pl.Trainer, data_rank: int) -> Any:
-        """The batch of another data rank, on its way through the module's hooks."""
-        batch = self._case.batches_of(data_rank)[batch_idx(trainer)]
-        batch = trainer.lightning_module.on_before_batch_transfer(batch, 0)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def _num_samples(row: SplitBatch, piece: int) -> int:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.cli.common import CommandParser, print_table, quantity, whole_number
@@ -40,7 +41,8 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     usage = "hanayo doctor [--devices N] [--measure] [--json] [--config recipe.yaml [options of hanayo fit]]"
     parser = CommandParser("hanayo doctor", __doc__, usage=usage)
-    parser.add_argument("--devices", type=_count, metavar="N", help="measure links between N processes of this host")
+    processes = partial(whole_number, least=2, expected="2 or more processes, which send to each other")
+    parser.add_argument("--devices", type=processes, metavar="N", help="measure links between N processes of this host")
     parser.add_argument("--root", metavar="FOLDER", help="where checkpoints go (default: that of --config, or here)")
     parser.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="S", help="seconds to measure (default: 120)"
@@ -65,10 +67,6 @@ _SPEEDS = {
 def _speed(text: str) -> float:
     """Bytes per second."""
     return quantity(text, _SPEEDS, "bytes or bits per second, such as 50GB/s or 400Gbit/s")
-
-
-def _count(text: str) -> int:
-    return whole_number(text, 2, "2 or more processes, which send to each other")
 
 
 def _seconds(text: str) -> float:

@@ -83,7 +83,9 @@ def measure_here(num_processes: int, timeout: float) -> Measured | Finding:
                 time.sleep(_POLL)
             failed = [(rank, one.poll()) for rank, one in enumerate(processes) if one.poll()]
         if failed:
-            text = f"rank {failed[0][0]} has ended with exit code {failed[0][1]}: {_last_line(log)}"
+            printed = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            last = printed[-1] if printed else "it has printed nothing"
+            text = f"rank {failed[0][0]} has ended with exit code {failed[0][1]}: {last}"
             return Finding("links", f"{num_processes} processes", text, "problem", advice)
         return Measured.from_json(json.loads(result.read_text()))
 
@@ -108,8 +110,3 @@ def _processes(count: int, result: Path, log: Path) -> Iterator[Sequence["subpro
             for process in processes:
                 process.kill()
                 process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it has printed nothing"

@@ -101,8 +101,6 @@ class Evaluator:
             pairs: neighbours in a row that run at once (default: those of the shape).
         """
         pairs = self._pairs if pairs is None else pairs
-        if pairs:
-            return self._run_cells(rows, begin, pairs)
         nodes, num_microbatches = self._nodes, self._num_microbatches
         done = [-1.0] * (3 * self._num_stages * num_microbatches)
         last = list(begin or [0.0] * self._num_ranks)
@@ -113,9 +111,14 @@ class Evaluator:
         while awake:
             rank = awake.pop()
             time, row, row_starts, row_ends = last[rank], rows[rank], starts[rank], ends[rank]
-            for position in range(len(row_ends), len(row)):
-                code = row[position]
+            while len(row_ends) < len(row):
+                code = row[len(row_ends)]
                 takes, slot, waits = nodes[code // num_microbatches]
+                second = pairs.get(code)
+                if second is not None:
+                    takes, *of_second = self._pair_ends(code // num_microbatches, second // num_microbatches)
+                    more = nodes[second // num_microbatches][2]
+                    waits = (*waits, *((second - code + distance, hop) for distance, hop in more))
                 start = time
                 for distance, hop in waits:
                     arrival = done[code + distance]
@@ -132,43 +135,17 @@ class Evaluator:
                     done[code + slot] = time
                     if code + slot in asleep:
                         awake += asleep.pop(code + slot)
+                    if second is not None:
+                        end = start + of_second[0]
+                        row_starts.append(start)
+                        row_ends.append(end)
+                        second += nodes[second // num_microbatches][1]
+                        done[second] = end
+                        awake += asleep.pop(second, ())
+                        time = max(time, end)
                     continue
                 break
             last[rank] = time
-        stuck = any(len(row) > len(row_ends) for row, row_ends in zip(rows, ends, strict=True))
-        return None if stuck else ActionTimes(starts, ends, last)
-
-    def _run_cells(self, rows: CodeRows, begin: Sequence[float] | None, pairs: Mapping[int, int]) -> ActionTimes | None:
-        """The same with pairs: in a cell there are one or two actions. Slower, and so apart."""
-        nodes, count = self._nodes, self._num_microbatches
-        done = [-1.0] * (3 * self._num_stages * count)
-        last = list(begin or [0.0] * self._num_ranks)
-        starts: list[list[float]] = [[] for _ in rows]
-        ends: list[list[float]] = [[] for _ in rows]
-        asleep: dict[int, list[int]] = {}
-        awake = list(range(len(rows)))[::-1]
-        while awake:
-            rank = awake.pop()
-            row, row_ends = rows[rank], ends[rank]
-            while len(row_ends) < len(row):
-                code = row[len(row_ends)]
-                cell = (code, pairs[code]) if code in pairs else (code,)
-                sources = [(one + distance, hop) for one in cell for distance, hop in nodes[one // count][2]]
-                missing = next((source for source, _ in sources if done[source] < 0), None)
-                if missing is not None:
-                    asleep.setdefault(missing, []).append(rank)
-                    break
-                start = max([last[rank], *(done[source] + hop for source, hop in sources)])
-                takes: Sequence[float] = (nodes[code // count][0],)
-                if len(cell) > 1:
-                    takes = self._pair_ends(*(one // count for one in cell))
-                for one, seconds in zip(cell, takes, strict=True):
-                    starts[rank].append(start)
-                    row_ends.append(start + seconds)
-                    slot = one + nodes[one // count][1]
-                    done[slot] = start + seconds
-                    awake += asleep.pop(slot, ())
-                last[rank] = start + max(takes)
         stuck = any(len(row) > len(row_ends) for row, row_ends in zip(rows, ends, strict=True))
         return None if stuck else ActionTimes(starts, ends, last)
 

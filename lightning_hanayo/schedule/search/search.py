@@ -32,6 +32,9 @@ EFFORT = 600_000
 MAX_RUNS = 1000
 """how many orders a search runs at most: enough for a small table, where `EFFORT` would allow many more"""
 
+_ROUNDING = 1e-8
+"""more than what `_rounded` changes, relatively"""
+
 Score = tuple[float, float]
 """of an order, the lower the better: the times of one step and of each following one, or the other way round"""
 
@@ -96,10 +99,14 @@ class Search:
         assert times is not None, "an order that a scheduler ran can't deadlock"
         return times
 
-    def run(self, plan: CodeRows, policy: FillPolicy) -> tuple[Score, list[list[int]]]:
-        """Run one plan. Returns the order and its score, and keeps it if it is the best so far."""
+    def run(self, plan: CodeRows, policy: FillPolicy, wanted: float = 0.0) -> tuple[Score, list[list[int]]]:
+        """Run one plan. Returns the order and its score, and keeps it if it is the best so far.
+
+        Where one step counts, a run that gets longer than the best one and than `wanted` is given up: its score is
+        infinite.
+        """
         scheduler = ListScheduler(self.problem, plan, policy)
-        makespan = scheduler.run()
+        makespan = scheduler.run(inf if self.steady else max(self.score[0], wanted) * (1 + _ROUNDING))
         runs = 3 if self.steady else 1  # the time of a following step takes two more runs
         self.actions_left -= self.problem.num_actions * runs
         return self._keep(scheduler.rows, makespan), scheduler.rows
@@ -114,7 +121,7 @@ class Search:
         keys = self._starts(rows)
         while self.can_improve():
             changed = _changed(keys, self.problem, random)
-            (found, _), found_rows = self.run(self.problem.rows(changed), random.choice(policies))
+            (found, _), found_rows = self.run(self.problem.rows(changed), random.choice(policies), time)
             if found <= time * (1 + 1e-9):
                 rows, time = found_rows, found
                 keys = self._starts(rows)

@@ -43,7 +43,10 @@ class RankMemory:
     @property
     def total(self) -> float:
         """All of it."""
-        return float(sum(getattr(self, name) for name in self.__slots__))
+        standing = self.weights + self.gradients + self.optimizer
+        return float(
+            standing + self.activations + self.gathered + self.suspended + self.queue + self.messages + self.workspace
+        )
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,6 @@ def write_rows(path: str | Path, rows: Rows, pairs: Pairs = ()) -> None:
         csv.writer(file).writerows(map(partial(_texts, partner_of), rows))
 
 
-def read_pairs(path: Path) -> frozenset[tuple[Action, Action]]:
-    """The actions that share a cell of the file, which `read_rows` has accepted."""
-    found = (tuple(_actions(cell.strip())) for cells in _cells(path) for cell in cells)
-    return frozenset((cell[0], cell[1]) for cell in found if len(cell) == 2)
-
-
 def _texts(partner_of: Mapping[Action, Action], row: Sequence[Action]) -> Iterator[str]:
     """The cells of a row."""
     rest = iter(row)
@@ -50,12 +44,24 @@ def _texts(partner_of: Mapping[Action, Action], row: Sequence[Action]) -> Iterat
             next(rest)
 
 
-def read_rows(path: Path) -> Rows:
-    """All actions in the file, communication too, one row per line.
+def read_table(path: Path) -> tuple[Rows, frozenset[tuple[Action, Action]]]:
+    """All actions in the file, communication too, one row per line; and the pairs, which share a cell.
 
     Raises `HanayoError` if the file can't be read, is too large, or has a cell that is no action.
     """
-    return [_row(path, rank, cells) for rank, cells in enumerate(_cells(path))]
+    rows, pairs = [], set()
+    for rank, cells in enumerate(_cells(path)):
+        row: list[Action] = []
+        for column, cell in enumerate(cells):
+            try:
+                found = list(_actions(cell.strip()))
+            except HanayoError as error:
+                raise HanayoError(f"{path}, row {rank + 1}, cell {column + 1}: {error}") from None
+            row += found
+            if len(found) == 2:
+                pairs.add((found[0], found[1]))
+        rows.append(tuple(row))
+    return rows, frozenset(pairs)
 
 
 def locate_error(path: Path, error: HanayoError, *, compute_only: bool) -> HanayoError:
@@ -85,16 +91,6 @@ def _cells(path: Path) -> list[list[str]]:
         raise HanayoError(f"the schedule table {path} can't be read: {why}") from None
     except (OSError, csv.Error) as error:
         raise HanayoError(f"the schedule table {path} can't be read: {error}") from None
-
-
-def _row(path: Path, rank: int, cells: Sequence[str]) -> tuple[Action, ...]:
-    actions: list[Action] = []
-    for column, cell in enumerate(cells):
-        try:
-            actions += _actions(cell.strip())
-        except HanayoError as error:
-            raise HanayoError(f"{path}, row {rank + 1}, cell {column + 1}: {error}") from None
-    return tuple(actions)
 
 
 def _actions(cell: str) -> Iterator[Action]:

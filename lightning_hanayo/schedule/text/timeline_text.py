@@ -39,8 +39,7 @@ def timeline_text(timeline: Timeline, columns: int | None = None, wrap: bool = F
         columns: the most characters per row; None: enough for every label. With too few, labels are cut short.
         wrap: instead, cut the drawing into bands of at most `columns` characters, with an empty line between them.
     """
-    lines = timeline_lines(timeline, columns, wrap)
-    return "\n".join((line.head + "".join(piece.text for piece in line.pieces)).rstrip() for line in lines)
+    return "\n".join(map(str, timeline_lines(timeline, columns, wrap)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,9 @@ class Line:
 
     head: str
     pieces: tuple[Piece, ...]
+
+    def __str__(self) -> str:
+        return (self.head + "".join(piece.text for piece in self.pieces)).rstrip()
 
 
 def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = False) -> Iterator[Line]:

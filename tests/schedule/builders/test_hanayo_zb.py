@@ -118,9 +118,9 @@ def test_the_search_ends_where_both_bounds_are_reached(monkeypatch: pytest.Monke
     runs = []
     run = ListScheduler.run
 
-    def counted(self: ListScheduler) -> float:
+    def counted(self: ListScheduler, limit: float = inf) -> float:
         runs.append(self)
-        return run(self)
+        return run(self, limit)
 
     monkeypatch.setattr(ListScheduler, "run", counted)
     wave("hanayo-zb", (8, 2, 32))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, Schedule, complete
 from lightning_hanayo.schedule.completeness import check_communication
-from lightning_hanayo.schedule.text.csv_table import read_rows
+from lightning_hanayo.schedule.text.csv_table import read_table
 from tests.schedule.samples import make, row, schedules, table, unhurried
 from tests.schedule.test_torch_oracle import loaded
 
@@ -81,12 +81,12 @@ def test_torchs_lowered_tables_are_complete(tmp_path: Path, name: str) -> None:
     schedule.to_csv(tmp_path / "table.csv")
     runtime, _ = loaded(schedules, tmp_path / "table.csv", schedule)
     runtime._dump_csv(str(tmp_path / "lowered.csv"), format="compute_comms")
-    lists = read_rows(tmp_path / "lowered.csv")
+    lists, _ = read_table(tmp_path / "lowered.csv")
     assert any(action.kind.is_message for one in lists for action in one)
     check_communication(Schedule.from_csv(tmp_path / "lowered.csv"), lists)
 
 
 def test_torchs_sharding_actions_are_dropped(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n")
-    (only,) = read_rows(tmp_path / "table.csv")
+    (only,), _ = read_table(tmp_path / "table.csv")
     assert only == (*row("0F0 0B0"), Action.parse("0REDUCE_GRAD"))

@@ -1,31 +1,17 @@
 """Restarts: a run that torchrun or SLURM starts again goes on from its newest checkpoint.
 
-Tells torchrun why a rank has failed: its agent shows the text of a small file instead of "<N/A>".
+1st start   saves version_0/checkpoints/last.ckpt, step 40; a rank is killed, so torchrun starts all ranks again
+2nd start   the same script: fit(ckpt_path=None) resumes from version_0/checkpoints/last.ckpt
 
-Root Cause (first observed failure):
-  rank      : 1 (local_rank: 1)
-  traceback : RuntimeError: the loss exploded
+A small file, <default_root_dir>/.hanayo/<key>.json, says which checkpoints a run has saved: a restart gets other
+folders from its loggers, and a folder may hold checkpoints of other runs. It also says who has started the run:
 
-Who has started this process, and whether the same one has started the run before: torchrun's agent, or SLURM.
-
-                                  key of the run        who starts it
+                                  key of the run        starter
 torchrun, first start             torchrun-<run id>     the agent on this node
 torchrun, after a failure         the same              the same agent, or another node's that was there before
 torchrun, given a second time     maybe the same        another agent: this is a new run
 SLURM, first start                slurm-<job>-<step>    nobody who could have started it before
 SLURM, the job is requeued        the same              the job's step, with the same command
-
-A small file that says which checkpoints a run has saved, so that its next start finds them.
-
-<default_root_dir>/.hanayo/torchrun-job17.json
-{"started": 1763800000.0, "starters": ["..."], "saved": {"0": ["/runs/version_0/checkpoints/last.ckpt"]}}
-
-A restart gets other folders from its loggers (version_1), and a folder may hold checkpoints of other runs.
-
-One run of `fit` that may be started again: remembers what it saves, and resumes from there.
-
-1st start   saves version_0/checkpoints/last.ckpt, step 40; a rank is killed, so torchrun starts all ranks again
-2nd start   the same script: fit(ckpt_path=None) resumes from version_0/checkpoints/last.ckpt
 """
 
 import itertools
@@ -36,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,9 +45,9 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_error_file(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
-    """Write why this rank fails to the file that torchrun's agent reads, if there is an agent.
+    """Write why this rank fails to the file that torchrun's agent reads and shows, if there is an agent.
 
-    A rank that ends because of another one names that one's cause: torchrun shows what it has seen first.
+    A rank that ends because of another one names that one's cause: torchrun shows the first text that it has seen.
     """
     path = environment.get(_VARIABLE, os.devnull)
     if path == os.devnull or not os.path.isdir(os.path.dirname(path)):
@@ -105,13 +92,8 @@ class Launch:
     starters: tuple[str, ...]
 
 
-def this_launch() -> Launch | None:
-    """This process's start; None if nobody starts it again after a failure."""
-    return launch_from(os.environ, " ".join(sys.argv))
-
-
 def launch_from(environment: Mapping[str, str], command: str) -> Launch | None:
-    """What the variables of torchrun and SLURM say.
+    """The start that the variables of torchrun and SLURM describe.
 
     Example:
         >>> launch_from({"SLURM_PROCID": "0", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}, "train.py").key
@@ -147,17 +129,10 @@ def _agent(environment: Mapping[str, str]) -> str:
     parents = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents
     if len(parents) > 3:
         return f"{host} {parents[2]}"
-    pid = os.getppid()
-    return f"{host} {pid} {_start_time(pid)}"
-
-
-def _start_time(pid: int) -> str:
-    """When a process began, in ticks since the host did; "" where there is no /proc."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[_START_TIME]
+    pid, begun = os.getppid(), ""
+    with suppress(OSError):  # where there is no /proc
+        begun = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_TIME]
+    return f"{host} {pid} {begun}"
 
 
 FOLDER = ".hanayo"
@@ -165,7 +140,7 @@ FOLDER = ".hanayo"
 
 @dataclass
 class Record:
-    """What a run remembers from start to start."""
+    """The file that a run keeps from start to start."""
 
     started: float
     """when the run started for the first time, in seconds since 1970"""
@@ -176,7 +151,7 @@ class Record:
 
     @staticmethod
     def read(path: str) -> "Record | None":
-        """What the file holds; None without one, or if it isn't whole."""
+        """The content of the file; None without one, or if it isn't whole."""
         folder, _, name = path.rpartition("/")
         try:
             return Record(**json.loads(bytes(storage_of(folder).read(name))))
@@ -216,7 +191,7 @@ _fits = itertools.count()
 
 
 class Restarts:
-    """One run's side of it. All ranks call each method alike; rank 0 writes the record."""
+    """The record of one run of `fit` that may be started again. All ranks call each method alike; rank 0 writes it."""
 
     def __init__(self, rank: int, path: str, record: Record, fit: int) -> None:
         self._rank = rank
@@ -236,8 +211,9 @@ class Restarts:
         Raises:
             CheckpointError: not all nodes see the files of the run.
         """
-        launch = this_launch() if trainer.state.fn == TrainerFn.FITTING else None
-        if launch is None:
+        fits = trainer.state.fn == TrainerFn.FITTING
+        launch = launch_from(os.environ, " ".join(sys.argv)) if fits else None
+        if launch is None:  # nobody starts this process again
             return None
         path = record_path(trainer.default_root_dir, launch.key)
         record, is_restart = _agreed_record(launch, absolute(path))
@@ -280,7 +256,7 @@ class Restarts:
 
 
 def _agreed_record(launch: Launch, path: str) -> tuple[Record, bool]:
-    """What is known of the run, and whether it has started before; the same on all ranks."""
+    """The record of the run, and whether it has started before; the same on all ranks."""
     requeued = is_requeued(os.environ)
     found = on_all_ranks(lambda: (launch.starters, Record.read(path), is_restarted(os.environ), time.time()))
     starters = sorted({one for own, *_ in found for one in own})

@@ -1,7 +1,5 @@
 """Stopping: how the ranks agree on the batch after which they stop, and the errors with which such a run ends.
 
-All ranks of a run stop before the same batch once one of them has been told to stop.
-
            told                 decided: up to batch 8
 rank 0     | batch 7             batch 8              | stops
 rank 1     |      batch 8                             | stops      the furthest
@@ -12,8 +10,6 @@ rank 2     * batch 7 ........... batch 8              | stops      * got the sig
    end. No collective is issued, and no main thread is asked: it may be in the middle of a batch, waiting for others.
 
 A rank that doesn't answer could be anywhere; after `AGREE_WITHIN` seconds the decision is to end without a checkpoint.
-
-The errors with which a run ends that a signal has stopped, and exit codes.
 
 SIGTERM    StoppedBySignal, Lightning's SIGTERMException     75, EX_TEMPFAIL: run it again
 SIGINT     Interrupted, a KeyboardInterrupt                 130, as shells say it
@@ -63,7 +59,7 @@ class Decision:
 
 
 class StopTogether:
-    """One rank's side of it, for one run.
+    """One rank's part in stopping together, for one run.
 
     Args:
         rank: this process's.
@@ -105,7 +101,7 @@ class StopTogether:
 
     @property
     def decision(self) -> Decision | None:
-        """What all ranks have decided; None: nothing yet."""
+        """The decision of all ranks; None: there is none yet."""
         return self._decision
 
     def expect(self) -> None:
@@ -148,7 +144,7 @@ class StopTogether:
         for leave in self._leave:
             leave()
         if monitor is not None:
-            monitor.answer(f"{self._topic}/begun", _has_ended)
+            monitor.answer(f"{self._topic}/begun", lambda _: END)
 
     def _is_about_to_be_told(self) -> bool:
         """A short run could end before the monitor's thread reads the signal."""
@@ -169,7 +165,7 @@ class StopTogether:
         self._told_by = self._told_by or (rank, signal)
 
     def _hold(self, _: Any = None) -> Place:
-        """Let the main thread begin nothing more; return what it has begun."""
+        """Let the main thread begin nothing more; return the place of the last batch that it has begun."""
         with self._lock:
             self._told_at = self._told_at or time.monotonic()
             return self._begun
@@ -179,8 +175,9 @@ class StopTogether:
         if monitor is None or told_at is None or self._decision is not None:
             return
         found = monitor.verdict(self._topic)
-        if found is not None:
-            self._accept(_decision_of(found))
+        if found is not None:  # JSON has made lists of its tuples
+            last = None if found["last"] is None else (found["last"][0], found["last"][1])
+            self._accept(Decision(found["signal"], found["rank"], last, tuple(found["missing"])))
             return
         is_due = monitor.arbiter == self._rank or time.monotonic() - told_at > TAKE_OVER
         if self._told_by is not None and is_due and not self._is_deciding:
@@ -211,16 +208,6 @@ class StopTogether:
         monitor.decide(self._topic, asdict(Decision(signal, rank, last, missing)))
 
 
-def _has_ended(_: Any) -> Place:
-    return END
-
-
-def _decision_of(fields: dict[str, Any]) -> Decision:
-    last = fields["last"]
-    place = None if last is None else (last[0], last[1])
-    return Decision(fields["signal"], fields["rank"], place, tuple(fields["missing"]))
-
-
 CHECKPOINT_NAME = "stopped.ckpt"
 """next to the files of the first `ModelCheckpoint`; the next one replaces it"""
 
@@ -234,7 +221,7 @@ def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bo
         has_trained: whether a batch has been trained in this run.
 
     Returns:
-        What to tell the user.
+        The message for the user.
 
     Raises:
         CheckpointError: the checkpoint can't be saved.
@@ -243,22 +230,25 @@ def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bo
         return "there is nothing to save"
     if not has_trained:
         return "no batch was trained since the start, so nothing is saved"
-    path = _path(trainer)
-    if path is None:
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    folders = (one.dirpath for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath)
+    folder = next(folders, None)
+    if folder is None:
         return "nothing is saved, for the Trainer has no ModelCheckpoint"
+    path = os.path.join(folder, CHECKPOINT_NAME)
     trainer.save_checkpoint(path)
     finish()
     return f"saved {path}; resume with ckpt_path={path!r}"
 
 
 def what_stopped(trainer: "pl.Trainer", decision: Decision, rank: str) -> str:
-    """What has stopped the run, and where. `rank`: the one that got the signal, with its place."""
+    """The signal that has stopped the run, and where. `rank`: the one that got it, with its place."""
     when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
     return f"stopped by {name_of(decision.signal)} on {rank} {when}"
 
 
 def report_of(exception: BaseException) -> str | None:
-    """What to tell the user once, if a signal has stopped the run; None: something else has ended it."""
+    """The message for the user, if a signal has stopped the run; None: something else has ended it."""
     return exception.report if isinstance(exception, StoppedBySignal | Interrupted) else None
 
 
@@ -269,14 +259,6 @@ def no_agreement(decision: Decision, name: Callable[[int], str]) -> str:
         f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
         f"{name_of(decision.signal)} on {name(decision.rank)}. Resume from a checkpoint that was saved before."
     )
-
-
-def _path(trainer: "pl.Trainer") -> str | None:
-    """Where the checkpoint is saved; None: the run saves no checkpoints by itself."""
-    callbacks: list[Any] = trainer.checkpoint_callbacks
-    folders = (one.dirpath for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath)
-    folder = next(folders, None)
-    return None if folder is None else os.path.join(folder, CHECKPOINT_NAME)
 
 
 REQUEUE, INTERRUPTED = 75, 130

@@ -3,14 +3,14 @@
 SIGTERM, SIGINT     once: all ranks stop after the same batch; again: all end at once
 SLURM's signal      the same; then Lightning saves, and lets SLURM start the job again
 
-Where a run can be stopped by a signal: before each batch of training and evaluation, and where an evaluation ends.
+A run is stopped before a batch of training or evaluation, or where an evaluation ends (`StopPoints`):
 
 fit_loop     epoch_loop.advance                 before the batch is read
 val_loop     _evaluation_step                   after it is read: a validation that is stopped is run anew
              _store_dataloader_outputs          data ranks may have different numbers of batches
 predict_loop _predict_step, on_run_end
 
-A run that a signal stops: from its handler to the checkpoint, on one rank.
+From the handler to the end of the run (`StopsOnSignal`), on one rank:
 
 handler          ->  all ranks agree on a batch  ->  stop point after it  ->  save  ->  the error that ends the run
 here                 strategy/stopping.py                here                 strategy/stopping.py
@@ -101,8 +101,10 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-        slurm = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        self.requeue = _free(environment.requeue_signal) if slurm else None
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            slurms = signal.SIGUSR1 if environment.requeue_signal is None else environment.requeue_signal
+            if signal.getsignal(slurms) in (signal.SIG_DFL, None):  # else the user's handler counts
+                self.requeue = slurms
         for number in (signal.SIGTERM, signal.SIGINT, self.requeue):
             if number is not None and (number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -137,17 +139,22 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
-        if os.getpid() != self._process:
-            _in_fork(number, previous)
+        if os.getpid() != self._process:  # this one was forked: do what it would do without these handlers
+            # A data worker goes on: SLURM and a terminal signal all processes, and its rank still needs batches.
+            if get_worker_info() is None:
+                signal.signal(number, previous)
+                os.kill(os.getpid(), number)
             return
         if self._monitor is None or self._is_over:
             self._note(number)
         elif self._pipe is not None:
             self._stop.expect()
-            if self._is_installed(number):
-                self._write_unless_python_did(number, self._pipe[1])
-            else:
-                os.write(self._pipe[1], bytes([number + _CALLED]))
+            pipe = self._pipe[1]
+            if not self._is_installed(number):
+                os.write(pipe, bytes([number + _CALLED]))
+            elif (current := signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)) != pipe:
+                signal.set_wakeup_fd(current)  # of user code, such as an event loop: Python has not written to ours
+                os.write(pipe, bytes([number]))
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
@@ -155,14 +162,6 @@ class Signals:
         """Whether no handler has taken this one's place since; that handler may call this one."""
         handler = signal.getsignal(number)
         return self._handle in getattr(handler, "signal_handlers", (handler,))
-
-    @staticmethod
-    def _write_unless_python_did(number: int, pipe: int) -> None:
-        """User code, such as an event loop, may have set another pipe since."""
-        current = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
-        if current != pipe:
-            signal.set_wakeup_fd(current)
-            os.write(pipe, bytes([number]))
 
     def _note(self, number: int) -> None:
         now = time.monotonic()
@@ -198,21 +197,6 @@ class Signals:
         self._end_at = self._end_at or (time.monotonic() + _FLOOD, number)
 
 
-def requeue(trainer: "pl.Trainer", number: int) -> str:
-    """Let Lightning save, and rank 0 ask SLURM to start the job again. Called by all ranks, between two batches.
-
-    Returns:
-        What to tell the user.
-    """
-    trainer._signal_connector._slurm_sigusr_handler_fn(number, None)  # type: ignore[arg-type]
-    return f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
-
-
-def mark_received(trainer: "pl.Trainer") -> None:
-    """Let `trainer.received_sigterm` be true, for callbacks."""
-    trainer._signal_connector.received_sigterm = True
-
-
 _pipes: set[int] = set()
 
 
@@ -224,23 +208,6 @@ def _forget_pipe() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pipe)
-
-
-def _in_fork(number: int, previous: Any) -> None:
-    """In a process that this one has forked: do what it would do without these handlers.
-
-    A data worker goes on: SLURM and a terminal signal all processes, and its rank still needs batches.
-    """
-    if get_worker_info() is not None:
-        return
-    signal.signal(number, previous)
-    os.kill(os.getpid(), number)
-
-
-def _free(number: int | None) -> int | None:
-    """The signal if the user has no handler for it: theirs counts."""
-    number = signal.SIGUSR1 if number is None else number
-    return number if signal.getsignal(number) in (signal.SIG_DFL, None) else None
 
 
 def _no_op(*_: Any) -> None:
@@ -388,7 +355,7 @@ class StopPoints:
 
 
 class StopsOnSignal:
-    """One rank's side of it, for one run. Made by all ranks.
+    """One rank's part in stopping a run by a signal. Made by all ranks.
 
     Args:
         trainer: whose run may be stopped.
@@ -429,7 +396,7 @@ class StopsOnSignal:
         self._stop.close()
 
     def say(self, exception: BaseException) -> None:
-        """Say once what has stopped the run, if a signal has. Called by all ranks, after callbacks."""
+        """Name the signal that has stopped the run, if one has. Called by all ranks, after callbacks."""
         report = report_of(exception)
         if report and self._failures.rank == 0:
             print(f"hanayo: {report}", file=sys.stderr, flush=True)
@@ -440,10 +407,11 @@ class StopsOnSignal:
             self._failures.check_peers()
             time.sleep(LOOK)
         if decision.signal != signal.SIGINT:
-            mark_received(trainer)
+            trainer._signal_connector.received_sigterm = True  # callbacks read `trainer.received_sigterm`
         with points.as_after_batch():
-            if decision.signal == self._signals.requeue:
-                saved = requeue(trainer, decision.signal)
+            if decision.signal == self._signals.requeue:  # Lightning saves, and rank 0 asks SLURM to start anew
+                trainer._signal_connector._slurm_sigusr_handler_fn(decision.signal, None)  # type: ignore[arg-type]
+                saved = f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
             else:
                 saved = save(trainer, self._finish, has_trained=points.num_trained > 0)
         raise stopped(decision.signal, f"{what_stopped(trainer, decision, self._name(decision.rank))}; {saved}")

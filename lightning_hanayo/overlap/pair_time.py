@@ -91,35 +91,6 @@ def run_pair(first: Segments, second: Segments, order: Order | None = None, pref
     return _Run([first, second], order, prefer).run_pair()
 
 
-def run_by_turns(first: Segments, second: Segments) -> PairRun:
-    """Two actions at once whose collectives start as the program says, on every rank alike: the device changes hands
-    wherever an action waits, even if it needn't. It is idle until the awaited collective has been carried."""
-    actions, places, awaited = (first, second), [0, 0], [0.0, 0.0]
-    carried: list[tuple[int, int]] = []
-    ends: tuple[list[float], list[float]] = ([], [])
-    done = [inf, inf]
-    now = link = 0.0
-    number = 0
-    while inf in done:
-        if done[number] == inf:
-            now = max(now, awaited[number])
-            for place in range(places[number], len(actions[number])):
-                compute, start, wait, is_shared = actions[number][place]
-                now += compute
-                if start is not None:
-                    link = max(link, now) + start
-                    carried.append((number, len(ends[number])))
-                    ends[number].append(link)
-                if wait is not None:
-                    places[number] = place + 1
-                    awaited[number] = ends[1 - number if is_shared else number][wait]
-                    break
-            else:
-                done[number] = now
-        number = 1 - number
-    return PairRun((done[0], done[1]), tuple(carried), link_end=link)
-
-
 def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun:
     """The best order found: that in which the collectives start, and small changes to it (simulated annealing).
 

@@ -172,15 +172,15 @@ class Failures:
             first = self.monitor.verdict(self._topic, wait=CAUSE_TIME)
             if first is not None:
                 return Failure(**first)
-            message = f"{self._name(self.rank)} has lost a connection, or waited in vain: {what_was_lost(error)}"
+            message = f"{self.name(self.rank)} has lost a connection, or waited in vain: {what_was_lost(error)}"
             rank, cause = self.held_up_by or (self.rank, "")
             own = Failure(rank, f"{cause}; {message}" if cause else message, 1, self.rank, is_shown=False)
         elif isinstance(error, _WITHOUT_TRACEBACK):
-            message = f"{self._name(self.rank)} left the run: {error!r}"[:_LONGEST]
+            message = f"{self.name(self.rank)} left the run: {error!r}"[:_LONGEST]
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
             own = Failure(self.rank, message, code or 1, self.rank, is_shown=False)
         else:
-            message = f"{self._name(self.rank)}: {type(error).__name__}: {with_notes(error)}"[:_LONGEST]
+            message = f"{self.name(self.rank)}: {type(error).__name__}: {with_notes(error)}"[:_LONGEST]
             own = Failure(self.rank, message, 2 if isinstance(error, _MISTAKES) else 1, self.rank, is_shown=True)
         return Failure(**self.monitor.decide(self._topic, asdict(own)))
 
@@ -257,9 +257,13 @@ class Failures:
         ranks = (rank for rank in range(self.monitor.num_ranks) if rank not in self._finished)
         return self.rank == next((rank for rank in ranks if self.monitor.state_of(rank) == "running"), self.rank)
 
+    def name(self, rank: int) -> str:
+        """The rank with its place, for messages."""
+        return f"rank {rank} ({self.monitor.members[rank].place})"
+
     def fail_for(self, rank: int, what: str, *, code: int = 1) -> None:
         """Let all ranks end because of this one. `what` has happened to it, put after its name. Returns at once."""
-        failure = Failure(rank, f"{self._name(rank)} {what}", code, self.rank, is_shown=False)
+        failure = Failure(rank, f"{self.name(rank)} {what}", code, self.rank, is_shown=False)
         self.monitor.propose(self._topic, asdict(failure))
 
     def watch_parent(self, name: str) -> None:
@@ -330,9 +334,6 @@ class Failures:
             and member.rank not in self._finished
             and self.monitor.state_of(member.rank) != "ended"
         ]
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self.monitor.members[rank].place})"
 
     def _position_in(self, run: Any) -> tuple[int, ...]:
         if run == self.run:

@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hanayo.monitor.monitor import Monitor
+from lightning_hanayo.strategy.failure import Failures
 
 AGREE_WITHIN = 10.0
 """seconds from the signal until the run ends without an agreement"""
@@ -59,30 +60,11 @@ class Decision:
 
 
 class StopTogether:
-    """One rank's part in stopping together, for one run.
+    """One rank's part in stopping together, for one run whose failures are given: they have the monitor."""
 
-    Args:
-        rank: this process's.
-        num_ranks: of the world.
-        run: its number, the same on all ranks.
-        monitor: this rank's; None in a world of one rank.
-        check_peers: called while the main thread waits for a decision; raises if another rank has failed.
-        on_no_agreement: called in the monitor thread of each rank if the ranks couldn't agree.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        run: int,
-        monitor: Monitor | None,
-        *,
-        check_peers: Callable[[], object],
-        on_no_agreement: Callable[[Decision], object],
-    ) -> None:
-        self._rank, self._num_ranks, self._monitor = rank, num_ranks, monitor
-        self._topic = f"stop/{run}"
-        self._check_peers, self._on_no_agreement = check_peers, on_no_agreement
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._topic = f"stop/{failures.run}"
         self._lock = threading.Lock()
         self._begun: Place = (0, 0)
         self._expected_at: float | None = None
@@ -92,11 +74,12 @@ class StopTogether:
         self._decision: Decision | None = None
         self._decided = threading.Event()
         self._leave: list[Callable[[], None]] = []
-        if monitor is not None:
+        self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
+        if self._monitor is not None:
             self._leave = [
-                monitor.on(f"{self._topic}/told", self._on_told),
-                monitor.answer(f"{self._topic}/begun", self._hold),
-                monitor.every(LOOK, self._look),
+                self._monitor.on(f"{self._topic}/told", self._on_told),
+                self._monitor.answer(f"{self._topic}/begun", self._hold),
+                self._monitor.every(LOOK, self._look),
             ]
 
     @property
@@ -113,7 +96,7 @@ class StopTogether:
         if self._monitor is not None:
             self._monitor.tell(f"{self._topic}/told", signal)
         elif self._decision is None:
-            self._decision = Decision(signal, self._rank, self._begun)
+            self._decision = Decision(signal, self._failures.rank, self._begun)
 
     def begin(self, place: Place) -> Decision | None:
         """Called by the main thread before a batch, and where an evaluation ends.
@@ -125,7 +108,7 @@ class StopTogether:
             PeerFailed: another rank has failed while this one waited.
         """
         while self._is_about_to_be_told():
-            self._check_peers()
+            self._failures.check_peers()
             time.sleep(LOOK / 10)
         with self._lock:
             if self._told_at is None and self._decision is None:
@@ -154,7 +137,7 @@ class StopTogether:
 
     def _wait(self) -> Decision:
         while self._decision is None:
-            self._check_peers()
+            self._failures.check_peers()
             self._decided.wait(LOOK)
         return self._decision
 
@@ -179,7 +162,7 @@ class StopTogether:
             last = None if found["last"] is None else (found["last"][0], found["last"][1])
             self._accept(Decision(found["signal"], found["rank"], last, tuple(found["missing"])))
             return
-        is_due = monitor.arbiter == self._rank or time.monotonic() - told_at > TAKE_OVER
+        is_due = monitor.arbiter == self._failures.rank or time.monotonic() - told_at > TAKE_OVER
         if self._told_by is not None and is_due and not self._is_deciding:
             self._is_deciding = True
             of = (monitor, *self._told_by, told_at)
@@ -188,8 +171,14 @@ class StopTogether:
     def _accept(self, decision: Decision) -> None:
         self._decision = decision
         self._decided.set()
-        if decision.last is None:
-            self._on_no_agreement(decision)
+        if decision.last is None:  # some can't be reached: all ranks end, without a checkpoint
+            name, missing = self._failures.name, decision.missing
+            more = "".join(f", nor {name(rank)}" for rank in missing[1:])
+            what = (
+                f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
+                f"{name_of(decision.signal)} on {name(decision.rank)}. Resume from a checkpoint that was saved before."
+            )
+            self._failures.fail_for(missing[0], what, code=exit_code_of(decision.signal))
 
     # in a thread of its own
 
@@ -199,11 +188,12 @@ class StopTogether:
         A process that has ended has ended its run before; if it hasn't, all ranks fail soon.
         """
         begun: dict[int, Place] = {}
-        while len(begun) < self._num_ranks and time.monotonic() - told_at < AGREE_WITHIN:
-            begun |= {one: END for one in range(self._num_ranks) if monitor.state_of(one) == "ended"}
+        num_ranks = monitor.num_ranks
+        while len(begun) < num_ranks and time.monotonic() - told_at < AGREE_WITHIN:
+            begun |= {one: END for one in range(num_ranks) if monitor.state_of(one) == "ended"}
             begun |= {one: (place[0], place[1]) for one, place in monitor.ask(f"{self._topic}/begun").items()}
-            time.sleep(0 if len(begun) == self._num_ranks else LOOK)
-        missing = tuple(one for one in range(self._num_ranks) if one not in begun)
+            time.sleep(0 if len(begun) == num_ranks else LOOK)
+        missing = tuple(one for one in range(num_ranks) if one not in begun)
         last = None if missing else max(begun.values())
         monitor.decide(self._topic, asdict(Decision(signal, rank, last, missing)))
 
@@ -241,24 +231,9 @@ def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bo
     return f"saved {path}; resume with ckpt_path={path!r}"
 
 
-def what_stopped(trainer: "pl.Trainer", decision: Decision, rank: str) -> str:
-    """The signal that has stopped the run, and where. `rank`: the one that got it, with its place."""
-    when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
-    return f"stopped by {name_of(decision.signal)} on {rank} {when}"
-
-
 def report_of(exception: BaseException) -> str | None:
     """The message for the user, if a signal has stopped the run; None: something else has ended it."""
     return exception.report if isinstance(exception, StoppedBySignal | Interrupted) else None
-
-
-def no_agreement(decision: Decision, name: Callable[[int], str]) -> str:
-    """Why the run ends at once, without a checkpoint; put after the name of the first rank that is missing."""
-    more = "".join(f", nor {name(rank)}" for rank in decision.missing[1:])
-    return (
-        f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
-        f"{name_of(decision.signal)} on {name(decision.rank)}. Resume from a checkpoint that was saved before."
-    )
 
 
 REQUEUE, INTERRUPTED = 75, 130
@@ -280,11 +255,6 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(report)
         self.report = report
         """what was stopped, where, and what was saved"""
-
-
-def stopped(number: int, report: str) -> StoppedBySignal | Interrupted:
-    """The error for a signal."""
-    return Interrupted(report) if number == signal.SIGINT else StoppedBySignal(report)
 
 
 def exit_code_of(number: int) -> int:

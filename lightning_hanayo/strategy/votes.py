@@ -330,8 +330,6 @@ class SavesOnException:
     """whose callbacks save"""
     failures: Failures
     """this rank's; have the monitor"""
-    num_ranks: int
-    """of the world"""
     finish: Callable[[], object]
     """called once a callback has saved; waits until the checkpoint is there"""
     newest: Callable[[], str | None]
@@ -341,7 +339,7 @@ class SavesOnException:
     def adapt_callbacks(self, attributes: TemporaryAttributes) -> None:
         """Let the callbacks that save ask all ranks before, and show errors in all of them."""
         for owner in (*callbacks_of(self.trainer), getattr(self.trainer, "datamodule", None)):
-            if isinstance(owner, Checkpoint) and self.num_ranks > 1:
+            if isinstance(owner, Checkpoint) and self.failures.monitor.num_ranks > 1:
                 attributes.set(owner, "on_exception", Substitute(owner.on_exception, self._save))
             elif owner is not None and not isinstance(owner, Checkpoint):
                 attributes.set(owner, "on_exception", Substitute(owner.on_exception, _show_error))
@@ -374,7 +372,7 @@ class SavesOnException:
             HanayoError: not all ranks have stopped at the same step.
         """
         is_after_error = sys.exception() is not None and self.trainer.state.status == TrainerStatus.INTERRUPTED
-        if is_after_error and self.num_ranks > 1:
+        if is_after_error and self.failures.monitor.num_ranks > 1:
             self._agree()
 
     def _agree(self) -> None:
@@ -391,7 +389,7 @@ class SavesOnException:
         deadline = time.monotonic() + failure.GRACE / 2
         while (decision := monitor.verdict(topic)) is None:
             places = monitor.ask(f"{topic}/place", timeout=_ASK)
-            if len(places) == self.num_ranks or time.monotonic() > deadline:
+            if len(places) == self.failures.monitor.num_ranks or time.monotonic() > deadline:
                 decision = monitor.decide(topic, self._judge(places))
                 break
             time.sleep(_POLL)
@@ -399,10 +397,11 @@ class SavesOnException:
 
     def _judge(self, places: dict[int, list[int]]) -> str:
         """Whether all have stopped at the same place; if not, why that is refused."""
-        missing = [rank for rank in range(self.num_ranks) if rank not in places]
+        name = self.failures.name
+        missing = [rank for rank in range(self.failures.monitor.num_ranks) if rank not in places]
         if missing:
             return (
-                f"{self._name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
+                f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
                 f"{self._way_out()}"
             )
         first, own = min(places.items())
@@ -410,12 +409,9 @@ class SavesOnException:
         if own == other:
             return _AGREED
         return (
-            f"{self._name(first)} has stopped after step {own[0]} in its batch {own[1]}, {self._name(rank)} after step "
+            f"{name(first)} has stopped after step {own[0]} in its batch {own[1]}, {name(rank)} after step "
             f"{other[0]} in its batch {other[1]}. {self._way_out()}"
         )
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self.failures.monitor.members[rank].place})"
 
     def _way_out(self) -> str:
         newest = self.newest()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.product import BackwardRun, ProductArgs, SavedInput, run_forward
+from lightning_hanayo.tensor_parallel.product import ProductArgs, SavedInput, run_backward, run_forward
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
 _numbers = itertools.count(1)
@@ -135,12 +135,13 @@ def _product_backward(
     """Returns the gradient of x. Those of the parameters are added, or left for later, as without a compiler."""
     args = _target(handle).args()
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
-    run = BackwardRun(args, x, matrices or None, saved.dtype)
     sizes: list[int | None] = [None] * len(args.weight.sizes)
     if args.reduce_scatter is not None:  # the true sizes of each output in the dimension that was summed
         dim = args.reduce_scatter.dim % len(gathered)
         sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
-    dx, of_weights = run.run(gradients, sizes, of_x, is_used=is_used, needs_x=True)
+    dx, of_weights = run_backward(
+        args, x, matrices or None, gradients, sizes, of_x, dtype=saved.dtype, is_used=is_used, needs_x=True
+    )
     assert dx is not None
     if torch.autograd._is_checkpoint_valid():
         for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):

@@ -56,7 +56,7 @@ class StageContext:
         self.queue = queue
         self.num_pieces = num_pieces
         self._sequence_lengths = [sequence_length, sequence_length]
-        self.batch_weights: weights.BatchWeights = weights.BatchWeights(keep_weights, self._turns)
+        self.batch_weights = weights.BatchWeights(keep_weights, self._turns)
         self._pair_weights = weights.PairWeights(self._turns)
         self.pending_gradients = weights.PendingGradients(self._turns, self.batch_weights)
         order = weights.PrefetchOrder()

@@ -3,14 +3,14 @@
 SIGTERM, SIGINT     once: all ranks stop after the same batch; again: all end at once
 SLURM's signal      the same; then Lightning saves, and lets SLURM start the job again
 
-A run is stopped before a batch of training or evaluation, or where an evaluation ends (`StopPoints`):
+A run is stopped before a batch of training or evaluation, or where an evaluation ends:
 
 fit_loop     epoch_loop.advance                 before the batch is read
 val_loop     _evaluation_step                   after it is read: a validation that is stopped is run anew
              _store_dataloader_outputs          data ranks may have different numbers of batches
 predict_loop _predict_step, on_run_end
 
-From the handler to the end of the run (`StopsOnSignal`), on one rank:
+From the handler to the end of the run, on one rank:
 
 handler          ->  all ranks agree on a batch  ->  stop point after it  ->  save  ->  the error that ends the run
 here                 strategy/stopping.py                here                 strategy/stopping.py
@@ -42,17 +42,15 @@ from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
 from lightning_hanayo.strategy.stopping import (
     LOOK,
     Decision,
+    Interrupted,
     Place,
+    StoppedBySignal,
     StopTogether,
     exit_code_of,
     name_of,
-    no_agreement,
     report_of,
     save,
-    stopped,
-    what_stopped,
 )
-from lightning_hanayo.topology import Topology
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -218,25 +216,27 @@ _MANY = 1 << 32
 """more batches than one evaluation has"""
 
 
-class StopPoints:
-    """Asks before each batch whether the run goes on.
+class StopsOnSignal:
+    """One rank's part in stopping a run by a signal: asks before each batch whether it goes on. Made by all ranks.
 
     Args:
-        trainer: whose loops run.
-        stop: this rank's.
+        trainer: whose run may be stopped.
+        failures: this rank's; have the monitor.
         device: this rank's.
-        end: ends the run; called on all ranks after the same batch.
+        attributes: restored at the end of the run.
+        finish: waits until a checkpoint is there.
     """
 
     def __init__(
         self,
         trainer: "pl.Trainer",
-        stop: StopTogether,
+        failures: Failures,
         device: torch.device,
-        end: Callable[["StopPoints", Decision], object],
+        attributes: TemporaryAttributes,
+        *,
+        finish: Callable[[], object],
     ) -> None:
-        self.trainer = trainer
-        self._stop, self._device, self._end = stop, device, end
+        self._trainer, self._failures, self._device, self._finish = trainer, failures, device, finish
         self._place: Place = (0, 0)
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
@@ -244,15 +244,24 @@ class StopPoints:
         self._weights_before: list[Tensor] = []
         self._is_epoch_start = False
         self._goes_on: bool | None = None
+        self._stop = StopTogether(failures)
+        self._signals = Signals(trainer, self._stop, failures.monitor if failures.monitor.num_ranks > 1 else None)
+        self._signals.listen(attributes)
+        self._add_to_loops(attributes)
 
-    @property
-    def num_trained(self) -> int:
-        """The training batches of this run."""
-        return self._place[0]
+    def close(self) -> None:
+        """The run has ended on this rank."""
+        self._signals.restore()
+        self._stop.close()
 
-    def add(self, attributes: TemporaryAttributes) -> None:
-        """Add them to the Trainer's loops, until the attributes are restored."""
-        trainer: Any = self.trainer
+    def say(self, exception: BaseException) -> None:
+        """Name the signal that has stopped the run, if one has. Called by all ranks, after callbacks."""
+        report = report_of(exception)
+        if report and self._failures.rank == 0:
+            print(f"hanayo: {report}", file=sys.stderr, flush=True)
+
+    def _add_to_loops(self, attributes: TemporaryAttributes) -> None:
+        trainer: Any = self._trainer
         self._before(attributes, trainer.fit_loop.epoch_loop, "run", self._begin_epoch)
         self._before(attributes, trainer.fit_loop.epoch_loop, "advance", self._train)
         validation = trainer.fit_loop.epoch_loop.val_loop
@@ -264,7 +273,7 @@ class StopPoints:
         self._before(attributes, trainer.predict_loop, "on_run_end", self._end_loader)
 
     @contextmanager
-    def as_after_batch(self) -> Iterator[None]:
+    def _as_after_batch(self) -> Iterator[None]:
         """Inside it, loops and generators are as a run must find them that goes on after the last training batch.
 
         A validation that was stopped has begun its first batch there, and not ended it: Lightning runs it anew. An
@@ -275,7 +284,7 @@ class StopPoints:
         if not self._is_evaluating:
             yield
             return
-        validated: Any = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        validated: Any = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress
         before = validated.state_dict()
         self._rewind_random()
         for progress, completed in ((validated.current, 0), (validated.total, validated.total.completed)):
@@ -295,7 +304,7 @@ class StopPoints:
         self._is_epoch_start = False
 
     def _remember_random(self) -> None:
-        of_loaders = generators_of_loaders(self.trainer)
+        of_loaders = generators_of_loaders(self._trainer)
         self._random_before = generator_states(self._device)
         self._loaders_before = [(one, one.get_state()) for one in of_loaders.values()]
 
@@ -318,7 +327,7 @@ class StopPoints:
         decision = self._stop.begin(place)
         self._is_evaluating = place[1] > 0
         if decision is not None and not self._must_end_validation(decision):
-            self._end(self, decision)
+            self._end(decision)
         self._place = place
 
     def _must_end_validation(self, decision: Decision) -> bool:
@@ -326,7 +335,7 @@ class StopPoints:
 
         A checkpoint would have them as the trained ones. The hooks at the end of the validation put these back.
         """
-        can_save = self.trainer.state.fn == TrainerFn.FITTING and self.num_trained > 0
+        can_save = self._trainer.state.fn == TrainerFn.FITTING and self._place[0] > 0
         if not self._is_evaluating or not can_save or decision.last is None:
             return False
         if self._goes_on is None:  # all ranks stop here for the first time
@@ -338,10 +347,10 @@ class StopPoints:
 
     def _weights(self) -> list[Tensor]:
         """A figure for each parameter of this rank, which stays on its device."""
-        with self.trainer.strategy._unguarded():  # type: ignore[attr-defined]
+        with self._trainer.strategy._unguarded():  # type: ignore[attr-defined]
             return [
                 torch.linalg.vector_norm(one.detach())
-                for one in self.trainer.lightning_module.parameters()
+                for one in self._trainer.lightning_module.parameters()
                 if not one.is_meta and one.is_floating_point()
             ]
 
@@ -353,73 +362,19 @@ class StopPoints:
 
         attributes.set(loop, name, Substitute(getattr(loop, name), ask_first))
 
-
-class StopsOnSignal:
-    """One rank's part in stopping a run by a signal. Made by all ranks.
-
-    Args:
-        trainer: whose run may be stopped.
-        failures: this rank's; have the monitor.
-        topology: of the ranks.
-        device: this rank's.
-        attributes: restored at the end of the run.
-        finish: waits until a checkpoint is there.
-    """
-
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        failures: Failures,
-        topology: Topology,
-        device: torch.device,
-        attributes: TemporaryAttributes,
-        *,
-        finish: Callable[[], object],
-    ) -> None:
-        self._topology, self._failures, self._finish = topology, failures, finish
-        monitor = failures.monitor if topology.world_size > 1 else None
-        self._stop = StopTogether(
-            failures.rank,
-            topology.world_size,
-            failures.run,
-            monitor,
-            check_peers=failures.check_peers,
-            on_no_agreement=self._fail,
-        )
-        self._signals = Signals(trainer, self._stop, monitor)
-        self._signals.listen(attributes)
-        StopPoints(trainer, self._stop, device, self._end).add(attributes)
-
-    def close(self) -> None:
-        """The run has ended on this rank."""
-        self._signals.restore()
-        self._stop.close()
-
-    def say(self, exception: BaseException) -> None:
-        """Name the signal that has stopped the run, if one has. Called by all ranks, after callbacks."""
-        report = report_of(exception)
-        if report and self._failures.rank == 0:
-            print(f"hanayo: {report}", file=sys.stderr, flush=True)
-
-    def _end(self, points: StopPoints, decision: Decision) -> None:
-        trainer = points.trainer
+    def _end(self, decision: Decision) -> None:
+        trainer = self._trainer
         while decision.last is None:  # the failure ends this run, too
             self._failures.check_peers()
             time.sleep(LOOK)
         if decision.signal != signal.SIGINT:
             trainer._signal_connector.received_sigterm = True  # callbacks read `trainer.received_sigterm`
-        with points.as_after_batch():
+        with self._as_after_batch():
             if decision.signal == self._signals.requeue:  # Lightning saves, and rank 0 asks SLURM to start anew
                 trainer._signal_connector._slurm_sigusr_handler_fn(decision.signal, None)  # type: ignore[arg-type]
                 saved = f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
             else:
-                saved = save(trainer, self._finish, has_trained=points.num_trained > 0)
-        raise stopped(decision.signal, f"{what_stopped(trainer, decision, self._name(decision.rank))}; {saved}")
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self._topology.place(rank)})"
-
-    def _fail(self, decision: Decision) -> None:
-        """End all ranks, because some can't be reached. Called in the monitor thread of each of them."""
-        what = no_agreement(decision, self._name)
-        self._failures.fail_for(decision.missing[0], what, code=exit_code_of(decision.signal))
+                saved = save(trainer, self._finish, has_trained=self._place[0] > 0)
+        when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
+        stopped = f"stopped by {name_of(decision.signal)} on {self._failures.name(decision.rank)} {when}; {saved}"
+        raise (Interrupted if decision.signal == signal.SIGINT else StoppedBySignal)(stopped)

@@ -20,7 +20,7 @@ Mamba. For the time of the block's forward they have a class of their own:
                                            self.up.weight[0].zero_()     refused: other changes in place
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -218,24 +218,22 @@ class _Source:
         return whole
 
 
-class _OnUse:
+class _OnUse(partial_values.Guarded):
     """The base class of both."""
 
     _source: _Source | None = None
     _parameter: nn.Parameter | None = None
     """gets the gradient; None: the tensor itself"""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @staticmethod
+    def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` on whole parameters."""
-        return _compute_on_whole(func, args, kwargs or {})
+        return _compute_on_whole(func, args, kwargs)
 
-    def _whole(self) -> Tensor:
+    def whole(self) -> Tensor:
+        """The whole, gathered now. Called by all ranks."""
         assert self._source is not None
-        own: Any = self
-        return self._source.gather(own if self._parameter is None else self._parameter)
+        return self._source.gather(self if self._parameter is None else self._parameter)
 
 
 class WholeOnUse(_OnUse, partial_values.PartialParameter):
@@ -332,7 +330,7 @@ def _gathering(function: Any) -> Any:
 
 def _whole_leaves(tree: Any) -> Any:
     def whole(leaf: Any) -> Any:
-        return leaf._whole() if isinstance(leaf, _OnUse) and leaf._source is not None else leaf
+        return leaf.whole() if isinstance(leaf, _OnUse) and leaf._source is not None else leaf
 
     with torch._C.DisableTorchFunctionSubclass():
         return tree_map(whole, tree)

@@ -8,6 +8,7 @@ x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z] times (Wq, Wk, Wv)^T  -->  q, 
 import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,30 +38,23 @@ def guarded_weight(module: Any, name: str = "weight") -> Tensor:
     return partial_alias(parameter, vars(parameter).get("_part")).requires_grad_(parameter.requires_grad)
 
 
+@dataclass(eq=False)
 class ShardedProduct:
-    """x W^T with each part of one weight.
+    """x W^T with each part of one weight."""
 
-    Args:
-        weight: W.
-        context: of the stage.
-        all_gather: of the input; None: it is gathered already.
-        reduce_scatter: of the outputs; None: they are no partial sums.
-    """
+    weight: ShardedWeight
+    """W"""
+    context: StageContext
+    """of the stage"""
+    all_gather: AxisCollective | None
+    """of the input; None: it is gathered already"""
+    reduce_scatter: AxisCollective | None
+    """of the outputs; None: they are no partial sums"""
 
-    def __init__(
-        self,
-        weight: ShardedWeight,
-        context: StageContext,
-        all_gather: AxisCollective | None,
-        reduce_scatter: AxisCollective | None,
-    ) -> None:
-        self.weight = weight
-        self._context = context
-        self._all_gather = all_gather
-        self._reduce_scatter = reduce_scatter
-        size = context.mesh.size
-        self._num_gathered = 1 if all_gather is None else size(all_gather.axis)
-        self._num_scattered = 1 if reduce_scatter is None else size(reduce_scatter.axis)
+    def __post_init__(self) -> None:
+        size = self.context.mesh.size
+        self._num_gathered = 1 if self.all_gather is None else size(self.all_gather.axis)
+        self._num_scattered = 1 if self.reduce_scatter is None else size(self.reduce_scatter.axis)
         self._begin()
 
     def _begin(self) -> None:
@@ -89,40 +83,41 @@ class ShardedProduct:
 
     def args(self) -> ProductArgs:
         """How it runs now: for sequences of the length that the stage runs."""
-        self._context.check_open()
-        length = self._context.sequence_length
+        self.context.check_open()
+        length = self.context.sequence_length
         if self._args is None or self._args[0] != length:
-            bind = self._context.bind
-            before, after = (None if one is None else bind(one) for one in (self._all_gather, self._reduce_scatter))
-            keep, num_pieces, has_pairs = self._context.keep, self._context.num_pieces, self._context.has_pairs
+            bind = self.context.bind
+            before, after = (None if one is None else bind(one) for one in (self.all_gather, self.reduce_scatter))
+            keep, num_pieces, has_pairs = self.context.keep, self.context.num_pieces, self.context.has_pairs
             self._args = length, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
         return self._args[1]
 
     def following(self) -> Sequence[ShardedWeight]:
         """The weights to gather ahead. Called once per product."""
-        return self._context.prefetch_order.record(self.weight)
+        return self.context.prefetch_order.record(self.weight)
 
     def _call_compiled(self, x: Tensor) -> tuple[Tensor, ...]:
-        gathers, keeps, weight = self._num_gathered > 1, self._context.keep == "gathered", self.weight
+        gathers, keeps, weight = self._num_gathered > 1, self.context.keep == "gathered", self.weight
         gathered = list(x.shape)
-        if self._all_gather is not None and gathers:
-            dim = self._all_gather.dim % x.dim()
-            length = self._context.sequence_length if self._all_gather.is_sequence else None
+        if self.all_gather is not None and gathers:
+            dim = self.all_gather.dim % x.dim()
+            length = self.context.sequence_length if self.all_gather.is_sequence else None
             gathered[dim] = gathered[dim] * self._num_gathered if length is None else length
         outputs: list[int] = []
         for features in weight.sizes:
             shape = [*gathered[:-1], features]
-            if self._reduce_scatter is not None:
-                dim = self._reduce_scatter.dim % len(shape)
+            if self.reduce_scatter is not None:
+                dim = self.reduce_scatter.dim % len(shape)
                 shape[dim] = -(-shape[dim] // self._num_scattered)
             outputs += shape
         rows = None
-        if keeps and weight.is_gathered and not self._context.batch_weights.is_on:  # the graph may overwrite its own
+        if keeps and weight.is_gathered and not self.context.batch_weights.is_on:  # the graph may overwrite its own
             rows = [sum(weight.sizes)] if weight.is_one_matrix else weight.sizes
         results = compiled_product(x, self._handle, gathers, keeps, gathered, outputs, rows)
         return (results[0] if gathers else x), *results[int(gathers) : int(gathers) + len(weight.sizes)]
 
 
+@dataclass(eq=False)
 class SharedInput:
     """The input of several linear layers of one module: gathered once, and multiplied with all their weights at once.
 
@@ -130,18 +125,17 @@ class SharedInput:
     another input, after the input was changed in place, or a second time.
     """
 
-    def __init__(self, context: StageContext, style: ParallelStyle) -> None:
-        self._context = context
-        self._style = style
-        self._parts: list[StoredWeight] = []
-        self._product: ShardedProduct | None = None
-        self._last: tuple[Tensor, int, dict[int, Tensor]] | None = None
+    context: StageContext
+    style: ParallelStyle
+    _parts: list[StoredWeight] = field(default_factory=list, init=False)
+    _product: ShardedProduct | None = field(default=None, init=False)
+    _last: tuple[Tensor, int, dict[int, Tensor]] | None = field(default=None, init=False)
 
     def add(self, part: StoredWeight) -> int:
         """Returns the number of a layer with this weight."""
         self._parts.append(part)
-        weight = self._context.weight(*self._parts)
-        self._product = ShardedProduct(weight, self._context, self._style.all_gather, self._style.reduce_scatter)
+        weight = self.context.weight(*self._parts)
+        self._product = ShardedProduct(weight, self.context, self.style.all_gather, self.style.reduce_scatter)
         return len(self._parts) - 1
 
     def all_gather(self, x: Tensor) -> Tensor:

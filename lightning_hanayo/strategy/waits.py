@@ -12,7 +12,7 @@ No progress for 15 s in step 12 (training).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -62,13 +62,9 @@ class Status:
     source: tuple[str, int] | None = None
     done: Mapping[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":
-        """The status of which `to_json` has made these fields."""
+        """The status of which `asdict` and JSON have made these fields."""
         wait, source = fields["wait"], fields["source"]
         if wait is not None:
             wait = Wait(**wait | {name: tuple(wait[name]) for name in ("ranks", "needs")})

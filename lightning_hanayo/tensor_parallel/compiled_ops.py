@@ -135,10 +135,8 @@ def _product_backward(
     """Returns the gradient of x. Those of the parameters are added, or left for later, as without a compiler."""
     args = _target(handle).args()
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
-    sizes: list[int | None] = [None] * len(args.weight.sizes)
-    if args.reduce_scatter is not None:  # the true sizes of each output in the dimension that was summed
-        dim = args.reduce_scatter.dim % len(gathered)
-        sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
+    dim = args.reduce_scatter.dim % len(gathered)  # of which the outputs were summed, to these true sizes
+    sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
     dx, of_weights = run_backward(
         args, x, matrices or None, gradients, sizes, of_x, dtype=saved.dtype, is_used=is_used, needs_x=True
     )

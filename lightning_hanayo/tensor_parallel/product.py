@@ -48,6 +48,18 @@ class BoundCollective:
     dim: int
     size: int | None = None
 
+    def gather(self, x: Tensor) -> Pending[Tensor]:
+        """Start to gather the parts of `x`."""
+        return start_all_gather(x, self.axis, self.dim, self.size)
+
+    def gather_each(self, tensors: Sequence[Tensor], sizes: Sequence[int | None]) -> Pending[list[Tensor]]:
+        """Start to gather the parts of several tensors, to these sizes."""
+        return start_all_gather_each(tensors, self.axis, self.dim, sizes)
+
+    def scatter_each(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """Start to sum several tensors; each rank gets its part."""
+        return start_reduce_scatter_each(tensors, self.axis, self.dim)
+
 
 @dataclass(frozen=True)
 class ProductArgs:
@@ -55,16 +67,16 @@ class ProductArgs:
 
     Args:
         weight: W, of one layer or of several.
-        all_gather: of the input; None: it is gathered already.
-        reduce_scatter: of the outputs; None: they are no partial sums.
+        all_gather: of the input.
+        reduce_scatter: of the outputs.
         keep: the tensors that are saved for the backward.
         num_pieces: in how many pieces the product runs; in fewer if there are fewer rows.
         has_empty_pieces: whether it runs in so many pieces even then, as all ranks of the mesh must.
     """
 
     weight: ShardedWeight
-    all_gather: BoundCollective | None
-    reduce_scatter: BoundCollective | None
+    all_gather: BoundCollective
+    reduce_scatter: BoundCollective
     keep: Keep = "gathered"
     num_pieces: int = 1
     has_empty_pieces: bool = False
@@ -91,43 +103,15 @@ class ProductArgs:
         return list(pieces[0]) if len(pieces) == 1 else [self.join(one) for one in zip(*pieces, strict=True)]
 
     def _touched_dims(self, x: Tensor) -> set[int]:
-        return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter) if one is not None}
+        return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter)}
 
 
-def gather(collective: BoundCollective | None, x: Tensor) -> Pending[Tensor]:
-    """Start to gather the parts of `x`, if there is a collective for it."""
-    if collective is None:
-        return Pending.done(x)
-    return start_all_gather(x, collective.axis, collective.dim, collective.size)
+def products(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight]) -> tuple[Tensor, ...]:
+    """X [..., K/z] to the gathered X, and to Y [..., N/y] of each part of the weight.
 
-
-def gather_each(
-    collective: BoundCollective | None, tensors: Sequence[Tensor], sizes: Sequence[int | None]
-) -> Pending[list[Tensor]]:
-    """Start to gather the parts of several tensors, to these sizes."""
-    if collective is None:
-        return Pending.done(list(tensors))
-    return start_all_gather_each(tensors, collective.axis, collective.dim, sizes)
-
-
-def scatter_each(collective: BoundCollective | None, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
-    """Start to sum several tensors; each rank gets its part."""
-    if collective is None:
-        return Pending.done(list(tensors))
-    return start_reduce_scatter_each(tensors, collective.axis, collective.dim)
-
-
-def product(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> Tensor:
-    """X [..., K/z] to Y [..., N/y], both this rank's shards. Called by all ranks of the mesh, in the same order.
-
-    Under autocast X and W are cast before they are sent, and the output has the cast dtype. While it computes, the
-    weights of `prefetch` are gathered.
+    Called by all ranks of the mesh, in the same order. Under autocast X and W are cast before they are sent, and the
+    output has the cast dtype. While it computes, the weights of `prefetch` are gathered.
     """
-    return products(x, args, prefetch)[1]
-
-
-def products(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> tuple[Tensor, ...]:
-    """X to the gathered X, and to Y of each part of the weight."""
     outputs: tuple[Tensor, ...] = _Product.apply(as_autocast(x), args, prefetch, *args.weight.parameters)
     return outputs
 
@@ -157,25 +141,25 @@ class ForwardResult:
     gathered: list[Tensor]
     matrices: list[Tensor]
     outputs: list[Tensor]
-    sizes: list[int | None]
+    sizes: list[int]
 
 
 def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight]) -> ForwardResult:
     """Compute the outputs, one for each part of the weight."""
     weight, scatter = args.weight, args.reduce_scatter
     pending_matrices = weight.start_all_gather(x.dtype)
-    pending_inputs = [gather(args.all_gather, piece) for piece in args.split(x)]
+    pending_inputs = [args.all_gather.gather(piece) for piece in args.split(x)]
     matrices = pending_matrices.wait()
     for following in prefetch:
         following.prefetch(x.dtype)
-    is_summed = scatter is not None and scatter.axis.size > 1
-    factors = matrices if is_summed else weight.split(matrices, 0)  # an output that stays is no part of another one
+    # an output that stays here is no part of another one
+    factors = matrices if scatter.axis.size > 1 else weight.split(matrices, 0)
     gathered, pending_outputs = [], []
     for pending in pending_inputs:
         gathered.append(pending.wait())
         ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
-        pending_outputs.append(scatter_each(scatter, ys))
-    sizes = [None if scatter is None else y.shape[scatter.dim] for y in ys]
+        pending_outputs.append(scatter.scatter_each(ys))
+    sizes = [y.shape[scatter.dim] for y in ys]
     return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)
 
 
@@ -190,7 +174,7 @@ class SavedInput:
     def start(self) -> None:
         """Start to gather, before `get` needs the result."""
         if self._pending is None and self.collective is not None:
-            self._pending = [gather(self.collective, shard) for shard in self.saved]
+            self._pending = [self.collective.gather(shard) for shard in self.saved]
 
     def get(self) -> list[Tensor]:
         """Returns the gathered input, in pieces."""
@@ -204,7 +188,7 @@ def run_backward(
     x: SavedInput,
     matrices: list[Tensor] | None,
     gradients: Sequence[Tensor],
-    sizes: Sequence[int | None],
+    sizes: Sequence[int],
     of_x: Tensor | None,
     *,
     dtype: torch.dtype,
@@ -226,7 +210,7 @@ def run_backward(
     """
     weight = args.weight
     pieces = zip(*map(args.split, gradients), strict=True)
-    pending_gradients = [gather_each(args.reduce_scatter, piece, sizes) for piece in pieces]
+    pending_gradients = [args.reduce_scatter.gather_each(piece, sizes) for piece in pieces]
     pending_matrices = Pending.done(matrices or [])
     if needs_x and matrices is None:
         pending_matrices = Pending(None, cache(weight.start_all_gather(dtype).wait))
@@ -247,7 +231,7 @@ def run_backward(
                 own = input_gradient(gradient, matrix)
                 dx = own if dx is None else own.add_(dx)
             assert dx is not None
-            pending_outputs.append(scatter_each(args.all_gather, [dx]))
+            pending_outputs.append(args.all_gather.scatter_each([dx]))
     of_weights: list[Tensor | None] = [None] * len(parameters)
     if needs_weight and queue is not None:
         deferred = _Deferred(weight, trained, (gathered, x))
@@ -308,7 +292,7 @@ class _Product(torch.autograd.Function):
         args, is_used = ctx.args, [one is not None for one in of_outputs]
         if not any(is_used):  # layers read another input, perhaps this one after a change in place
             pieces = () if of_x is None else args.split(of_x)
-            summed = [scatter_each(args.all_gather, [piece]).wait() for piece in pieces]
+            summed = [args.all_gather.scatter_each([piece]).wait() for piece in pieces]
             return args.join_each(summed)[0] if summed else None, *(None for _ in ctx.needs_input_grad[1:])
         saved, count, matrices = ctx.saved_tensors, ctx.num_matrices, None
         if args.keep == "gathered":
@@ -395,6 +379,9 @@ class ParallelStyle:
         """The other axes, over which a bias's gradient is a partial sum."""
         return "".join(axis for axis in "xyz" if axis not in self.between_axes)
 
+
+NO_COLLECTIVE = AxisCollective("", -1)
+"""of an input that is gathered already, or of outputs that are no partial sums"""
 
 SEQUENCE = ParallelStyle(AxisCollective("y", 1, is_sequence=True), AxisCollective("z", -1))
 """column-parallel; the residual stream is sharded over batch, sequence and features"""

@@ -42,7 +42,7 @@ from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, ParallelStyle
+from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE, ParallelStyle
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, all_gather_whole, reduce_scatter_whole
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
@@ -87,16 +87,14 @@ class GenericBlock:
     def report_rows(self) -> Iterator[conversion.ReportRow]:
         """The outcome of each module with parameters, and of dropouts."""
         for path, module in self.block.named_modules():
+            outcome, reason = conversion.NOT_CONVERTED, self._reasons.get(path, "")
             if path in self._communicated:
-                yield conversion.ReportRow(
-                    self.number, path, conversion.describe(module), _OUTCOMES[self._communicated[path]]
-                )
-            elif path in self._reasons:
-                yield conversion.ReportRow(
-                    self.number, path, conversion.describe(module), conversion.NOT_CONVERTED, self._reasons[path]
-                )
+                outcome = _OUTCOMES[self._communicated[path]]
             elif type(module) is nn.Dropout:
-                yield conversion.ReportRow(self.number, path, conversion.describe(module), "random stream of each rank")
+                outcome = "random stream of each rank"
+            elif not reason:
+                continue
+            yield conversion.ReportRow(self.number, path, conversion.describe(module), outcome, reason)
 
     def install(self, context: StageContext) -> None:
         """Convert all eligible layers, in place."""
@@ -162,11 +160,10 @@ class _GatheredWeight(_CalledByUserCode):
 
     @override
     def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        return ShardedProduct(weight, self.context, None, None)
+        return ShardedProduct(weight, self.context, NO_COLLECTIVE, NO_COLLECTIVE)
 
     @override
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.product is not None
         self.context.call_order.check(self.number)
         y = self.product(x)[1]
         return y if bias is None else y + bias.to(y.dtype)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.collectives import all_reduce, reduce_scatter
-from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, LinearSharding, guarded_weight
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, guarded_weight, parallelize_linear
 from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters
@@ -147,18 +147,7 @@ class Head3D(Linear3D):
         >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, context.mesh)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        context: StageContext,
-        style: ParallelStyle = SEQUENCE,
-        **factory: Any,
-    ) -> None:
-        nn.Linear.__init__(self, in_features, out_features, bias, **factory)
-        parallelize_head(self, context, style)
+    must_divide = False
 
     @property
     def vocabulary(self) -> DimShard:
@@ -176,7 +165,7 @@ class Head3D(Linear3D):
 def parallelize_head(module: nn.Linear, context: StageContext, style: ParallelStyle = SEQUENCE) -> None:
     """Parallelize an `nn.Linear` in place. Its weight may be sharded already, as an embedding's."""
     module.__class__ = Head3D
-    LinearSharding(context, style, (module.out_features, module.in_features)).attach(module)
+    parallelize_linear(module, context, style)
 
 
 Reduction = Literal["mean", "sum", "none"]

@@ -19,7 +19,14 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.partial_values import PartialParameter, PartialValues, partial_alias
 from lightning_hanayo.tensor_parallel.compiled_ops import compiled_product, new_handle
-from lightning_hanayo.tensor_parallel.product import SEQUENCE, AxisCollective, ParallelStyle, ProductArgs, products
+from lightning_hanayo.tensor_parallel.product import (
+    NO_COLLECTIVE,
+    SEQUENCE,
+    AxisCollective,
+    ParallelStyle,
+    ProductArgs,
+    products,
+)
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StoredWeight
@@ -46,15 +53,14 @@ class ShardedProduct:
     """W"""
     context: StageContext
     """of the stage"""
-    all_gather: AxisCollective | None
-    """of the input; None: it is gathered already"""
-    reduce_scatter: AxisCollective | None
-    """of the outputs; None: they are no partial sums"""
+    all_gather: AxisCollective
+    """of the input"""
+    reduce_scatter: AxisCollective
+    """of the outputs"""
 
     def __post_init__(self) -> None:
         size = self.context.mesh.size
-        self._num_gathered = 1 if self.all_gather is None else size(self.all_gather.axis)
-        self._num_scattered = 1 if self.reduce_scatter is None else size(self.reduce_scatter.axis)
+        self._num_gathered, self._num_scattered = size(self.all_gather.axis), size(self.reduce_scatter.axis)
         self._begin()
 
     def _begin(self) -> None:
@@ -86,8 +92,7 @@ class ShardedProduct:
         self.context.check_open()
         length = self.context.sequence_length
         if self._args is None or self._args[0] != length:
-            bind = self.context.bind
-            before, after = (None if one is None else bind(one) for one in (self.all_gather, self.reduce_scatter))
+            before, after = self.context.bind(self.all_gather), self.context.bind(self.reduce_scatter)
             keep, num_pieces, has_pairs = self.context.keep, self.context.num_pieces, self.context.has_pairs
             self._args = length, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
         return self._args[1]
@@ -99,16 +104,15 @@ class ShardedProduct:
     def _call_compiled(self, x: Tensor) -> tuple[Tensor, ...]:
         gathers, keeps, weight = self._num_gathered > 1, self.context.keep == "gathered", self.weight
         gathered = list(x.shape)
-        if self.all_gather is not None and gathers:
+        if gathers:
             dim = self.all_gather.dim % x.dim()
             length = self.context.sequence_length if self.all_gather.is_sequence else None
             gathered[dim] = gathered[dim] * self._num_gathered if length is None else length
         outputs: list[int] = []
         for features in weight.sizes:
             shape = [*gathered[:-1], features]
-            if self.reduce_scatter is not None:
-                dim = self.reduce_scatter.dim % len(shape)
-                shape[dim] = -(-shape[dim] // self._num_scattered)
+            dim = self.reduce_scatter.dim % len(shape)
+            shape[dim] = -(-shape[dim] // self._num_scattered)
             outputs += shape
         rows = None
         if keeps and weight.is_gathered and not self.context.batch_weights.is_on:  # the graph may overwrite its own
@@ -188,7 +192,7 @@ class LinearSharding:
         self.style = style
         self.shared_input = shared_input
         self._number_in_input = 0
-        self.product: ShardedProduct | None = None
+        self.product: ShardedProduct
         (out, in_), mesh = sizes, context.mesh
         self.gathered_shape = -(-out // mesh.size(style.all_gather.axis)), -(-in_ // mesh.size(style.in_axes))
         self.matrix = Shard((DimShard(out, style.out_axes, order), DimShard(in_, style.in_axes)))
@@ -211,7 +215,7 @@ class LinearSharding:
             self._number_in_input = self.shared_input.add(part)
 
     def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        along = self.style.all_gather if self.shared_input is None else None
+        along = self.style.all_gather if self.shared_input is None else NO_COLLECTIVE
         return ShardedProduct(weight, self.context, along, self.style.reduce_scatter)
 
     def parameter(self, module: "ShardedLinear", name: str) -> Tensor | None:
@@ -222,7 +226,6 @@ class LinearSharding:
         """The forward of the layer that this is attached to."""
         y = None if self.shared_input is None else self.shared_input.output(x, self._number_in_input)
         if y is None:
-            assert self.product is not None
             y = self.product(x)[1]
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -279,6 +282,9 @@ class Linear3D(ShardedLinear, nn.Linear):
         HanayoError: the features don't divide.
     """
 
+    must_divide = True
+    """whether the features must divide over the mesh; otherwise they are padded"""
+
     def __init__(
         self,
         in_features: int,
@@ -319,11 +325,12 @@ def parallelize_linear(
     """
     (out, in_), name = features(module), type(module).__name__
     sharding = LinearSharding(context, style, (out, in_), None if order is None else tuple(order), shared_input)
-    required = [
-        Divisibility(name, "out-features", out, sharding.vector.axes),
-        Divisibility(name, "in-features", in_, style.in_axes),
-    ]
-    check_divisibility(required, context.mesh.sizes)
+    if getattr(module, "must_divide", True):
+        required = [
+            Divisibility(name, "out-features", out, sharding.vector.axes),
+            Divisibility(name, "in-features", in_, style.in_axes),
+        ]
+        check_divisibility(required, context.mesh.sizes)
     sharding.attach(module)
 
 

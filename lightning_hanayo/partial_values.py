@@ -109,7 +109,7 @@ def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         UnsupportedError: it isn't exact.
     """
     name = name_of(func, args, kwargs)
-    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialValues | PartialParameter)]
+    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OfPart)]
     if name not in METADATA and not _is_exact(name, args, kwargs):
         raise UnsupportedError(_message(name, parts[0]))
     if name == "detach_" and isinstance(args[0], PartialValues):
@@ -138,14 +138,14 @@ def _is_exact(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _shaped_as_whole(leaf: Any) -> Any:
     """A part as a tensor with the whole's shape; anything else as it is. Called where torch functions are plain."""
-    if not isinstance(leaf, PartialValues | PartialParameter) or leaf._part is None:
+    if not isinstance(leaf, OfPart) or leaf._part is None:
         return leaf
     return torch.empty(leaf._part.shape, dtype=leaf.dtype, device="meta")
 
 
 def _is_same_part(operand: Any, target: Any) -> bool:
     """Whether both are parts of one parameter, so that their elements belong together."""
-    if not isinstance(operand, PartialValues | PartialParameter):
+    if not isinstance(operand, OfPart):
         return False
     return operand._part is not None and operand._part == target._part and own_shape(operand) == own_shape(target)
 
@@ -252,8 +252,8 @@ def restore(kind: type[AnyParameter], data: Tensor, requires_grad: bool, attribu
     return parameter
 
 
-class _OfPart(Guarded):
-    """The base class of both. It refuses every computation but those that are the same on parts."""
+class OfPart(Guarded):
+    """A tensor of which this rank holds a part: it refuses every computation but those that are the same on parts."""
 
     compute = staticmethod(compute_on_parts)
     _part: Part | None = None
@@ -269,11 +269,11 @@ class _OfPart(Guarded):
         return f"a part {own_shape(self)} of {self._part.of}{self._part.name} {self._part.shape}"
 
 
-class PartialValues(_OfPart):
+class PartialValues(OfPart):
     """An alias of a part of `_part`."""
 
 
-class PartialParameter(_OfPart, GuardedParameter):
+class PartialParameter(OfPart, GuardedParameter):
     """A parameter of which this rank holds a part, while user code runs: it has this class only then."""
 
     def refusal(self, name: str) -> str:

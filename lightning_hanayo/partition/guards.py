@@ -325,10 +325,7 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
             on_meta = tree_map(to_meta, (args, kwargs))
             return func(*on_meta[0], **on_meta[1])
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        has_part = any(
-            isinstance(leaf, partial_values.PartialParameter | partial_values.PartialValues)
-            for leaf in tree_leaves((args, kwargs))
-        )
+        has_part = any(isinstance(leaf, partial_values.OfPart) for leaf in tree_leaves((args, kwargs)))
         if not isinstance(error, NotImplementedError) and "meta" not in str(error) and not has_part:
             raise  # the user's mistake, such as shapes that don't fit
         refuse(name, owner, error)
@@ -381,7 +378,7 @@ def _lacks_values(target: Any) -> bool:
 
 def _owners(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owner]:
     leaves = tree_leaves((args, kwargs))
-    return (leaf._owner for leaf in leaves if isinstance(leaf, MissingValues | GuardedPlaceholder))
+    return (leaf._owner for leaf in leaves if isinstance(leaf, _OfOwner))
 
 
 def refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:

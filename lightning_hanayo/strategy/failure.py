@@ -168,20 +168,23 @@ class Failures:
 
         An error that only says that a connection was lost has a cause elsewhere, which comes soon.
         """
+        rank, code, is_shown = self.rank, 1, False
         if is_lost_connection(error):
             first = self.monitor.verdict(self._topic, wait=CAUSE_TIME)
             if first is not None:
                 return Failure(**first)
-            message = f"{self.name(self.rank)} has lost a connection, or waited in vain: {what_was_lost(error)}"
-            rank, cause = self.held_up_by or (self.rank, "")
-            own = Failure(rank, f"{cause}; {message}" if cause else message, 1, self.rank, is_shown=False)
+            message = f"{self.name(rank)} has lost a connection, or waited in vain: {what_was_lost(error)}"
+            if self.held_up_by is not None:
+                rank, cause = self.held_up_by
+                message = f"{cause}; {message}"
         elif isinstance(error, _WITHOUT_TRACEBACK):
-            message = f"{self.name(self.rank)} left the run: {error!r}"[:_LONGEST]
-            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-            own = Failure(self.rank, message, code or 1, self.rank, is_shown=False)
+            message = f"{self.name(rank)} left the run: {error!r}"
+            if isinstance(error, SystemExit) and isinstance(error.code, int):
+                code = error.code or 1
         else:
-            message = f"{self.name(self.rank)}: {type(error).__name__}: {with_notes(error)}"[:_LONGEST]
-            own = Failure(self.rank, message, 2 if isinstance(error, _MISTAKES) else 1, self.rank, is_shown=True)
+            message = f"{self.name(rank)}: {type(error).__name__}: {with_notes(error)}"
+            code, is_shown = 2 if isinstance(error, _MISTAKES) else 1, True
+        own = Failure(rank, message[:_LONGEST], code, self.rank, is_shown)
         return Failure(**self.monitor.decide(self._topic, asdict(own)))
 
     def on_transfer(self, error: Exception) -> NoReturn:

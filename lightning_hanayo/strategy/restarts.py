@@ -22,7 +22,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from lightning_hanayo.dist_checkpointing.found import Found, look_at
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, with_notes
+from lightning_hanayo.monitor import processes
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.loops import Load, load_instead, loaded, was_in_epoch
@@ -75,8 +75,6 @@ def _shown(error: BaseException) -> str:
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_START_TIME = 19
-"""the field of /proc/<pid>/stat, counted after the name in brackets, that tells when a process began"""
 
 
 @dataclass(frozen=True)
@@ -129,10 +127,8 @@ def _agent(environment: Mapping[str, str]) -> str:
     parents = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents
     if len(parents) > 3:
         return f"{host} {parents[2]}"
-    pid, begun = os.getppid(), ""
-    with suppress(OSError):  # where there is no /proc
-        begun = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_TIME]
-    return f"{host} {pid} {begun}"
+    pid = os.getppid()
+    return f"{host} {pid} {processes.started(pid)}"
 
 
 FOLDER = ".hanayo"
@@ -190,14 +186,16 @@ _fits = itertools.count()
 """Numbers the runs of `fit` of this process: a script may have several, and runs all of them again."""
 
 
+@dataclass(eq=False)
 class Restarts:
     """The record of one run of `fit` that may be started again. All ranks call each method alike; rank 0 writes it."""
 
-    def __init__(self, rank: int, path: str, record: Record, fit: int) -> None:
-        self._rank = rank
-        self._path = path
-        self._record = record
-        self._fit = fit
+    rank: int
+    path: str
+    """of the record"""
+    record: Record
+    fit: int
+    """the number of this `fit` among those of the script"""
 
     @staticmethod
     def begin(
@@ -224,25 +222,25 @@ class Restarts:
 
     def note(self, path: str | Path) -> None:
         """Remember a checkpoint before it is saved: a save in the background ends when it ends."""
-        saved = self._record.saved.setdefault(str(self._fit), [])
+        saved = self.record.saved.setdefault(str(self.fit), [])
         if absolute(path) not in saved:
             saved.append(absolute(path))
             self._write()
 
     def forget(self, path: str | Path) -> None:
         """Called when a checkpoint is removed."""
-        saved = self._record.saved.get(str(self._fit), [])
+        saved = self.record.saved.get(str(self.fit), [])
         if absolute(path) in saved:
             saved.remove(absolute(path))
             self._write()
 
     def _write(self) -> None:
-        if self._rank == 0:
-            self._record.write(self._path)
+        if self.rank == 0:
+            self.record.write(self.path)
 
     def _resume(self, trainer: "pl.Trainer", topology: Topology, attributes: TemporaryAttributes) -> None:
         self._write()  # who has started it now may start it again
-        whole, broken = on_all_ranks(lambda: self._record.checkpoints_of(self._fit) if self._rank == 0 else ([], []))[0]
+        whole, broken = on_all_ranks(lambda: self.record.checkpoints_of(self.fit) if self.rank == 0 else ([], []))[0]
         for one in broken:
             rank_zero_warn(f"Restart: {one.path} is skipped, it isn't whole: {one.problem}")
 

@@ -42,7 +42,7 @@ from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE, ParallelStyle
+from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, all_gather_whole, reduce_scatter_whole
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
@@ -152,9 +152,8 @@ class _GatheredWeight(_CalledByUserCode):
 
     weight_axis = "xyz"
 
-    def __init__(self, context: StageContext, style: ParallelStyle, sizes: tuple[int, int]) -> None:
-        super().__init__(context, style, sizes)
-        out, in_ = self.gathered_shape = sizes
+    def __post_init__(self) -> None:
+        out, in_ = self.gathered_shape = self.sizes
         self.matrix = Shard((DimShard(out, "xyz", as_one=True), DimShard(in_)))
         self.vector = Shard((DimShard(out),), "xyz")
 
@@ -344,11 +343,7 @@ def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         UnsupportedError: a change in place isn't exact on parts, or `func` needs memory of the whole.
     """
     name = partial_values.name_of(func, args, kwargs)
-    parts = [
-        leaf
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, partial_values.PartialParameter | partial_values.PartialValues)
-    ]
+    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, partial_values.OfPart)]
     changes_part = any(partial_values.in_place_target(name, args, kwargs) is part for part in parts)
     is_of_part = name in partial_values.METADATA or name in _OF_THE_PART or name.startswith("set ") or changes_part
     if is_of_part or not all(isinstance(part, _OnUse) and part._source is not None for part in parts):

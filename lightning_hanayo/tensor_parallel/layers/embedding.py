@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.collectives import all_reduce, reduce_scatter
-from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, guarded_weight, parallelize_linear
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, LinearSharding, guarded_weight
 from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters
@@ -147,7 +147,9 @@ class Head3D(Linear3D):
         >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, context.mesh)
     """
 
-    must_divide = False
+    def shard(self, context: StageContext, style: ParallelStyle, **_: Any) -> None:
+        """Shard the layer, whose weight may be sharded already, as an embedding's."""
+        LinearSharding(context, style, (self.out_features, self.in_features)).attach(self)
 
     @property
     def vocabulary(self) -> DimShard:
@@ -160,12 +162,6 @@ class Head3D(Linear3D):
         if bias is None:
             return logits
         return logits + pad(bias, (0, logits.shape[-1] - bias.shape[0])).to(logits.dtype)
-
-
-def parallelize_head(module: nn.Linear, context: StageContext, style: ParallelStyle = SEQUENCE) -> None:
-    """Parallelize an `nn.Linear` in place. Its weight may be sharded already, as an embedding's."""
-    module.__class__ = Head3D
-    parallelize_linear(module, context, style)
 
 
 Reduction = Literal["mean", "sum", "none"]

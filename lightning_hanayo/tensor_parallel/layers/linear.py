@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast
-from lightning_hanayo.partial_values import PartialParameter, PartialValues, partial_alias
+from lightning_hanayo.partial_values import OfPart, PartialParameter, partial_alias
 from lightning_hanayo.tensor_parallel.compiled_ops import compiled_product, new_handle
 from lightning_hanayo.tensor_parallel.product import (
     NO_COLLECTIVE,
@@ -168,35 +168,30 @@ def _version(x: Tensor) -> int:
     return 0 if torch.compiler.is_dynamo_compiling() else x._version
 
 
+@dataclass(eq=False)
 class LinearSharding:
-    """How one linear layer's parameters are sharded, and how it computes with them.
+    """How one linear layer's parameters are sharded, and how it computes with them."""
 
-    `sizes` are the whole layer's out- and in-features; `order`, if given, is the order in which out-features are
-    sharded. The layer gathers its input itself, unless it has a `shared_input`.
-    """
-
-    weight_axis = "x"
+    context: StageContext
+    style: ParallelStyle
+    sizes: tuple[int, int]
+    """the whole layer's out- and in-features"""
+    order: tuple[int, ...] | None = None
+    """in which out-features are sharded; None: as they are"""
+    shared_input: SharedInput | None = None
+    """gathers the input; None: the layer does"""
+    weight_axis: ClassVar[str] = "x"
     """the axis along which the weight is gathered"""
-    number = 0
+    number: int = field(default=0, init=False)
     """of the layer, in the context's `call_order`, where user code calls it"""
+    _number_in_input: int = field(default=0, init=False)
+    product: ShardedProduct = field(init=False)
 
-    def __init__(
-        self,
-        context: StageContext,
-        style: ParallelStyle,
-        sizes: tuple[int, int],
-        order: tuple[int, ...] | None = None,
-        shared_input: SharedInput | None = None,
-    ) -> None:
-        self.context = context
-        self.style = style
-        self.shared_input = shared_input
-        self._number_in_input = 0
-        self.product: ShardedProduct
-        (out, in_), mesh = sizes, context.mesh
-        self.gathered_shape = -(-out // mesh.size(style.all_gather.axis)), -(-in_ // mesh.size(style.in_axes))
-        self.matrix = Shard((DimShard(out, style.out_axes, order), DimShard(in_, style.in_axes)))
-        self.vector = Shard((DimShard(out, style.between_axes, order),), style.replicated_axes)
+    def __post_init__(self) -> None:
+        (out, in_), size, style = self.sizes, self.context.mesh.size, self.style
+        self.gathered_shape = -(-out // size(style.all_gather.axis)), -(-in_ // size(style.in_axes))
+        self.matrix = Shard((DimShard(out, style.out_axes, self.order), DimShard(in_, style.in_axes)))
+        self.vector = Shard((DimShard(out, style.between_axes, self.order),), style.replicated_axes)
 
     def attach(self, module: nn.Module) -> None:
         """Shard the layer's parameters, and make it compute with this.
@@ -245,7 +240,7 @@ class ShardedLinear(ShardedModule):
             jagged: Any = x
             values = self.forward(jagged.values())
             return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths())
-        if isinstance(x, PartialParameter | PartialValues):
+        if isinstance(x, OfPart):
             x = x.view_as(x)  # whole, or refused
         if any(not isinstance(one, nn.Parameter | None) for one in self._parameters.values()):
             raise UnsupportedError(
@@ -282,9 +277,6 @@ class Linear3D(ShardedLinear, nn.Linear):
         HanayoError: the features don't divide.
     """
 
-    must_divide = True
-    """whether the features must divide over the mesh; otherwise they are padded"""
-
     def __init__(
         self,
         in_features: int,
@@ -298,7 +290,11 @@ class Linear3D(ShardedLinear, nn.Linear):
         **factory: Any,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, **factory)
-        parallelize_linear(self, context, style, order=order, shared_input=shared_input)
+        self.shard(context, style, order=order, shared_input=shared_input)
+
+    def shard(self, context: StageContext, style: ParallelStyle, **options: Any) -> None:
+        """Shard the whole layer. Called once, by the constructor."""
+        parallelize_linear(self, context, style, **options)
 
     def reset_parameters(self) -> None:
         """Called while the layer is constructed, before it is sharded."""
@@ -325,12 +321,11 @@ def parallelize_linear(
     """
     (out, in_), name = features(module), type(module).__name__
     sharding = LinearSharding(context, style, (out, in_), None if order is None else tuple(order), shared_input)
-    if getattr(module, "must_divide", True):
-        required = [
-            Divisibility(name, "out-features", out, sharding.vector.axes),
-            Divisibility(name, "in-features", in_, style.in_axes),
-        ]
-        check_divisibility(required, context.mesh.sizes)
+    required = [
+        Divisibility(name, "out-features", out, sharding.vector.axes),
+        Divisibility(name, "in-features", in_, style.in_axes),
+    ]
+    check_divisibility(required, context.mesh.sizes)
     sharding.attach(module)
 
 

@@ -13,32 +13,23 @@ collectives in one order.
 import itertools
 import weakref
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.product import ProductArgs, SavedInput, run_backward, run_forward
-from lightning_hanayo.tensor_parallel.weights import ShardedWeight
+from lightning_hanayo.tensor_parallel.product import SavedInput, run_backward, run_forward
+
+if TYPE_CHECKING:
+    from lightning_hanayo.tensor_parallel.layers.linear import ShardedProduct
 
 _numbers = itertools.count(1)
 _found: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
-class RunsProducts(Protocol):
-    """A layer, or several that read one input."""
-
-    def args(self) -> ProductArgs:
-        """The arguments of its product now."""
-
-    def following(self) -> Sequence[ShardedWeight]:
-        """The weights to gather ahead. Called once per product."""
-
-
-def new_handle(target: "RunsProducts | MeshAxis") -> Tensor:
+def new_handle(target: "ShardedProduct | MeshAxis") -> Tensor:
     """Returns the number of an operator's layer or axis, as a tensor.
 
     It requires a gradient, so that a compiled backward always runs the operators, whatever else needs one.
@@ -94,7 +85,7 @@ def compiled_product(
         outputs: the shapes of the outputs, one after the other.
         rows: of the gathered matrices, if they are kept.
     """
-    layer: RunsProducts = _target(handle)
+    layer: ShardedProduct = _target(handle)
     args = layer.args()
     ran = run_forward(x, args, layer.following())
     whole = [args.join(ran.gathered)] if gathers else []

@@ -4,7 +4,7 @@ outside      [own samples, seq, h]            each rank has its share of the mic
 in blocks    [samples of x, seq/y, h/z]       the residual stream; masks and tables are [samples of x, ...]
 
 One all-to-all over the (y, z) plane each way. Shares of different sizes are padded to the largest before it.
-`MicrobatchReshard` implements the runtime's `BoundaryReshard`.
+First and last stages call a `MicrobatchReshard`, in the main thread.
 """
 
 from abc import ABC, abstractmethod

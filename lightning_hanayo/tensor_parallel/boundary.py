@@ -7,7 +7,6 @@ One all-to-all over the (y, z) plane each way. Shares of different sizes are pad
 First and last stages call a `MicrobatchReshard`, in the main thread.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
@@ -77,37 +75,26 @@ class StreamDims:
     sequence_dim: int = 1
 
 
-class Reshard(ABC):
-    """How one rank's tensors are resharded. All ranks of the cube call its methods together, in the main thread.
+@dataclass(eq=False)
+class _Reshard:
+    mesh: Mesh
+    stream_dims: StreamDims | None
+    """of the residual streams; None: blocks are generic, and keep the layout outside"""
+    batch_dim: int = 0
+    """the dimension of the samples in generic blocks' tensors that have it"""
 
-    Without `stream_dims` the blocks are generic and keep the layout outside, where `batch_dim` is the dimension of the
-    samples in tensors that have it.
+    def __post_init__(self) -> None:
+        self._plane = self.mesh.axis("yz")
+
+
+class SharedReshard(_Reshard):
+    """How tensors are resharded where each rank works on its own share outside.
+
+    All ranks of the cube call its methods together, in the main thread.
     """
 
-    def __init__(self, mesh: Mesh, stream_dims: StreamDims | None, batch_dim: int = 0) -> None:
-        self.mesh = mesh
-        self.stream_dims = stream_dims
-        self.batch_dim = batch_dim
-        self._plane = mesh.axis("yz")
-
-    @abstractmethod
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-
-    @abstractmethod
-    def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
-        """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-
-    @abstractmethod
-    def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
-        """Reshard another argument of a block, which has something for each sample, or is the same for all."""
-
-
-class SharedReshard(Reshard):
-    """For ranks each of which works on its own share outside."""
-
-    @override
-    def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         if self.stream_dims is None:
             return x
         batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
@@ -117,8 +104,8 @@ class SharedReshard(Reshard):
             parts = collectives.split_dim(parts, self.mesh.size(axis), dim).flatten(0, 1)
         return _join_valid(collectives.all_to_all(parts, self._plane), batch, sizes)
 
-    @override
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
+        """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
         if self.stream_dims is None:
             return x
         batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
@@ -130,8 +117,8 @@ class SharedReshard(Reshard):
         own: Tensor = whole.narrow(sequence, 0, sequence_length).narrow(batch, 0, sizes[self._plane.rank])
         return own
 
-    @override
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
+        """Reshard another argument of a block, which has something for each sample, or is the same for all."""
         if self.stream_dims is None or not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
@@ -145,27 +132,27 @@ class SharedReshard(Reshard):
         return [share.size for share in block_shares(tuple(shares), self.mesh)]
 
 
-class ReplicatedReshard(Reshard):
-    """For ranks that all work on the whole micro-batch outside: for the blocks each keeps its part of it."""
+class ReplicatedReshard(_Reshard):
+    """The same where all ranks work on the whole micro-batch outside: for the blocks each keeps its part of it."""
 
-    @override
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
+        """Reshard a residual stream for the blocks."""
         if self.stream_dims is None:
             return self._samples_in(x, shares, self.sample_dim(x, shares) or 0)
         x = self._samples_in(x, shares, self.stream_dims.batch_dim)
         x = collectives.local_shard(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
         return collectives.local_shard(x, self.mesh.axis("z"), -1)
 
-    @override
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
+        """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
         if self.stream_dims is None:
             return self._samples_out(x, shares, self.batch_dim if self.batch_dim < x.dim() else 0)
         x = collectives.all_gather_replicated(x, self.mesh.axis("z"), -1)
         x = collectives.all_gather_replicated(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
         return self._samples_out(x, shares, self.stream_dims.batch_dim)
 
-    @override
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
+        """Reshard another argument of a block, which has something for each sample, or is the same for all."""
         return self._samples_in(x, shares, self.sample_dim(x, shares) or 0) if is_batch else x
 
     def sample_dim(self, x: Tensor, shares: Sequence[Share]) -> int | None:
@@ -243,7 +230,7 @@ class MicrobatchReshard:
     `all_gather_object` gathers over the ranks of this rank's (y, z) plane.
     """
 
-    reshard: Reshard
+    reshard: SharedReshard | ReplicatedReshard
     all_gather_object: AllGatherObject
     _shares: list[Sequence[Share]] = field(default_factory=list, init=False)
     _lengths: dict[int, int] = field(default_factory=dict, init=False)

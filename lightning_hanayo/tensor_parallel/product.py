@@ -28,11 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
-from lightning_hanayo.tensor_parallel.collectives import (
-    start_all_gather,
-    start_all_gather_each,
-    start_reduce_scatter_each,
-)
+from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
@@ -50,15 +46,15 @@ class BoundCollective:
 
     def gather(self, x: Tensor) -> Pending[Tensor]:
         """Start to gather the parts of `x`."""
-        return start_all_gather(x, self.axis, self.dim, self.size)
+        return collectives.start_all_gather(x, self.axis, self.dim, self.size)
 
     def gather_each(self, tensors: Sequence[Tensor], sizes: Sequence[int | None]) -> Pending[list[Tensor]]:
         """Start to gather the parts of several tensors, to these sizes."""
-        return start_all_gather_each(tensors, self.axis, self.dim, sizes)
+        return collectives.start_all_gather_each(tensors, self.axis, self.dim, sizes)
 
     def scatter_each(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
         """Start to sum several tensors; each rank gets its part."""
-        return start_reduce_scatter_each(tensors, self.axis, self.dim)
+        return collectives.start_reduce_scatter_each(tensors, self.axis, self.dim)
 
 
 @dataclass(frozen=True)

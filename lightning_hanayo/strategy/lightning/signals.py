@@ -35,22 +35,11 @@ from torch.utils.data import get_worker_info
 
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
+from lightning_hanayo.strategy import stopping
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
-from lightning_hanayo.strategy.stopping import (
-    LOOK,
-    Decision,
-    Interrupted,
-    Place,
-    StoppedBySignal,
-    StopTogether,
-    exit_code_of,
-    name_of,
-    report_of,
-    save,
-)
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -74,7 +63,7 @@ class Signals:
         monitor: this rank's; None in a world of one rank.
     """
 
-    def __init__(self, trainer: "pl.Trainer", stop: StopTogether, monitor: Monitor | None) -> None:
+    def __init__(self, trainer: "pl.Trainer", stop: stopping.StopTogether, monitor: Monitor | None) -> None:
         self._trainer, self._stop, self._monitor = trainer, stop, monitor
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
@@ -95,7 +84,7 @@ class Signals:
         attributes.set(connector, "_sigterm_notifier_fn", _no_op)
         attributes.set(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
         if self._monitor is not None:
-            self._leave = [self._monitor.on(_NOW, self._end_soon), self._monitor.every(LOOK, self._look)]
+            self._leave = [self._monitor.on(_NOW, self._end_soon), self._monitor.every(stopping.LOOK, self._look)]
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -168,20 +157,20 @@ class Signals:
             self._stop.tell(number)
         elif now - first > AGAIN:
             print(
-                f"hanayo: {name_of(number)} twice on rank {self._trainer.global_rank}: the run ends at once, and saves "
-                f"nothing",
+                f"hanayo: {stopping.name_of(number)} twice on rank {self._trainer.global_rank}: the run ends at once, "
+                f"and saves nothing",
                 file=sys.stderr,
                 flush=True,
             )
             if self._monitor is None or self._is_over:
-                os._exit(exit_code_of(number))
+                os._exit(stopping.exit_code_of(number))
             self._monitor.tell(_NOW, number)
 
     # in the monitor thread
 
     def _look(self) -> None:
         if self._end_at is not None and time.monotonic() > self._end_at[0]:
-            os._exit(exit_code_of(self._end_at[1]))
+            os._exit(stopping.exit_code_of(self._end_at[1]))
         with self._lock, suppress(OSError):  # nothing to read
             if self._pipe is not None:
                 arrived = os.read(self._pipe[0], 1024)
@@ -237,14 +226,14 @@ class StopsOnSignal:
         finish: Callable[[], object],
     ) -> None:
         self._trainer, self._failures, self._device, self._finish = trainer, failures, device, finish
-        self._place: Place = (0, 0)
+        self._place: stopping.Place = (0, 0)
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
         self._loaders_before: list[tuple[torch.Generator, Tensor]] = []
         self._weights_before: list[Tensor] = []
         self._is_epoch_start = False
         self._goes_on: bool | None = None
-        self._stop = StopTogether(failures)
+        self._stop = stopping.StopTogether(failures)
         self._signals = Signals(trainer, self._stop, failures.monitor if failures.monitor.num_ranks > 1 else None)
         self._signals.listen(attributes)
         self._add_to_loops(attributes)
@@ -256,7 +245,7 @@ class StopsOnSignal:
 
     def say(self, exception: BaseException) -> None:
         """Name the signal that has stopped the run, if one has. Called by all ranks, after callbacks."""
-        report = report_of(exception)
+        report = stopping.report_of(exception)
         if report and self._failures.rank == 0:
             print(f"hanayo: {report}", file=sys.stderr, flush=True)
 
@@ -323,14 +312,14 @@ class StopsOnSignal:
     def _end_loader(self) -> None:
         self._begin((self._place[0], (self._place[1] // _MANY + 1) * _MANY))
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: stopping.Place) -> None:
         decision = self._stop.begin(place)
         self._is_evaluating = place[1] > 0
         if decision is not None and not self._must_end_validation(decision):
             self._end(decision)
         self._place = place
 
-    def _must_end_validation(self, decision: Decision) -> bool:
+    def _must_end_validation(self, decision: stopping.Decision) -> bool:
         """Whether hooks have put other weights, such as an average, in place for a validation of `fit`.
 
         A checkpoint would have them as the trained ones. The hooks at the end of the validation put these back.
@@ -362,11 +351,11 @@ class StopsOnSignal:
 
         attributes.set(loop, name, Substitute(getattr(loop, name), ask_first))
 
-    def _end(self, decision: Decision) -> None:
+    def _end(self, decision: stopping.Decision) -> None:
         trainer = self._trainer
         while decision.last is None:  # the failure ends this run, too
             self._failures.check_peers()
-            time.sleep(LOOK)
+            time.sleep(stopping.LOOK)
         if decision.signal != signal.SIGINT:
             trainer._signal_connector.received_sigterm = True  # callbacks read `trainer.received_sigterm`
         with self._as_after_batch():
@@ -374,7 +363,8 @@ class StopsOnSignal:
                 trainer._signal_connector._slurm_sigusr_handler_fn(decision.signal, None)  # type: ignore[arg-type]
                 saved = f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
             else:
-                saved = save(trainer, self._finish, has_trained=self._place[0] > 0)
+                saved = stopping.save(trainer, self._finish, has_trained=self._place[0] > 0)
         when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
-        stopped = f"stopped by {name_of(decision.signal)} on {self._failures.name(decision.rank)} {when}; {saved}"
-        raise (Interrupted if decision.signal == signal.SIGINT else StoppedBySignal)(stopped)
+        by, is_interrupt = self._failures.name(decision.rank), decision.signal == signal.SIGINT
+        error = stopping.Interrupted if is_interrupt else stopping.StoppedBySignal
+        raise error(f"stopped by {stopping.name_of(decision.signal)} on {by} {when}; {saved}")

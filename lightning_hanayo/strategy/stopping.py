@@ -71,7 +71,8 @@ class StopTogether:
         self._told_at: float | None = None
         self._told_by: tuple[int, int] | None = None
         self._is_deciding = False
-        self._decision: Decision | None = None
+        self.decision: Decision | None = None
+        """of all ranks; None: there is none yet"""
         self._decided = threading.Event()
         self._leave: list[Callable[[], None]] = []
         self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
@@ -82,11 +83,6 @@ class StopTogether:
                 self._monitor.every(LOOK, self._look),
             ]
 
-    @property
-    def decision(self) -> Decision | None:
-        """The decision of all ranks; None: there is none yet."""
-        return self._decision
-
     def expect(self) -> None:
         """The monitor thread is about to call `tell`: begin nothing before. Called in the handler; takes no lock."""
         self._expected_at = time.monotonic()
@@ -95,8 +91,8 @@ class StopTogether:
         """Let all ranks stop. Called in the monitor thread; in a world of one rank in the handler of the signal."""
         if self._monitor is not None:
             self._monitor.tell(f"{self._topic}/told", signal)
-        elif self._decision is None:
-            self._decision = Decision(signal, self._failures.rank, self._begun)
+        elif self.decision is None:
+            self.decision = Decision(signal, self._failures.rank, self._begun)
 
     def begin(self, place: Place) -> Decision | None:
         """Called by the main thread before a batch, and where an evaluation ends.
@@ -111,7 +107,7 @@ class StopTogether:
             self._failures.check_peers()
             time.sleep(LOOK / 10)
         with self._lock:
-            if self._told_at is None and self._decision is None:
+            if self._told_at is None and self.decision is None:
                 self._begun = place
                 return None
         decision = self._wait()
@@ -131,15 +127,15 @@ class StopTogether:
 
     def _is_about_to_be_told(self) -> bool:
         """A short run could end before the monitor's thread reads the signal."""
-        if self._expected_at is None or self._told_at is not None or self._decision is not None:
+        if self._expected_at is None or self._told_at is not None or self.decision is not None:
             return False
         return time.monotonic() - self._expected_at < TOLD_WITHIN
 
     def _wait(self) -> Decision:
-        while self._decision is None:
+        while self.decision is None:
             self._failures.check_peers()
             self._decided.wait(LOOK)
-        return self._decision
+        return self.decision
 
     # in the monitor thread
 
@@ -155,7 +151,7 @@ class StopTogether:
 
     def _look(self) -> None:
         monitor, told_at = self._monitor, self._told_at
-        if monitor is None or told_at is None or self._decision is not None:
+        if monitor is None or told_at is None or self.decision is not None:
             return
         found = monitor.verdict(self._topic)
         if found is not None:  # JSON has made lists of its tuples
@@ -169,7 +165,7 @@ class StopTogether:
             threading.Thread(target=self._decide, args=of, daemon=True, name="hanayo-stop").start()
 
     def _accept(self, decision: Decision) -> None:
-        self._decision = decision
+        self.decision = decision
         self._decided.set()
         if decision.last is None:  # some can't be reached: all ranks end, without a checkpoint
             name, missing = self._failures.name, decision.missing

@@ -56,7 +56,8 @@ class _Children:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_rank = 1
         self._is_running = False
-        self._has_failed = False
+        self.has_failed = False
+        """after a failure they don't outlive this process for long, also if they hang in user code"""
         self._wait = 0.0
         self._stopped_since: dict[int, float] = {}
         self._killed: set[int] = set()
@@ -97,13 +98,9 @@ class _Children:
         finally:
             self._is_running = False
 
-    def fail(self) -> None:
-        """After a failure they don't outlive this process for long, also if they hang in user code."""
-        self._has_failed = True
-
     def _end(self) -> None:
         """At the end of the script: wait for them, then kill those that still run. The first one's failure counts."""
-        if self._has_failed:  # the first failure was shown; a process that ends with a code says why
+        if self.has_failed:  # the first failure was shown; a process that ends with a code says why
             self._late(time.monotonic() + GRACE)
             self._kill()
             for process in self._processes:
@@ -295,7 +292,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
 
     def end(self) -> None:
         """After a failure: the other processes end with this one, unless the script catches the error and goes on."""
-        _children.fail()
+        _children.has_failed = True
 
 
 def _start_script(local_rank: int) -> "subprocess.Popen[bytes]":

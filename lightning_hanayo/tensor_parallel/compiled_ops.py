@@ -14,7 +14,7 @@ import itertools
 import weakref
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,12 @@ from torch import Tensor
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from lightning_hanayo.tensor_parallel.product import SavedInput, run_backward, run_forward
 
-if TYPE_CHECKING:
-    from lightning_hanayo.tensor_parallel.layers.linear import ShardedProduct
-
 _numbers = itertools.count(1)
 _found: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
-def new_handle(target: "ShardedProduct | MeshAxis") -> Tensor:
-    """Returns the number of an operator's layer or axis, as a tensor.
+def new_handle(target: Any) -> Tensor:
+    """Returns the number of an operator's `ShardedProduct` or `MeshAxis`, as a tensor.
 
     It requires a gradient, so that a compiled backward always runs the operators, whatever else needs one.
     """
@@ -85,7 +82,7 @@ def compiled_product(
         outputs: the shapes of the outputs, one after the other.
         rows: of the gathered matrices, if they are kept.
     """
-    layer: ShardedProduct = _target(handle)
+    layer = _target(handle)
     args = layer.args()
     ran = run_forward(x, args, layer.following())
     whole = [args.join(ran.gathered)] if gathers else []

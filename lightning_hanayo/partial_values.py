@@ -11,7 +11,7 @@ A sum or a product over a part looks like one over the whole, and would be wrong
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,69 +64,7 @@ class Part:
     way_out: str = field(default=_INSTEAD, compare=False)
 
 
-class _OfPart:
-    """The base class of both. It refuses every computation but those that are the same on parts."""
-
-    _part: Part | None = None
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run functions that are exact on parts.
-
-        Raises:
-            UnsupportedError: `func` isn't.
-        """
-        return compute_on_parts(func, args, kwargs or {})
-
-    def __copy__(self) -> "PartialValues":
-        """A copy is a part, too."""
-        own: Any = self
-        return partial_alias(own, self._part)
-
-
-class PartialValues(_OfPart, Tensor):
-    """An alias of a part of `_part`."""
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Describe it; the values of a part would look like the whole's."""
-        return _description(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PartialValues":
-        """As `__copy__`."""
-        memo[id(self)] = copied = partial_alias(plain_alias(self).clone(), self._part)
-        return copied
-
-
-class PartialParameter(_OfPart, nn.Parameter):
-    """A parameter of which this rank holds a part, while user code runs: it has this class only then."""
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Describe it; the values of a part would look like the whole's."""
-        return _description(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PartialParameter":
-        """A copy is a part, too, and keeps this class."""
-        with torch._C.DisableTorchFunctionSubclass():
-            copied = type(self)(self.detach().clone(), self.requires_grad)
-        copied._part = self._part
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the plain parameter that it is between hooks.
-
-        Raises:
-            UnsupportedError: `torch.save` is writing a file.
-        """
-        if is_saving():
-            raise UnsupportedError(_message("torch.save", self))
-        with torch._C.DisableTorchFunctionSubclass():
-            return nn.Parameter, (self.detach().as_subclass(Tensor), self.requires_grad)
-
-
-def partial_alias(tensor: Tensor, part: Part | None) -> PartialValues:
+def partial_alias(tensor: Tensor, part: Part | None) -> "PartialValues":
     """The tensor's memory, as a part of `part`; of an unnamed parameter if None."""
     with torch._C.DisableTorchFunctionSubclass():
         alias: PartialValues = tensor.detach().as_subclass(PartialValues)
@@ -171,7 +109,7 @@ def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         UnsupportedError: it isn't exact.
     """
     name = name_of(func, args, kwargs)
-    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialValues | PartialParameter)]
+    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OfPart)]
     if name not in METADATA and not _is_exact(name, args, kwargs):
         raise UnsupportedError(_message(name, parts[0]))
     if name == "detach_" and isinstance(args[0], PartialValues):
@@ -200,14 +138,14 @@ def _is_exact(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _shaped_as_whole(leaf: Any) -> Any:
     """A part as a tensor with the whole's shape; anything else as it is. Called where torch functions are plain."""
-    if not isinstance(leaf, PartialValues | PartialParameter) or leaf._part is None:
+    if not isinstance(leaf, OfPart) or leaf._part is None:
         return leaf
     return torch.empty(leaf._part.shape, dtype=leaf.dtype, device="meta")
 
 
 def _is_same_part(operand: Any, target: Any) -> bool:
     """Whether both are parts of one parameter, so that their elements belong together."""
-    if not isinstance(operand, PartialValues | PartialParameter):
+    if not isinstance(operand, OfPart):
         return False
     return operand._part is not None and operand._part == target._part and own_shape(operand) == own_shape(target)
 
@@ -246,7 +184,98 @@ def _message(name: str, part: Any) -> str:
     )
 
 
-def _description(part: Any) -> str:
-    if part._part is None:
-        return f"a part {own_shape(part)} of a 3-D layer's weight"
-    return f"a part {own_shape(part)} of {part._part.of}{part._part.name} {part._part.shape}"
+class Guarded(Tensor):
+    """A tensor that checks each use in user code."""
+
+    compute: ClassVar[Callable[..., Any]]
+    """the result of a function, its arguments and its keyword arguments, one of which is of this class"""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute as the subclass does.
+
+        Raises:
+            UnsupportedError: `func` isn't exact here.
+        """
+        return cls.compute(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy checks each use, too."""
+        memo[id(self)] = copied = plain_alias(self).clone().as_subclass(type(self))
+        vars(copied).update(_attributes(self))
+        return copied
+
+
+class GuardedParameter(Guarded, nn.Parameter):
+    """A parameter that checks each use. It has this class only while user code runs, or between runs."""
+
+    pickled_class: ClassVar[type[nn.Parameter] | None] = nn.Parameter
+    """of a pickled copy: the class between hooks; None: this one"""
+
+    def refusal(self, name: str) -> str:
+        """The message of the error where `name` is called with it."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy keeps this class."""
+        plain = plain_alias(self).clone()
+        memo[id(self)] = copied = restore(type(self), plain, self.requires_grad, _attributes(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it. A Trainer may be copied with its module, but a file would hold parts.
+
+        Raises:
+            UnsupportedError: `torch.save` is writing a file.
+        """
+        if is_saving():
+            raise UnsupportedError(self.refusal("torch.save"))
+        kind = self.pickled_class or type(self)
+        return restore, (kind, plain_alias(self), self.requires_grad, _attributes(self))
+
+
+def _attributes(tensor: Tensor) -> dict[str, Any]:
+    """All but the source of whole values that a generic block's parameters have while the block runs."""
+    return {name: value for name, value in vars(tensor).items() if name != "_source"}
+
+
+AnyParameter = TypeVar("AnyParameter", bound=nn.Parameter)
+
+
+def restore(kind: type[AnyParameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> AnyParameter:
+    """A parameter of this class, with these attributes. Pickle finds it by name."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter = kind(data, requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
+
+
+class OfPart(Guarded):
+    """A tensor of which this rank holds a part: it refuses every computation but those that are the same on parts."""
+
+    compute = staticmethod(compute_on_parts)
+    _part: Part | None = None
+
+    def __copy__(self) -> "PartialValues":
+        """A copy is a part, too."""
+        return partial_alias(self, self._part)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Describe it; the values of a part would look like the whole's."""
+        if self._part is None:
+            return f"a part {own_shape(self)} of a 3-D layer's weight"
+        return f"a part {own_shape(self)} of {self._part.of}{self._part.name} {self._part.shape}"
+
+
+class PartialValues(OfPart):
+    """An alias of a part of `_part`."""
+
+
+class PartialParameter(OfPart, GuardedParameter):
+    """A parameter of which this rank holds a part, while user code runs: it has this class only then."""
+
+    def refusal(self, name: str) -> str:
+        """Says that the result would be wrong."""
+        return _message(name, self)

@@ -12,16 +12,19 @@ tokens, in forward and backward; all get all losses, and the gradients of all of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lightning_hanayo.chunked_loss.token_shares import TokenShares, token_shares
+from lightning_hanayo.chunked_loss.token_shares import token_shares
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import as_autocast
+
+if TYPE_CHECKING:
+    from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 CHUNK = 1024
 """tokens"""
@@ -101,7 +104,7 @@ class _Rule:
     chunk: int
     ignored: int
     smoothing: float
-    shares: TokenShares | None
+    shares: "MeshAxis | None"
 
     def own(self, num_tokens: int) -> slice:
         """This rank's tokens."""
@@ -192,7 +195,7 @@ class _SummedGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, shares: TokenShares) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, shares: "MeshAxis") -> Tensor:
         ctx.shares, ctx.is_parameter = shares, weight.is_leaf
         return weight.view_as(weight)
 

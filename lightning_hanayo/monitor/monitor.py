@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from lightning_hanayo.monitor import processes
 from lightning_hanayo.monitor.overlay import Json, Loop, Overlay, Timer, guarded
 from lightning_hanayo.monitor.peers import Peer, Peers, State, Timing
 from lightning_hanayo.monitor.processes import Member
@@ -51,7 +52,8 @@ class Monitor:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._listener = socket.create_server((address, 0), family=family, backlog=128)
         port = 0 if self._listener is None else self._listener.getsockname()[1]
-        self.member = Member.of_this_process(rank, place, address, port)
+        pid = os.getpid()
+        self.member = Member(rank, place, address, port, pid, processes.started(pid), processes.host())
         self.members: tuple[Member, ...] = (self.member,)
         """of all ranks, in their order"""
         self._handlers: dict[str, list[Handler]] = {}
@@ -204,7 +206,7 @@ class Monitor:
     def _begin(self) -> None:
         self._overlay.open()
         self._peers.open()
-        self._loop.every(self._timing.ping, self._tick)
+        self._loop.add(Timer(self._timing.ping, self._tick, repeats=True))
 
     def _tick(self) -> None:
         self._overlay.ping()

@@ -80,7 +80,7 @@ class Connection:
     def _fail(self) -> None:
         if self.is_open:
             self.close()
-            self._owner.on_closed(self)
+            self._owner.drop(self)
 
     def _on_ready(self, events: int) -> None:
         if events & EVENT_WRITE:
@@ -175,10 +175,6 @@ class Loop:
         with suppress(OSError):  # full: it is awake anyway; closed: nobody will call it
             if self._wake is not None:
                 self._wake.send(b".")
-
-    def every(self, seconds: float, function: Callable[[], object]) -> None:
-        """Call the function again and again."""
-        self.add(Timer(seconds, function, repeats=True))
 
     def later(self, seconds: float, function: Callable[[], object]) -> None:
         """Call the function once, after this round."""
@@ -364,7 +360,7 @@ class Overlay:
             link.send(b"{}")
         late = time.monotonic() - HELLO_TIME
         for stranger in [stranger for stranger in self._strangers if stranger.opened < late]:
-            self._drop(stranger)
+            self.drop(stranger)
 
     def forget(self, rank: int) -> None:
         """The rank has ended: don't connect to it again."""
@@ -406,10 +402,6 @@ class Overlay:
         elif message:
             self._pass_on((message["from"], message["number"]), message, connection.rank)
 
-    def on_closed(self, connection: Connection) -> None:
-        """Called when the other side has closed it."""
-        self._drop(connection)
-
     def _pass_on(self, message_id: tuple[int, int], message: dict[str, Json], via: int | None) -> None:
         if message_id in self._seen:
             return
@@ -435,7 +427,7 @@ class Overlay:
     def _add_stranger(self, file: socket.socket) -> Connection:
         """Both sides say hello; until the other one does, it is a stranger."""
         if len(self._strangers) >= MOST_STRANGERS:
-            self._drop(self._strangers[0])
+            self.drop(self._strangers[0])
         connection = Connection(file, self._loop, self)
         self._strangers.append(connection)
         connection.send(_encoded({"token": self._token, "rank": self._rank}))
@@ -457,7 +449,7 @@ class Overlay:
     def _greet(self, connection: Connection, hello: dict[str, Json]) -> None:
         rank, token = hello.get("rank"), str(hello.get("token"))
         if rank not in self.neighbours or not hmac.compare_digest(token.encode(), self._token.encode()):
-            self._drop(connection)
+            self.drop(connection)
             return
         if (older := self._links.pop(rank, None)) is not None:
             older.close()
@@ -467,7 +459,8 @@ class Overlay:
             connection.send(line)
         self._on_up(rank)
 
-    def _drop(self, connection: Connection) -> None:
+    def drop(self, connection: Connection) -> None:
+        """Close a connection; called, too, when the other side has closed it."""
         connection.close()
         if connection in self._strangers:
             self._strangers.remove(connection)

@@ -136,12 +136,6 @@ class Member:
     host: str
     """the same for processes that see each other in /proc"""
 
-    @classmethod
-    def of_this_process(cls, rank: int, place: str, address: str, port: int) -> "Member":
-        """This process, as other ranks reach it."""
-        pid = os.getpid()
-        return cls(rank, place, address, port, pid, started(pid), host())
-
     def is_beside(self, other: "Member") -> bool:
         """Whether it is another process, and can be looked at from the other's."""
         return self.host == other.host and self.pid != other.pid

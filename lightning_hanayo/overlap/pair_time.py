@@ -91,35 +91,6 @@ def run_pair(first: Segments, second: Segments, order: Order | None = None, pref
     return _Run([first, second], order, prefer).run_pair()
 
 
-def run_by_turns(first: Segments, second: Segments) -> PairRun:
-    """Two actions at once whose collectives start as the program says, on every rank alike: the device changes hands
-    wherever an action waits, even if it needn't. It is idle until the awaited collective has been carried."""
-    actions, places, awaited = (first, second), [0, 0], [0.0, 0.0]
-    carried: list[tuple[int, int]] = []
-    ends: tuple[list[float], list[float]] = ([], [])
-    done = [inf, inf]
-    now = link = 0.0
-    number = 0
-    while inf in done:
-        if done[number] == inf:
-            now = max(now, awaited[number])
-            for place in range(places[number], len(actions[number])):
-                compute, start, wait, is_shared = actions[number][place]
-                now += compute
-                if start is not None:
-                    link = max(link, now) + start
-                    carried.append((number, len(ends[number])))
-                    ends[number].append(link)
-                if wait is not None:
-                    places[number] = place + 1
-                    awaited[number] = ends[1 - number if is_shared else number][wait]
-                    break
-            else:
-                done[number] = now
-        number = 1 - number
-    return PairRun((done[0], done[1]), tuple(carried), link_end=link)
-
-
 def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun:
     """The best order found: that in which the collectives start, and small changes to it (simulated annealing).
 
@@ -156,38 +127,34 @@ def bound(*actions: Segments) -> float:
     return max(compute, sum(one.start or 0.0 for action in actions for one in action))
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        actions: Sequence[Segments],
-        order: Order | None,
-        prefer: int | None = None,
-        link_prefer: int | None = None,
-    ) -> None:
-        self._actions = actions
-        self._order = order
-        self._prefer = prefer
-        self._link_prefer = link_prefer
+    actions: Sequence[Segments]
+    order: Order | None
+    prefer: int | None = None
+    link_prefer: int | None = None
+
+    def __post_init__(self) -> None:
         self._device = self._link = 0.0
-        self._ready = [0.0 for _ in actions]
+        self._ready = [0.0 for _ in self.actions]
         """when each action can use the device; infinity: that isn't known yet"""
-        self._awaited: list[tuple[int, int] | None] = [None for _ in actions]
+        self._awaited: list[tuple[int, int] | None] = [None for _ in self.actions]
         """the collective that each action waits for whose end isn't known yet: whose it is, and its number"""
-        self._places = [0 for _ in actions]
-        self._is_done = [False for _ in actions]
-        self._started: list[list[tuple[float, float]]] = [[] for _ in actions]
+        self._places = [0 for _ in self.actions]
+        self._is_done = [False for _ in self.actions]
+        self._started: list[list[tuple[float, float]]] = [[] for _ in self.actions]
         """when each collective started, and how long it takes the link"""
         self._waiting: list[tuple[int, int]] = []
         """started, but not yet carried, where there is no order"""
-        self._ends: list[dict[int, float]] = [{} for _ in actions]
+        self._ends: list[dict[int, float]] = [{} for _ in self.actions]
         self.carried: list[tuple[int, int]] = []
 
     def run(self) -> list[float]:
         """When each action ends; infinity for all if the order can't be kept."""
-        ends = [inf for _ in self._actions]
-        left = set(range(len(self._actions)))
+        ends = [inf for _ in self.actions]
+        left = set(range(len(self.actions)))
         while left:
-            number, prefer = min(left, key=self._ready.__getitem__), self._prefer
+            number, prefer = min(left, key=self._ready.__getitem__), self.prefer
             soonest = max(self._device, self._ready[number])
             if prefer is not None and prefer in left and self._ready[prefer] <= soonest:
                 number = prefer
@@ -208,12 +175,12 @@ class _Run:
     def run_pair(self) -> PairRun:
         """Run both actions."""
         end, other = self.run()
-        return PairRun((end, other), tuple(self.carried), self._prefer, self._link)
+        return PairRun((end, other), tuple(self.carried), self.prefer, self._link)
 
     def _go_on(self, number: int) -> float | None:
         """Let an action use the device until it has to wait. Returns when it has ended, if it has."""
         now = max(self._device, self._ready[number])
-        segments = self._actions[number]
+        segments = self.actions[number]
         for place in range(self._places[number], len(segments)):
             compute, start, wait, is_shared = segments[place]
             now += compute
@@ -228,7 +195,7 @@ class _Run:
                     self._places[number] = place + 1
                     self._device = now
                     return None
-            prefer = self._prefer  # it gets the device if it could use it now
+            prefer = self.prefer  # it gets the device if it could use it now
             gives_way = prefer is not None and not self._is_done[prefer] and self._ready[prefer] <= now
             if gives_way and prefer != number and place + 1 < len(segments):
                 self._ready[number] = self._device = now
@@ -239,12 +206,12 @@ class _Run:
 
     def _start(self, number: int, now: float, takes: float) -> None:
         self._started[number].append((now, takes))
-        if self._order is None:
+        if self.order is None:
             self._carry_until(now)
             self._waiting.append((number, len(self._started[number]) - 1))
             return
-        while len(self.carried) < len(self._order):
-            action, collective = self._order[len(self.carried)]
+        while len(self.carried) < len(self.order):
+            action, collective = self.order[len(self.carried)]
             if collective >= len(self._started[action]):
                 return
             self._carry(action, collective)
@@ -255,7 +222,7 @@ class _Run:
             self._carry_next()
 
     def _carry_next(self) -> None:
-        mine = [one for one in self._waiting if one[0] == self._link_prefer]
+        mine = [one for one in self._waiting if one[0] == self.link_prefer]
         chosen = (mine or self._waiting)[0]
         self._waiting.remove(chosen)
         self._carry(*chosen)

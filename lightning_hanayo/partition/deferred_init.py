@@ -180,13 +180,14 @@ class MetaCopy:
 
     def __init__(self, model: nn.Module) -> None:
         originals = dict(model.named_modules())
-        self.modules = {name: _shallow_copy(module) for name, module in originals.items()}
+        self.modules: dict[str, nn.Module] = {name: object.__new__(type(one)) for name, one in originals.items()}
         self._names: dict[Tensor, str] = {}
         self.num_writes: dict[Tensor, int] = {}
         """how many in-place operations had written to each of the model's tensors when the copy was made"""
         self._slots: dict[Tensor, list[tuple[dict[str, Tensor], str]]] = {}
         copies = {module: self.modules[name] for name, module in originals.items()}
         for name, module in originals.items():
+            vars(copies[module]).update(vars(module))
             children = {key: None if child is None else copies[child] for key, child in module._modules.items()}
             vars(copies[module])["_modules"] = children
             for attribute in ("_parameters", "_buffers"):
@@ -235,9 +236,3 @@ def like(tensor: Tensor, data: Tensor) -> Tensor:
     made = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     vars(made).update(vars(tensor))
     return made
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    copy: nn.Module = object.__new__(type(module))
-    vars(copy).update(vars(module))
-    return copy

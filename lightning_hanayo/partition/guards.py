@@ -14,11 +14,11 @@ parameters as in hooks: sizes can be read, any other use is an error, until `rel
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo import partial_values
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.ownership import Placeholder, restore
+from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.seeds import default_generator
 
 Scope = Literal["off", "step", "hook", "alone"]
@@ -51,13 +51,13 @@ class ParameterGuard:
         self.hook_name = ""
         """the hook that runs; empty in a step"""
         self.device = device
-        self.after_step: Callable[[], None] = _ignore
+        self.after_step: Callable[[], object] = bool
         """called each time when code of a step has run"""
-        self.before_user_code: Callable[[], None] = _ignore
+        self.before_user_code: Callable[[], object] = bool
         """called each time before user code begins"""
-        self.after_user_code: Callable[[], None] = _ignore
+        self.after_user_code: Callable[[], object] = bool
         """called each time when user code has ended"""
-        self.after_registering: Callable[[], None] = _ignore
+        self.after_registering: Callable[[], object] = bool
         """called at the end of a hook that runs on all ranks, if it has registered parameters or modules"""
         self.num_registered = 0
         """how often any module was given a parameter or a child"""
@@ -196,10 +196,6 @@ class ParameterGuard:
         self.num_entered += 1
 
 
-def _ignore() -> None:
-    """Called after a step, unless a run wants to know."""
-
-
 _TO_DEVICE = frozenset(("cpu", "cuda"))
 _NEEDS_VALUES = frozenset(
     ("item", "tolist", "numpy", "backward", "autograd.grad", "data_ptr", "const_data_ptr", "__format__", "__array__",
@@ -242,98 +238,7 @@ class Owner:
     """the same of all owners of a run"""
 
 
-class MissingValues(Tensor):
-    """Computed from parameters of another pipeline rank: a shape and a dtype, on the meta device."""
-
-    _owner: Owner
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Compute the result's shape.
-
-        Raises:
-            UnsupportedError: `func` needs the values.
-        """
-        return compute_without_values(func, args, kwargs or {})
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Say where the values are."""
-        return f"<{tuple(self.shape)} from {self._owner.name} on pipeline rank {self._owner.rank}>"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MissingValues":
-        """A copy has no values either."""
-        memo[id(self)] = copied = without_values(self, self._owner)
-        return copied
-
-
-class GuardedPlaceholder(Placeholder):
-    """A placeholder while user code runs: it has this class only then. `user_code` is set by a subclass.
-
-                                                on the owner          here
-        for p in self.parameters():
-            p.data.div_(p.norm())               done                  nothing: the result belongs to the owner's p
-        total = sum(p.norm() for p in ...)      only its own known    a `MissingValues`
-        float(total), own.mul_(total)           refused here, by the name of the parameter and its rank
-
-    So a loop that runs on all ranks is exact where each parameter depends on itself and on numbers alone: each owner
-    does its own part, with real values only. Everything else needs a value that isn't here, and is an error.
-
-    Random numbers are drawn here as on the owner, so that all ranks continue alike. A tensor that was filled with them
-    has values here, too, until the next one is filled: `nn.init.trunc_normal_` looks at its random numbers.
-    """
-
-    user_code: ParameterGuard
-    _owner: Owner
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Compute the result's shape, where the owner computes the values.
-
-        Raises:
-            UnsupportedError: `func` needs the values, or the owner doesn't run this code.
-        """
-        name, kwargs = partial_values.name_of(func, args, kwargs), kwargs or {}
-        if (name not in partial_values.METADATA or name == "requires_grad_") and not cls.user_code.runs_on_all_ranks:
-            refuse(name, next(_owners(args, kwargs)), alone=True)
-        if name == "grad":
-            placeholder = args[0]
-            exists = placeholder.requires_grad and cls.user_code.has_gradients()
-            return without_values(placeholder, placeholder._owner) if exists else None
-        return compute_without_values(func, args, kwargs)
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Say where the values are."""
-        return f"<parameter {self._owner.name} {tuple(self.shape)}, on pipeline rank {self._owner.rank}>"
-
-    def __copy__(self) -> MissingValues:
-        """A copy has no values either."""
-        return without_values(self, self._owner)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GuardedPlaceholder":
-        """As `__copy__`, but it keeps this class."""
-        with torch._C.DisableTorchFunctionSubclass():
-            copied = type(self)(self.detach().as_subclass(Tensor), self.requires_grad)
-        vars(copied).update(vars(self))
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the placeholder that it is between hooks.
-
-        Raises:
-            UnsupportedError: `torch.save` is writing a file.
-        """
-        if partial_values.is_saving():
-            refuse("torch.save", self._owner)
-        with torch._C.DisableTorchFunctionSubclass():
-            return Placeholder.__reduce_ex__(self, protocol)
-
-
-def without_values(tensor: Tensor, owner: Owner) -> MissingValues:
+def without_values(tensor: Tensor, owner: Owner) -> "MissingValues":
     """Something of this shape and dtype that `owner` has the values of."""
     with torch._C.DisableTorchFunctionSubclass():
         result: MissingValues = torch.empty_like(tensor, device="meta", requires_grad=False).as_subclass(MissingValues)
@@ -348,12 +253,11 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
         UnsupportedError: `func` needs values, or writes into a tensor that has values here.
     """
     name, owner = partial_values.name_of(func, args, kwargs), next(_owners(args, kwargs))
-    # torch.nn.init, which calls this two frames up, leaves out meta tensors; all other code may know it by `is_meta`
-    is_init = name == "is_meta" and sys._getframe(2).f_globals.get("__name__") == nn.init.__name__
+    # torch.nn.init leaves out meta tensors; all other code may know it by `is_meta`
+    is_init = name == "is_meta" and _caller() == nn.init.__name__
     if name in partial_values.OF_DEVICE and (name != "is_meta" or is_init):
-        return partial_values.of_device(
-            func, args, kwargs, owner.device
-        )  # a tensor that is made there goes with the owner's values
+        # a tensor that is made there goes with the owner's values
+        return partial_values.of_device(func, args, kwargs, owner.device)
     if name in partial_values.METADATA or name == "set requires_grad":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -382,6 +286,14 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
     if target is not None:
         return target
     return tree_map(lambda leaf: without_values(leaf, owner) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _caller() -> str:
+    """The module of the code that computes with a guarded tensor."""
+    frame: Any = sys._getframe()
+    while frame.f_globals.get("__name__", "").startswith("lightning_hanayo."):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
 
 
 class _Draws(TorchDispatchMode):
@@ -413,10 +325,7 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
             on_meta = tree_map(to_meta, (args, kwargs))
             return func(*on_meta[0], **on_meta[1])
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        has_part = any(
-            isinstance(leaf, partial_values.PartialParameter | partial_values.PartialValues)
-            for leaf in tree_leaves((args, kwargs))
-        )
+        has_part = any(isinstance(leaf, partial_values.OfPart) for leaf in tree_leaves((args, kwargs)))
         if not isinstance(error, NotImplementedError) and "meta" not in str(error) and not has_part:
             raise  # the user's mistake, such as shapes that don't fit
         refuse(name, owner, error)
@@ -469,7 +378,7 @@ def _lacks_values(target: Any) -> bool:
 
 def _owners(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owner]:
     leaves = tree_leaves((args, kwargs))
-    return (leaf._owner for leaf in leaves if isinstance(leaf, MissingValues | GuardedPlaceholder))
+    return (leaf._owner for leaf in leaves if isinstance(leaf, _OfOwner))
 
 
 def refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:
@@ -501,58 +410,113 @@ def _module_elsewhere() -> nn.Module | None:
     return found
 
 
+class _OfOwner(partial_values.Guarded):
+    """The base class of both: values that this rank doesn't have."""
+
+    compute = staticmethod(compute_without_values)
+    _owner: Owner
+
+    def __copy__(self) -> "MissingValues":
+        """A copy has no values either."""
+        return without_values(self, self._owner)
+
+
+class MissingValues(_OfOwner):
+    """Computed from parameters of another pipeline rank: a shape and a dtype, on the meta device."""
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Say where the values are."""
+        return f"<{tuple(self.shape)} from {self._owner.name} on pipeline rank {self._owner.rank}>"
+
+
+class GuardedPlaceholder(_OfOwner, partial_values.GuardedParameter, Placeholder):
+    """A placeholder while user code runs: it has this class only then. `user_code` is set by a subclass.
+
+                                                on the owner          here
+        for p in self.parameters():
+            p.data.div_(p.norm())               done                  nothing: the result belongs to the owner's p
+        total = sum(p.norm() for p in ...)      only its own known    a `MissingValues`
+        float(total), own.mul_(total)           refused here, by the name of the parameter and its rank
+
+    So a loop that runs on all ranks is exact where each parameter depends on itself and on numbers alone: each owner
+    does its own part, with real values only. Everything else needs a value that isn't here, and is an error.
+
+    Random numbers are drawn here as on the owner, so that all ranks continue alike. A tensor that was filled with them
+    has values here, too, until the next one is filled: `nn.init.trunc_normal_` looks at its random numbers.
+    """
+
+    user_code: ParameterGuard | None = None
+    """the guard of the run; None between runs"""
+    pickled_class: ClassVar[type[nn.Parameter] | None] = Placeholder
+
+    @classmethod
+    def compute(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the result's shape, where the owner computes the values.
+
+        Raises:
+            UnsupportedError: `func` needs the values, or the owner doesn't run this code.
+        """
+        name, guard = partial_values.name_of(func, args, kwargs), cls.user_code
+        reads_metadata = name in partial_values.METADATA and name != "requires_grad_"
+        if guard is not None and not reads_metadata and not guard.runs_on_all_ranks:
+            refuse(name, next(_owners(args, kwargs)), alone=True)
+        if guard is not None and name == "grad":
+            exists = args[0].requires_grad and guard.has_gradients()
+            return without_values(args[0], args[0]._owner) if exists else None
+        return compute_without_values(func, args, kwargs)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Say where the values are."""
+        return f"<parameter {self._owner.name} {tuple(self.shape)}, on pipeline rank {self._owner.rank}>"
+
+    def refusal(self, name: str) -> str:
+        """Says where the values are."""
+        owner = self._owner
+        return (
+            f"{owner.name} is on pipeline rank {owner.rank}, but its values are needed here ({name}). {owner.way_out}."
+        )
+
+
 WAY_OUT = (
     "Call model = trainer.strategy.gather_model() on all ranks: it returns a whole, ordinary copy on rank 0, and None "
     "elsewhere. trainer.save_checkpoint(path), too, writes whole values."
 )
 
 
-class _AfterRun:
-    """Between two runs only attributes that need no values can be read.
+class _AfterRun(partial_values.GuardedParameter):
+    """Between two runs only attributes that need no values can be read; a pickled copy is such a parameter, too."""
 
-    A copy is such a parameter as well, also a pickled one: a Trainer may be copied with its module. Not so a file that
-    `torch.save` writes: it would hold parts, and is refused.
-    """
-
-    _compute: Callable[..., Any]
+    pickled_class: ClassVar[type[nn.Parameter] | None] = None
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def compute(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Read attributes that need no values.
 
         Raises:
             UnsupportedError: `func` needs values.
         """
         if (name := partial_values.name_of(func, args, kwargs)) not in partial_values.METADATA:
-            raise UnsupportedError(_message(name, args, kwargs))
-        return cls._compute(func, args, kwargs or {})
+            parameter = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _AfterRun))
+            raise UnsupportedError(parameter.refusal(name))
+        return super().compute(func, args, kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as it is."""
+    def refusal(self, name: str) -> str:
+        """Says where the values are, and that the run has ended."""
         own: Any = self
-        if partial_values.is_saving():
-            raise UnsupportedError(_message("torch.save", (own,), None))
-        return restore, (type(own), partial_values.plain_alias(own), own.requires_grad, vars(own))
+        if isinstance(self, PlaceholderAfterRun):
+            where = f"{own._owner.name} is on pipeline rank {own._owner.rank}"
+        else:
+            shape = partial_values.own_shape(self)
+            where = f"{own._part.name}: this rank holds a part of shape {shape} of the whole {own._part.shape}"
+        return f"{where}, and the run has ended ({name}). {WAY_OUT}"
 
 
 class PlaceholderAfterRun(_AfterRun, GuardedPlaceholder):
     """A placeholder between two runs."""
 
-    _compute = staticmethod(compute_without_values)
-
 
 class PartAfterRun(_AfterRun, partial_values.PartialParameter):
     """A parameter of which this rank holds a part, between two runs."""
-
-    _compute = staticmethod(partial_values.compute_on_parts)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PartAfterRun":
-        """A copy is a part, too."""
-        data = partial_values.plain_alias(self).clone()
-        memo[id(self)] = copied = restore(type(self), data, self.requires_grad, vars(self))
-        return copied
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -578,15 +542,3 @@ def released(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         guard(guarded)
-
-
-def _message(name: str, args: Any, kwargs: Any) -> str:
-    leaves = tree_leaves((args, kwargs))
-    parameter: Any = next(leaf for leaf in leaves if isinstance(leaf, _AfterRun))
-    if isinstance(parameter, PlaceholderAfterRun):
-        where = f"{parameter._owner.name} is on pipeline rank {parameter._owner.rank}"
-    else:
-        part: Any = parameter._part
-        own = partial_values.own_shape(parameter)
-        where = f"{part.name}: this rank holds a part of shape {own} of the whole {part.shape}"
-    return f"{where}, and the run has ended ({name}). {WAY_OUT}"

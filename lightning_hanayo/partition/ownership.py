@@ -7,13 +7,14 @@ rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .      
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
+from lightning_hanayo.partial_values import restore
 from lightning_hanayo.partition.stack import Stack, modules_outside
 
 
@@ -145,16 +146,6 @@ class Placeholder(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Make pickle and deepcopy return a Placeholder, not a plain Parameter."""
         return restore, (Placeholder, self.data, self.requires_grad, vars(self))
-
-
-AnyParameter = TypeVar("AnyParameter", bound=nn.Parameter)
-
-
-def restore(kind: type[AnyParameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> AnyParameter:
-    """A parameter of this class, with these attributes. Pickle finds it by name."""
-    parameter = kind(data, requires_grad)
-    vars(parameter).update(attributes)
-    return parameter
 
 
 def state_of_own_tensors(model: nn.Module) -> Mapping[str, Any]:

@@ -6,13 +6,12 @@ LastStage     blocks (none, if the schedule has a loss stage), and user code aft
 SingleStage   the whole step, on one pipeline rank
 
 With tensor parallelism several ranks run a stage together. Outside the stack each has its own samples, with all
-features; inside it has shards. `tensor_parallel` implements both protocols; other stages use `NoHooks`, and no
-`BoundaryReshard`.
+features; inside it has shards. `tensor_parallel` implements `StageHooks`; other stages use `NoHooks`.
 """
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -34,31 +33,6 @@ from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.schedule import Kind
-
-
-class BoundaryReshard(Protocol):
-    """Converts tensors at the stack's boundary. All ranks of a cube call it in the main thread, in the same order."""
-
-    def shard_arguments(
-        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
-    ) -> list[Tensor] | None:
-        """Convert the arguments of blocks to the layout inside the stack.
-
-        `streams` are the indices of the residual streams; the others have a row for each sample, or serve all samples.
-        Returns None on all ranks if `structure`, a description of the arguments, or a shape differs between ranks.
-        """
-
-    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Convert residual streams to the layout inside the stack."""
-
-    def agrees(self, microbatch: int, value: Hashable) -> bool:
-        """Whether all ranks that share samples have the same value."""
-
-    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
-        """Convert the output of the stack to the layout outside."""
-
-    def sequence_length(self, microbatch: int) -> int:
-        """Returns the length of the whole sequences, once they are sharded; 0 if the blocks do not use it."""
 
 
 class StageHooks(Protocol):

@@ -12,7 +12,7 @@ ranks run the same backward, even a rank whose own samples do not count in the l
 import inspect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.pytree import tensor_indices
-from lightning_hanayo.pipeline_parallel.stages import BoundaryReshard, FirstStage, LastStage
+from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage
+
+if TYPE_CHECKING:
+    from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard
 
 
 @dataclass(eq=False)
@@ -42,7 +45,7 @@ class ShardedCalls:
     """
 
     user: UserStep | WholeStep
-    boundary: BoundaryReshard
+    boundary: "MicrobatchReshard | NoReshard"
     batch: Batch
     microbatch: int
     cut: GraphCut = field(default_factory=GraphCut)
@@ -133,7 +136,7 @@ class TensorParallelFirstStage(FirstStage):
     """User code up to the stack, the reshard, and the first blocks. No block runs in the user's step."""
 
     blocks: Sequence[nn.Module]
-    boundary: BoundaryReshard
+    boundary: "MicrobatchReshard | NoReshard"
     """converts the blocks' arguments to the layout inside the stack"""
     streams: Collection[str]
     """names of the blocks' arguments that are residual streams"""
@@ -181,7 +184,7 @@ class TensorParallelFirstStage(FirstStage):
 class TensorParallelLastStage(LastStage):
     """Blocks, the reshard, and user code after the stack."""
 
-    boundary: BoundaryReshard
+    boundary: "MicrobatchReshard | NoReshard"
     """converts the stack's output to the layout outside"""
 
     @override

@@ -1,7 +1,4 @@
-"""Candidate: one complete layout of a run, and the list of all that fit a model and a number of devices.
-
-Ranks the meshes of so many ranks by what they communicate for a Transformer layer.
-"""
+"""Candidate: one complete layout of a run, and the list of all that fit a model and a number of devices."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,8 +7,8 @@ from functools import cache, cached_property
 from itertools import product
 from math import isqrt, prod
 
-from lightning_hanayo.divisibility import Divisibility, MeshSizes, meshes, meshes_that_fit
-from lightning_hanayo.planner.communication_volume import CubeWeights, Keep, TransformerLayer
+from lightning_hanayo.divisibility import MeshSizes, meshes
+from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.schedule.registry import WAVES
 from lightning_hanayo.topology import Topology
@@ -189,31 +186,3 @@ def _cuts_of(batch_size: int, samples: int, mesh: MeshSizes) -> Iterator[tuple[i
 def _divisors(number: int) -> tuple[int, ...]:
     small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
     return tuple(sorted({*small, *(number // one for one in small)}))
-
-
-def divisibility_of(layer: TransformerLayer, name: str = "layer") -> tuple[Divisibility, ...]:
-    """Returns what must divide for a Transformer layer whose residual stream is sharded along the sequence."""
-    return (
-        Divisibility(name, "heads", layer.heads, "yz"),
-        Divisibility(name, "hidden features", layer.hidden, "z"),
-        Divisibility(name, "features", layer.features, "yz"),
-    )
-
-
-def ranked_meshes(num_ranks: int, layer: TransformerLayer, keep: Keep = "gathered") -> tuple[MeshSizes, ...]:
-    """Returns all meshes that fit `layer`, the one with the least volume first; equals by storage, then by latency."""
-
-    def cost(mesh: MeshSizes) -> tuple[float, float, int]:
-        return round(layer.volume(mesh, keep).total), round(layer.storage(mesh, keep).total), layer.hops(mesh, keep)
-
-    return tuple(sorted(meshes_that_fit(num_ranks, divisibility_of(layer)), key=cost))
-
-
-def best_mesh(num_ranks: int, layer: TransformerLayer, keep: Keep = "gathered") -> MeshSizes:
-    """Returns the first of them. There is always one: (P, 1, 1), which communicates only weights.
-
-    Example:
-        >>> best_mesh(8, TransformerLayer(tokens=16384, hidden=4096, heads=32))
-        (4, 2, 1)
-    """
-    return ranked_meshes(num_ranks, layer, keep)[0]

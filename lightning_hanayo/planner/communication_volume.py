@@ -138,12 +138,6 @@ class LinearLayer:
             return Storage(of_w, of_x)
         return Storage(of_w, of_x * y, of_w * x if x > 1 else 0.0)
 
-    def hops(self, mesh: MeshSizes, keep: Keep = "gathered") -> int:
-        """Returns how many messages its collectives send one after the other: a measure of latency."""
-        x, y, z = self._axes(mesh)
-        again = keep == "shards"
-        return (2 + again) * (x - 1 + y - 1) + 2 * (z - 1)
-
     def _axes(self, mesh: MeshSizes) -> MeshSizes:
         x, y, z = mesh
         return (x, z, y) if self.row_parallel else mesh
@@ -153,48 +147,3 @@ class LinearLayer:
         x, y, z = mesh
         of_x, of_w, of_y = (size / (x * y * z) for size in self.sizes)
         return of_x, of_w, of_y
-
-
-@dataclass(frozen=True)
-class TransformerLayer:
-    """Attention and a feed-forward network: q, k, v | out | up | down, of which out and down are row-parallel.
-
-    Args:
-        tokens: M, the tokens of one micro-batch.
-        hidden: h, the features of the residual stream.
-        heads: of the attention.
-        feed_forward: inner features of the feed-forward network, as a multiple of h.
-    """
-
-    tokens: int
-    hidden: int
-    heads: int
-    feed_forward: float = 4.0
-
-    @property
-    def features(self) -> int:
-        """Inner features of the feed-forward network."""
-        return round(self.feed_forward * self.hidden)
-
-    @property
-    def linears(self) -> tuple[LinearLayer, ...]:
-        """Its linear layers, in order."""
-        m, h, f = self.tokens, self.hidden, self.features
-        return (
-            LinearLayer(m, h, 3 * h),
-            LinearLayer(m, h, h, row_parallel=True),
-            LinearLayer(m, h, f),
-            LinearLayer(m, f, h, row_parallel=True),
-        )
-
-    def volume(self, mesh: MeshSizes, keep: Keep = "gathered") -> Volume:
-        """Returns what a rank receives. Attention itself receives nothing, since each rank has whole heads."""
-        return sum((linear.volume(mesh, keep) for linear in self.linears), Volume())
-
-    def storage(self, mesh: MeshSizes, keep: Keep = "gathered") -> Storage:
-        """Returns what a rank stores of its linear layers."""
-        return sum((linear.storage(mesh, keep) for linear in self.linears), Storage())
-
-    def hops(self, mesh: MeshSizes, keep: Keep = "gathered") -> int:
-        """Returns how many messages its collectives send one after the other."""
-        return sum(linear.hops(mesh, keep) for linear in self.linears)

@@ -36,7 +36,7 @@ _BEGUN, _ENDED = (0, 0, 0, 0), (1 << 62, 0, 0, 0)
 _MISTAKES = (HanayoError, MisconfigurationException)
 """errors that the user can correct"""
 _WITHOUT_TRACEBACK = (SystemExit, KeyboardInterrupt)
-"""what user code raises to end its process: neither Python nor Lightning shows where"""
+"""raised by user code to end its process: neither Python nor Lightning shows where"""
 PAUSE = 0.05
 """seconds without Python's lock at the end of a process"""
 GRACE = 3.0
@@ -53,11 +53,11 @@ _LONGEST = 10_000
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure: which rank, what happened, the exit code of the ranks that end because of it.
+    """The first failure: the rank, the cause, the exit code of the ranks that end because of it.
 
     Args:
         rank: the one that has failed.
-        message: what happened, with the rank's name.
+        message: the cause, with the rank's name.
         code: of the other ranks.
         by: the rank that says so.
         is_shown: whether the failed rank shows it itself; otherwise the one that says so does.
@@ -106,7 +106,7 @@ def leave_at_exit() -> None:
 
 
 def pause_at_exit() -> None:
-    """When the process ends: let gloo's threads release what their last collectives have used.
+    """When the process ends: let gloo's threads release the memory of their last collectives.
 
     They need Python's lock for it. One that waits for the lock while the interpreter ends aborts the process, which has
     happened in one of 25 runs on a busy machine: a run that had succeeded ended with signal 6 (pytorch #179291).
@@ -121,6 +121,7 @@ def store_after_failure(address: tuple[str, int]) -> Store | None:
 
 
 _last_over: WeakKeyDictionary[Monitor, dict[int, int]] = WeakKeyDictionary()
+"""the number of the last run that has ended, by rank"""
 
 
 class Failures:
@@ -138,11 +139,14 @@ class Failures:
         self.position: tuple[int, int, int, int]
         """how far this rank is: it only grows; others can ask for it"""
         self.held_up_by: tuple[int, str] | None = None
-        """if this rank stands still and it is known why: the rank that holds it up, and what that rank does"""
+        """if this rank stands still and it is known why: the rank that holds it up, and its activity"""
         self.store = _get_default_store()
         """the one rendezvous all ranks have; torch offers it under no public name"""
         self._over = threading.Event()
-        self._last_over = _runs_over(monitor)
+        if monitor not in _last_over:  # kept with the monitor: a rank may fail in the hooks after a run
+            runs = _last_over[monitor] = {}
+            monitor.on("run over", lambda sender, run: runs.update({sender: run}))
+        self._last_over = _last_over[monitor]
         monitor.answer("position", self._position_in)
         self.begin(abort)
 
@@ -155,7 +159,7 @@ class Failures:
         self._over.clear()
         self._remove = [
             self.monitor.on("verdict", self._on_verdict),
-            self.monitor.on("state", self._on_state),
+            self.monitor.on("state", lambda *_: self._look_at_processes()),
             self.monitor.every(1.0, self._look_at_processes),
         ]
 
@@ -164,21 +168,23 @@ class Failures:
 
         An error that only says that a connection was lost has a cause elsewhere, which comes soon.
         """
+        rank, code, is_shown = self.rank, 1, False
         if is_lost_connection(error):
             first = self.monitor.verdict(self._topic, wait=CAUSE_TIME)
             if first is not None:
                 return Failure(**first)
-            message = f"{self._name(self.rank)} has lost a connection, or waited in vain: {what_was_lost(error)}"
-            rank, cause = self.held_up_by or (self.rank, "")
-            own = Failure(rank, f"{cause}; {message}" if cause else message, 1, self.rank, is_shown=False)
+            message = f"{self.name(rank)} has lost a connection, or waited in vain: {what_was_lost(error)}"
+            if self.held_up_by is not None:
+                rank, cause = self.held_up_by
+                message = f"{cause}; {message}"
         elif isinstance(error, _WITHOUT_TRACEBACK):
-            message = f"{self._name(self.rank)} left the run: {error!r}"[:_LONGEST]
-            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-            own = Failure(self.rank, message, code or 1, self.rank, is_shown=False)
+            message = f"{self.name(rank)} left the run: {error!r}"
+            if isinstance(error, SystemExit) and isinstance(error.code, int):
+                code = error.code or 1
         else:
-            message = f"{self._name(self.rank)}: {type(error).__name__}: {with_notes(error)}"[:_LONGEST]
-            code = 2 if isinstance(error, _MISTAKES) else 1
-            own = Failure(self.rank, message, code, self.rank, is_shown=True)
+            message = f"{self.name(rank)}: {type(error).__name__}: {with_notes(error)}"
+            code, is_shown = 2 if isinstance(error, _MISTAKES) else 1, True
+        own = Failure(rank, message[:_LONGEST], code, self.rank, is_shown)
         return Failure(**self.monitor.decide(self._topic, asdict(own)))
 
     def on_transfer(self, error: Exception) -> NoReturn:
@@ -219,7 +225,7 @@ class Failures:
             first.follow()
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """What each rank gives, in rank order. All ranks call it once in a run, with values that JSON can hold.
+        """The values of all ranks, in rank order. All ranks call it once in a run, with values that JSON can hold.
 
         Through the store: unlike a collective, it can be left when a rank fails.
 
@@ -254,13 +260,17 @@ class Failures:
         ranks = (rank for rank in range(self.monitor.num_ranks) if rank not in self._finished)
         return self.rank == next((rank for rank in ranks if self.monitor.state_of(rank) == "running"), self.rank)
 
+    def name(self, rank: int) -> str:
+        """The rank with its place, for messages."""
+        return f"rank {rank} ({self.monitor.members[rank].place})"
+
     def fail_for(self, rank: int, what: str, *, code: int = 1) -> None:
-        """Let all ranks end because of what is seen of this one, put after its name. Returns at once."""
-        failure = Failure(rank, f"{self._name(rank)} {what}", code, self.rank, is_shown=False)
+        """Let all ranks end because of this one. `what` has happened to it, put after its name. Returns at once."""
+        failure = Failure(rank, f"{self.name(rank)} {what}", code, self.rank, is_shown=False)
         self.monitor.propose(self._topic, asdict(failure))
 
     def watch_parent(self, name: str) -> None:
-        """Let all ranks end when the process ends that has started this one. `name`: what it is."""
+        """Let all ranks end when the process ends that has started this one, which is called `name`."""
 
         def look() -> None:
             if (parent := lost_parent()) is not None:
@@ -306,17 +316,16 @@ class Failures:
         deadline = time.monotonic() + GRACE + 1.0  # by then they have ended themselves
         while self._still_running and time.monotonic() < deadline:
             time.sleep(0.02)
-        self._kill_still_running()
+        self._kill()
         self.monitor.close()
 
-    def _kill_stopped(self) -> None:
+    def _kill(self, *, only_stopped: bool = False) -> None:
+        """End the processes of this host whose run has not ended, because they can't end themselves."""
         for member in self._still_running:
-            if member.is_stopped:
-                _kill(member)
-
-    def _kill_still_running(self) -> None:
-        for member in self._still_running:
-            _kill(member)
+            # It must be the process that has joined the run, and none that has got its number since.
+            if member.exists and (member.is_stopped or not only_stopped):
+                with suppress(OSError):
+                    os.kill(member.pid, signal.SIGKILL)
 
     @property
     def _still_running(self) -> list[Member]:
@@ -329,9 +338,6 @@ class Failures:
             and self.monitor.state_of(member.rank) != "ended"
         ]
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self.monitor.members[rank].place})"
-
     def _position_in(self, run: Any) -> tuple[int, ...]:
         if run == self.run:
             return self.position
@@ -341,9 +347,6 @@ class Failures:
     def _finished(self) -> set[int]:
         """Ranks whose run has ended."""
         return {rank for rank, run in self._last_over.copy().items() if run >= self.run}
-
-    def _on_state(self, _: int, __: Any) -> None:
-        self._look_at_processes()
 
     def _look_at_processes(self) -> None:
         """A process that ends without having failed or finished is a failure; so is one that stays stopped."""
@@ -362,7 +365,7 @@ class Failures:
         if first.by == self.rank:
             if not first.is_shown:
                 print(first.message, file=sys.stderr, flush=True)
-            self._kill_stopped()
+            self._kill(only_stopped=True)
         if first.rank != self.rank or not first.is_shown:
             threading.Thread(target=self._end, args=(first,), daemon=True, name="hanayo-end-run").start()
 
@@ -370,29 +373,11 @@ class Failures:
         if self._abort is not None:
             self._abort()
         self._over.wait(_TO_TELL)  # Linux ends with rank 0 the ranks that it has started, also one that is to say why
-        self._kill_stopped()
+        self._kill(only_stopped=True)
         if not self._over.wait(GRACE - _TO_TELL):
             late = f"rank {self.rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
             print(late, file=sys.stderr, flush=True)
             self.monitor.tell("run over", self.run)  # all that can do the same now
             time.sleep(_TO_TELL)
-            self._kill_still_running()
+            self._kill()
             os._exit(first.code)
-
-
-def _runs_over(monitor: Monitor) -> dict[int, int]:
-    """The number of the last run that has ended, by rank, kept up to date.
-
-    It is noted for as long as there is a monitor: a rank may fail in the hooks after a run that has ended on others.
-    """
-    if monitor not in _last_over:
-        runs = _last_over[monitor] = {}
-        monitor.on("run over", lambda sender, run: runs.update({sender: run}))
-    return _last_over[monitor]
-
-
-def _kill(member: Member) -> None:
-    """End a process of this run that can't end itself."""
-    if member.exists:  # the same that has joined the run, and none that has got its number since
-        with suppress(OSError):
-            os.kill(member.pid, signal.SIGKILL)

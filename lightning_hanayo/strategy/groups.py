@@ -122,11 +122,11 @@ class GroupFactory(ABC):
 
     def control(self, partition: Partition) -> dist.ProcessGroup:
         """This rank's control group; the one that was made before, if the partition is the same."""
-        return self._once("control", partition, lambda: self._make_control(partition))
+        return self._once("control", partition, lambda: self._make(partition, "gloo", "control"))
 
     def background(self, partition: Partition) -> dist.ProcessGroup:
         """A second control group, for a thread that works while this rank's other threads use the first."""
-        return self._once("background", partition, lambda: self._make_control(partition))
+        return self._once("background", partition, lambda: self._make(partition, "gloo", "control"))
 
     def tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         """This rank's tensor group; the one that was made before, if the partition is the same.
@@ -165,10 +165,9 @@ class GroupFactory(ABC):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _native_groups(self) -> Sequence[dist.ProcessGroup]:
-        return self._tensor_groups if self.is_native else ()
-
-    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
-        return self._make(partition, "gloo", "control")
+        world = dist.group.WORLD  # has a communicator, too: barriers and decisions of all ranks use it
+        groups = self._tensor_groups if world is None else [world, *self._tensor_groups]
+        return groups if self.is_native else ()
 
     @abstractmethod
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup: ...
@@ -483,11 +482,6 @@ class NativeGroups(GroupFactory):
         super().__init__(device, timeout)
         self._backend = _native_backend(device)
         self._parent = self._make_parent() if _can_split(device) else None
-
-    @override
-    def _native_groups(self) -> Sequence[dist.ProcessGroup]:
-        world = dist.group.WORLD  # has a communicator, too: barriers and decisions of all ranks use it
-        return self._tensor_groups if world is None else [world, *self._tensor_groups]
 
     def _make_parent(self) -> dist.ProcessGroup:
         parent: dist.ProcessGroup = dist.new_group(

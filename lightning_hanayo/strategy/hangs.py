@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from lightning_hanayo.pipeline_parallel.transport import Transport
@@ -120,9 +120,10 @@ class HangWatch:
     def _answer(self, channels: Collection[str] | None) -> object:
         still = time.monotonic() - self._since
         try:
-            return self._own.read(still, channels or ()).to_json()
+            return asdict(self._own.read(still, channels or ()))
         except Exception as error:  # a rank that gives no answer would be taken for one that can't
-            return Status(self._own.rank, self._progress, still, doing=f"can't say what it does: {error!r}").to_json()
+            doing = f"can't say what it does: {error!r}"
+            return asdict(Status(self._own.rank, self._progress, still, doing=doing))
 
     def _hear(self, _: int, blame: tuple[int, str]) -> None:
         rank, what = blame

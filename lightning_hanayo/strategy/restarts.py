@@ -1,31 +1,17 @@
 """Restarts: a run that torchrun or SLURM starts again goes on from its newest checkpoint.
 
-Tells torchrun why a rank has failed: its agent shows the text of a small file instead of "<N/A>".
+1st start   saves version_0/checkpoints/last.ckpt, step 40; a rank is killed, so torchrun starts all ranks again
+2nd start   the same script: fit(ckpt_path=None) resumes from version_0/checkpoints/last.ckpt
 
-Root Cause (first observed failure):
-  rank      : 1 (local_rank: 1)
-  traceback : RuntimeError: the loss exploded
+A small file, <default_root_dir>/.hanayo/<key>.json, says which checkpoints a run has saved: a restart gets other
+folders from its loggers, and a folder may hold checkpoints of other runs. It also says who has started the run:
 
-Who has started this process, and whether the same one has started the run before: torchrun's agent, or SLURM.
-
-                                  key of the run        who starts it
+                                  key of the run        starter
 torchrun, first start             torchrun-<run id>     the agent on this node
 torchrun, after a failure         the same              the same agent, or another node's that was there before
 torchrun, given a second time     maybe the same        another agent: this is a new run
 SLURM, first start                slurm-<job>-<step>    nobody who could have started it before
 SLURM, the job is requeued        the same              the job's step, with the same command
-
-A small file that says which checkpoints a run has saved, so that its next start finds them.
-
-<default_root_dir>/.hanayo/torchrun-job17.json
-{"started": 1763800000.0, "starters": ["..."], "saved": {"0": ["/runs/version_0/checkpoints/last.ckpt"]}}
-
-A restart gets other folders from its loggers (version_1), and a folder may hold checkpoints of other runs.
-
-One run of `fit` that may be started again: remembers what it saves, and resumes from there.
-
-1st start   saves version_0/checkpoints/last.ckpt, step 40; a rank is killed, so torchrun starts all ranks again
-2nd start   the same script: fit(ckpt_path=None) resumes from version_0/checkpoints/last.ckpt
 """
 
 import itertools
@@ -48,6 +34,7 @@ from lightning_hanayo.dist_checkpointing.found import Found, look_at
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, with_notes
+from lightning_hanayo.monitor import processes
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.loops import Load, load_instead, loaded, was_in_epoch
@@ -58,9 +45,9 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_error_file(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
-    """Write why this rank fails to the file that torchrun's agent reads, if there is an agent.
+    """Write why this rank fails to the file that torchrun's agent reads and shows, if there is an agent.
 
-    A rank that ends because of another one names that one's cause: torchrun shows what it has seen first.
+    A rank that ends because of another one names that one's cause: torchrun shows the first text that it has seen.
     """
     path = environment.get(_VARIABLE, os.devnull)
     if path == os.devnull or not os.path.isdir(os.path.dirname(path)):
@@ -88,8 +75,6 @@ def _shown(error: BaseException) -> str:
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_START_TIME = 19
-"""the field of /proc/<pid>/stat, counted after the name in brackets, that tells when a process began"""
 
 
 @dataclass(frozen=True)
@@ -105,13 +90,8 @@ class Launch:
     starters: tuple[str, ...]
 
 
-def this_launch() -> Launch | None:
-    """This process's start; None if nobody starts it again after a failure."""
-    return launch_from(os.environ, " ".join(sys.argv))
-
-
 def launch_from(environment: Mapping[str, str], command: str) -> Launch | None:
-    """What the variables of torchrun and SLURM say.
+    """The start that the variables of torchrun and SLURM describe.
 
     Example:
         >>> launch_from({"SLURM_PROCID": "0", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}, "train.py").key
@@ -148,16 +128,7 @@ def _agent(environment: Mapping[str, str]) -> str:
     if len(parents) > 3:
         return f"{host} {parents[2]}"
     pid = os.getppid()
-    return f"{host} {pid} {_start_time(pid)}"
-
-
-def _start_time(pid: int) -> str:
-    """When a process began, in ticks since the host did; "" where there is no /proc."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[_START_TIME]
+    return f"{host} {pid} {processes.started(pid)}"
 
 
 FOLDER = ".hanayo"
@@ -165,7 +136,7 @@ FOLDER = ".hanayo"
 
 @dataclass
 class Record:
-    """What a run remembers from start to start."""
+    """The file that a run keeps from start to start."""
 
     started: float
     """when the run started for the first time, in seconds since 1970"""
@@ -176,7 +147,7 @@ class Record:
 
     @staticmethod
     def read(path: str) -> "Record | None":
-        """What the file holds; None without one, or if it isn't whole."""
+        """The content of the file; None without one, or if it isn't whole."""
         folder, _, name = path.rpartition("/")
         try:
             return Record(**json.loads(bytes(storage_of(folder).read(name))))
@@ -215,14 +186,16 @@ _fits = itertools.count()
 """Numbers the runs of `fit` of this process: a script may have several, and runs all of them again."""
 
 
+@dataclass(eq=False)
 class Restarts:
-    """One run's side of it. All ranks call each method alike; rank 0 writes the record."""
+    """The record of one run of `fit` that may be started again. All ranks call each method alike; rank 0 writes it."""
 
-    def __init__(self, rank: int, path: str, record: Record, fit: int) -> None:
-        self._rank = rank
-        self._path = path
-        self._record = record
-        self._fit = fit
+    rank: int
+    path: str
+    """of the record"""
+    record: Record
+    fit: int
+    """the number of this `fit` among those of the script"""
 
     @staticmethod
     def begin(
@@ -236,8 +209,9 @@ class Restarts:
         Raises:
             CheckpointError: not all nodes see the files of the run.
         """
-        launch = this_launch() if trainer.state.fn == TrainerFn.FITTING else None
-        if launch is None:
+        fits = trainer.state.fn == TrainerFn.FITTING
+        launch = launch_from(os.environ, " ".join(sys.argv)) if fits else None
+        if launch is None:  # nobody starts this process again
             return None
         path = record_path(trainer.default_root_dir, launch.key)
         record, is_restart = _agreed_record(launch, absolute(path))
@@ -248,25 +222,25 @@ class Restarts:
 
     def note(self, path: str | Path) -> None:
         """Remember a checkpoint before it is saved: a save in the background ends when it ends."""
-        saved = self._record.saved.setdefault(str(self._fit), [])
+        saved = self.record.saved.setdefault(str(self.fit), [])
         if absolute(path) not in saved:
             saved.append(absolute(path))
             self._write()
 
     def forget(self, path: str | Path) -> None:
         """Called when a checkpoint is removed."""
-        saved = self._record.saved.get(str(self._fit), [])
+        saved = self.record.saved.get(str(self.fit), [])
         if absolute(path) in saved:
             saved.remove(absolute(path))
             self._write()
 
     def _write(self) -> None:
-        if self._rank == 0:
-            self._record.write(self._path)
+        if self.rank == 0:
+            self.record.write(self.path)
 
     def _resume(self, trainer: "pl.Trainer", topology: Topology, attributes: TemporaryAttributes) -> None:
         self._write()  # who has started it now may start it again
-        whole, broken = on_all_ranks(lambda: self._record.checkpoints_of(self._fit) if self._rank == 0 else ([], []))[0]
+        whole, broken = on_all_ranks(lambda: self.record.checkpoints_of(self.fit) if self.rank == 0 else ([], []))[0]
         for one in broken:
             rank_zero_warn(f"Restart: {one.path} is skipped, it isn't whole: {one.problem}")
 
@@ -280,7 +254,7 @@ class Restarts:
 
 
 def _agreed_record(launch: Launch, path: str) -> tuple[Record, bool]:
-    """What is known of the run, and whether it has started before; the same on all ranks."""
+    """The record of the run, and whether it has started before; the same on all ranks."""
     requeued = is_requeued(os.environ)
     found = on_all_ranks(lambda: (launch.starters, Record.read(path), is_restarted(os.environ), time.time()))
     starters = sorted({one for own, *_ in found for one in own})

@@ -1,7 +1,5 @@
 """Stopping: how the ranks agree on the batch after which they stop, and the errors with which such a run ends.
 
-All ranks of a run stop before the same batch once one of them has been told to stop.
-
            told                 decided: up to batch 8
 rank 0     | batch 7             batch 8              | stops
 rank 1     |      batch 8                             | stops      the furthest
@@ -12,8 +10,6 @@ rank 2     * batch 7 ........... batch 8              | stops      * got the sig
    end. No collective is issued, and no main thread is asked: it may be in the middle of a batch, waiting for others.
 
 A rank that doesn't answer could be anywhere; after `AGREE_WITHIN` seconds the decision is to end without a checkpoint.
-
-The errors with which a run ends that a signal has stopped, and exit codes.
 
 SIGTERM    StoppedBySignal, Lightning's SIGTERMException     75, EX_TEMPFAIL: run it again
 SIGINT     Interrupted, a KeyboardInterrupt                 130, as shells say it
@@ -33,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hanayo.monitor.monitor import Monitor
+from lightning_hanayo.strategy.failure import Failures
 
 AGREE_WITHIN = 10.0
 """seconds from the signal until the run ends without an agreement"""
@@ -63,50 +60,28 @@ class Decision:
 
 
 class StopTogether:
-    """One rank's side of it, for one run.
+    """One rank's part in stopping together, for one run whose failures are given: they have the monitor."""
 
-    Args:
-        rank: this process's.
-        num_ranks: of the world.
-        run: its number, the same on all ranks.
-        monitor: this rank's; None in a world of one rank.
-        check_peers: called while the main thread waits for a decision; raises if another rank has failed.
-        on_no_agreement: called in the monitor thread of each rank if the ranks couldn't agree.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        run: int,
-        monitor: Monitor | None,
-        *,
-        check_peers: Callable[[], object],
-        on_no_agreement: Callable[[Decision], object],
-    ) -> None:
-        self._rank, self._num_ranks, self._monitor = rank, num_ranks, monitor
-        self._topic = f"stop/{run}"
-        self._check_peers, self._on_no_agreement = check_peers, on_no_agreement
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._topic = f"stop/{failures.run}"
         self._lock = threading.Lock()
         self._begun: Place = (0, 0)
         self._expected_at: float | None = None
         self._told_at: float | None = None
         self._told_by: tuple[int, int] | None = None
         self._is_deciding = False
-        self._decision: Decision | None = None
+        self.decision: Decision | None = None
+        """of all ranks; None: there is none yet"""
         self._decided = threading.Event()
         self._leave: list[Callable[[], None]] = []
-        if monitor is not None:
+        self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
+        if self._monitor is not None:
             self._leave = [
-                monitor.on(f"{self._topic}/told", self._on_told),
-                monitor.answer(f"{self._topic}/begun", self._hold),
-                monitor.every(LOOK, self._look),
+                self._monitor.on(f"{self._topic}/told", self._on_told),
+                self._monitor.answer(f"{self._topic}/begun", self._hold),
+                self._monitor.every(LOOK, self._look),
             ]
-
-    @property
-    def decision(self) -> Decision | None:
-        """What all ranks have decided; None: nothing yet."""
-        return self._decision
 
     def expect(self) -> None:
         """The monitor thread is about to call `tell`: begin nothing before. Called in the handler; takes no lock."""
@@ -116,8 +91,8 @@ class StopTogether:
         """Let all ranks stop. Called in the monitor thread; in a world of one rank in the handler of the signal."""
         if self._monitor is not None:
             self._monitor.tell(f"{self._topic}/told", signal)
-        elif self._decision is None:
-            self._decision = Decision(signal, self._rank, self._begun)
+        elif self.decision is None:
+            self.decision = Decision(signal, self._failures.rank, self._begun)
 
     def begin(self, place: Place) -> Decision | None:
         """Called by the main thread before a batch, and where an evaluation ends.
@@ -129,10 +104,10 @@ class StopTogether:
             PeerFailed: another rank has failed while this one waited.
         """
         while self._is_about_to_be_told():
-            self._check_peers()
+            self._failures.check_peers()
             time.sleep(LOOK / 10)
         with self._lock:
-            if self._told_at is None and self._decision is None:
+            if self._told_at is None and self.decision is None:
                 self._begun = place
                 return None
         decision = self._wait()
@@ -148,19 +123,19 @@ class StopTogether:
         for leave in self._leave:
             leave()
         if monitor is not None:
-            monitor.answer(f"{self._topic}/begun", _has_ended)
+            monitor.answer(f"{self._topic}/begun", lambda _: END)
 
     def _is_about_to_be_told(self) -> bool:
         """A short run could end before the monitor's thread reads the signal."""
-        if self._expected_at is None or self._told_at is not None or self._decision is not None:
+        if self._expected_at is None or self._told_at is not None or self.decision is not None:
             return False
         return time.monotonic() - self._expected_at < TOLD_WITHIN
 
     def _wait(self) -> Decision:
-        while self._decision is None:
-            self._check_peers()
+        while self.decision is None:
+            self._failures.check_peers()
             self._decided.wait(LOOK)
-        return self._decision
+        return self.decision
 
     # in the monitor thread
 
@@ -169,30 +144,37 @@ class StopTogether:
         self._told_by = self._told_by or (rank, signal)
 
     def _hold(self, _: Any = None) -> Place:
-        """Let the main thread begin nothing more; return what it has begun."""
+        """Let the main thread begin nothing more; return the place of the last batch that it has begun."""
         with self._lock:
             self._told_at = self._told_at or time.monotonic()
             return self._begun
 
     def _look(self) -> None:
         monitor, told_at = self._monitor, self._told_at
-        if monitor is None or told_at is None or self._decision is not None:
+        if monitor is None or told_at is None or self.decision is not None:
             return
         found = monitor.verdict(self._topic)
-        if found is not None:
-            self._accept(_decision_of(found))
+        if found is not None:  # JSON has made lists of its tuples
+            last = None if found["last"] is None else (found["last"][0], found["last"][1])
+            self._accept(Decision(found["signal"], found["rank"], last, tuple(found["missing"])))
             return
-        is_due = monitor.arbiter == self._rank or time.monotonic() - told_at > TAKE_OVER
+        is_due = monitor.arbiter == self._failures.rank or time.monotonic() - told_at > TAKE_OVER
         if self._told_by is not None and is_due and not self._is_deciding:
             self._is_deciding = True
             of = (monitor, *self._told_by, told_at)
             threading.Thread(target=self._decide, args=of, daemon=True, name="hanayo-stop").start()
 
     def _accept(self, decision: Decision) -> None:
-        self._decision = decision
+        self.decision = decision
         self._decided.set()
-        if decision.last is None:
-            self._on_no_agreement(decision)
+        if decision.last is None:  # some can't be reached: all ranks end, without a checkpoint
+            name, missing = self._failures.name, decision.missing
+            more = "".join(f", nor {name(rank)}" for rank in missing[1:])
+            what = (
+                f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
+                f"{name_of(decision.signal)} on {name(decision.rank)}. Resume from a checkpoint that was saved before."
+            )
+            self._failures.fail_for(missing[0], what, code=exit_code_of(decision.signal))
 
     # in a thread of its own
 
@@ -202,23 +184,14 @@ class StopTogether:
         A process that has ended has ended its run before; if it hasn't, all ranks fail soon.
         """
         begun: dict[int, Place] = {}
-        while len(begun) < self._num_ranks and time.monotonic() - told_at < AGREE_WITHIN:
-            begun |= {one: END for one in range(self._num_ranks) if monitor.state_of(one) == "ended"}
+        num_ranks = monitor.num_ranks
+        while len(begun) < num_ranks and time.monotonic() - told_at < AGREE_WITHIN:
+            begun |= {one: END for one in range(num_ranks) if monitor.state_of(one) == "ended"}
             begun |= {one: (place[0], place[1]) for one, place in monitor.ask(f"{self._topic}/begun").items()}
-            time.sleep(0 if len(begun) == self._num_ranks else LOOK)
-        missing = tuple(one for one in range(self._num_ranks) if one not in begun)
+            time.sleep(0 if len(begun) == num_ranks else LOOK)
+        missing = tuple(one for one in range(num_ranks) if one not in begun)
         last = None if missing else max(begun.values())
         monitor.decide(self._topic, asdict(Decision(signal, rank, last, missing)))
-
-
-def _has_ended(_: Any) -> Place:
-    return END
-
-
-def _decision_of(fields: dict[str, Any]) -> Decision:
-    last = fields["last"]
-    place = None if last is None else (last[0], last[1])
-    return Decision(fields["signal"], fields["rank"], place, tuple(fields["missing"]))
 
 
 CHECKPOINT_NAME = "stopped.ckpt"
@@ -234,7 +207,7 @@ def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bo
         has_trained: whether a batch has been trained in this run.
 
     Returns:
-        What to tell the user.
+        The message for the user.
 
     Raises:
         CheckpointError: the checkpoint can't be saved.
@@ -243,40 +216,20 @@ def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bo
         return "there is nothing to save"
     if not has_trained:
         return "no batch was trained since the start, so nothing is saved"
-    path = _path(trainer)
-    if path is None:
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    folders = (one.dirpath for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath)
+    folder = next(folders, None)
+    if folder is None:
         return "nothing is saved, for the Trainer has no ModelCheckpoint"
+    path = os.path.join(folder, CHECKPOINT_NAME)
     trainer.save_checkpoint(path)
     finish()
     return f"saved {path}; resume with ckpt_path={path!r}"
 
 
-def what_stopped(trainer: "pl.Trainer", decision: Decision, rank: str) -> str:
-    """What has stopped the run, and where. `rank`: the one that got the signal, with its place."""
-    when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
-    return f"stopped by {name_of(decision.signal)} on {rank} {when}"
-
-
 def report_of(exception: BaseException) -> str | None:
-    """What to tell the user once, if a signal has stopped the run; None: something else has ended it."""
+    """The message for the user, if a signal has stopped the run; None: something else has ended it."""
     return exception.report if isinstance(exception, StoppedBySignal | Interrupted) else None
-
-
-def no_agreement(decision: Decision, name: Callable[[int], str]) -> str:
-    """Why the run ends at once, without a checkpoint; put after the name of the first rank that is missing."""
-    more = "".join(f", nor {name(rank)}" for rank in decision.missing[1:])
-    return (
-        f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
-        f"{name_of(decision.signal)} on {name(decision.rank)}. Resume from a checkpoint that was saved before."
-    )
-
-
-def _path(trainer: "pl.Trainer") -> str | None:
-    """Where the checkpoint is saved; None: the run saves no checkpoints by itself."""
-    callbacks: list[Any] = trainer.checkpoint_callbacks
-    folders = (one.dirpath for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath)
-    folder = next(folders, None)
-    return None if folder is None else os.path.join(folder, CHECKPOINT_NAME)
 
 
 REQUEUE, INTERRUPTED = 75, 130
@@ -298,11 +251,6 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(report)
         self.report = report
         """what was stopped, where, and what was saved"""
-
-
-def stopped(number: int, report: str) -> StoppedBySignal | Interrupted:
-    """The error for a signal."""
-    return Interrupted(report) if number == signal.SIGINT else StoppedBySignal(report)
 
 
 def exit_code_of(number: int) -> int:

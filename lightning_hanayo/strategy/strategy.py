@@ -290,7 +290,6 @@ class HanayoStrategy(CheckpointingStrategy):
         self._saves_on_exception = SavesOnException(
             trainer=trainer,
             failures=self.failures,
-            num_ranks=self.world_size,
             finish=finish,
             newest=lambda: self.checkpoints.newest,
         )
@@ -298,7 +297,7 @@ class HanayoStrategy(CheckpointingStrategy):
         if topology.replica_size > 1:
             self._session.averages.adapt_callbacks(trainer, attributes)
         save.adapt_callbacks(trainer, self._checkpoints, attributes)
-        self._stops_on_signal = StopsOnSignal(trainer, self.failures, topology, device, attributes, finish=finish)
+        self._stops_on_signal = StopsOnSignal(trainer, self.failures, device, attributes, finish=finish)
         self._restarts = Restarts.begin(trainer, topology, rank, attributes)
 
     @override

@@ -12,7 +12,7 @@ No progress for 15 s in step 12 (training).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -62,13 +62,9 @@ class Status:
     source: tuple[str, int] | None = None
     done: Mapping[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":
-        """The status of which `to_json` has made these fields."""
+        """The status of which `asdict` and JSON have made these fields."""
         wait, source = fields["wait"], fields["source"]
         if wait is not None:
             wait = Wait(**wait | {name: tuple(wait[name]) for name in ("ranks", "needs")})
@@ -87,7 +83,9 @@ class Standstill:
         wait = self.statuses[rank].wait if rank in self.statuses else None
         if wait is None:
             return frozenset()
-        return frozenset(other for other in wait.ranks if other != rank and not self._is_at(other, wait.channel))
+        waits = {other: self.statuses[other].wait for other in wait.ranks if other in self.statuses}
+        there = {other for other, its in waits.items() if its is not None and its.channel == wait.channel != ""}
+        return frozenset(wait.ranks) - there - {rank}
 
     @property
     def idle(self) -> list[int]:
@@ -112,10 +110,6 @@ class Standstill:
             return self.absent[rank]
         status = self.statuses[rank]
         return status.wait.what if status.wait is not None else str(status.source or status.doing)
-
-    def _is_at(self, rank: int, channel: str) -> bool:
-        wait = self.statuses[rank].wait if rank in self.statuses else None
-        return wait is not None and channel != "" and wait.channel == channel
 
 
 def circle_in(edges: Mapping[int, Iterable[int]]) -> list[int]:
@@ -270,12 +264,13 @@ def _merged(texts: list[tuple[int, str]], place: _PlaceOf) -> list[str]:
     by_text: dict[str, list[int]] = {}
     for rank, text in texts:
         by_text.setdefault(text, []).append(rank)
-    return [
-        f"  {named(ranks)} ({place(ranks[0])}) {text}" if len(ranks) == 1 else f"  {named(ranks)} {_plural(text)}"
-        for text, ranks in by_text.items()
-    ]
-
-
-def _plural(text: str) -> str:
-    verb, _, rest = text.partition(" ")
-    return f"{_PLURAL[verb]} {rest}".replace(": it is ", ": they are ", 1)
+    lines = []
+    for text, ranks in by_text.items():
+        who = named(ranks)
+        if len(ranks) == 1:
+            who = f"{who} ({place(ranks[0])})"
+        else:
+            verb, _, rest = text.partition(" ")
+            text = f"{_PLURAL[verb]} {rest}".replace(": it is ", ": they are ", 1)
+        lines.append(f"  {who} {text}")
+    return lines

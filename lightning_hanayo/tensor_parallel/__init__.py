@@ -23,22 +23,11 @@ if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.sharding import ShardedModule, all_reduce_partial_gradients
     from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
-_MODULES = {
-    "convert.parallelize": ("plan_parallelize",),
-    "convert.layer_specs": ("elementwise", "register_layer"),
-    "convert.specs": ("BlockSpec", "ProjectionGroup", "register_block"),
-    "layers.attention": ("MultiheadAttention3D",),
-    "layers.dropout": ("Dropout3D",),
-    "layers.embedding": ("Embedding3D", "Head3D", "cross_entropy3d"),
-    "layers.feed_forward": ("FeedForward3D", "SwiGLU3D"),
-    "layers.linear": ("Linear3D",),
-    "layers.norm": ("LayerNorm3D", "RMSNorm3D", "parallelize_rms_norm"),
-    "mesh": ("Mesh",),
-    "product": ("BATCH", "SEQUENCE", "SEQUENCE_FIRST", "ParallelStyle"),
-    "sharding": ("ShardedModule", "all_reduce_partial_gradients"),
-    "stage_context": ("StageContext",),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_MODULES = (
+    "convert.specs",  # first: the only one that imports no torch
+    "convert.parallelize", "convert.layer_specs", "layers.attention", "layers.dropout", "layers.embedding",
+    "layers.feed_forward", "layers.linear", "layers.norm", "mesh", "product", "sharding", "stage_context",
+)  # fmt: skip
 
 __all__ = [
     "BATCH", "SEQUENCE", "SEQUENCE_FIRST", "BlockSpec", "Dropout3D", "Embedding3D", "FeedForward3D", "Head3D",
@@ -50,6 +39,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import the module that defines `name` on first use."""
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    for module in _MODULES if name in __all__ else ():
+        if hasattr(found := import_module(f"{__name__}.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

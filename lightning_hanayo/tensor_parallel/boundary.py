@@ -4,19 +4,17 @@ outside      [own samples, seq, h]            each rank has its share of the mic
 in blocks    [samples of x, seq/y, h/z]       the residual stream; masks and tables are [samples of x, ...]
 
 One all-to-all over the (y, z) plane each way. Shares of different sizes are padded to the largest before it.
-`MicrobatchReshard` implements the runtime's `BoundaryReshard`.
+First and last stages call a `MicrobatchReshard`, in the main thread.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
@@ -77,39 +75,26 @@ class StreamDims:
     sequence_dim: int = 1
 
 
-class Reshard(ABC):
-    """How one rank's tensors are resharded. All ranks of the cube call its methods together, in the main thread.
+@dataclass(eq=False)
+class _Reshard:
+    mesh: Mesh
+    stream_dims: StreamDims | None
+    """of the residual streams; None: blocks are generic, and keep the layout outside"""
+    batch_dim: int = 0
+    """the dimension of the samples in generic blocks' tensors that have it"""
 
-    Without `stream_dims` the blocks are generic and keep the layout outside, where `batch_dim` is the dimension of the
-    samples in tensors that have it.
+    def __post_init__(self) -> None:
+        self._plane = self.mesh.axis("yz")
+
+
+class SharedReshard(_Reshard):
+    """How tensors are resharded where each rank works on its own share outside.
+
+    All ranks of the cube call its methods together, in the main thread.
     """
 
-    def __init__(self, mesh: Mesh, stream_dims: StreamDims | None, batch_dim: int = 0) -> None:
-        self.mesh = mesh
-        self.stream_dims = stream_dims
-        self.batch_dim = batch_dim
-        self._plane = mesh.axis("yz")
-        self._plane_of_arguments = mesh.unqueued_axis("yz")
-        """masks, for instance, come only with samples that need them"""
-
-    @abstractmethod
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-
-    @abstractmethod
-    def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
-        """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-
-    @abstractmethod
-    def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
-        """Reshard another argument of a block, which has something for each sample, or is the same for all."""
-
-
-class SharedReshard(Reshard):
-    """For ranks each of which works on its own share outside."""
-
-    @override
-    def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         if self.stream_dims is None:
             return x
         batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
@@ -119,8 +104,8 @@ class SharedReshard(Reshard):
             parts = collectives.split_dim(parts, self.mesh.size(axis), dim).flatten(0, 1)
         return _join_valid(collectives.all_to_all(parts, self._plane), batch, sizes)
 
-    @override
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
+        """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
         if self.stream_dims is None:
             return x
         batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
@@ -132,15 +117,14 @@ class SharedReshard(Reshard):
         own: Tensor = whole.narrow(sequence, 0, sequence_length).narrow(batch, 0, sizes[self._plane.rank])
         return own
 
-    @override
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
+        """Reshard another argument of a block, which has something for each sample, or is the same for all."""
         if self.stream_dims is None or not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
+        plane = self.mesh.unqueued_axis("yz")  # masks, for instance, come only with samples that need them
         return _join_valid(
-            collectives.all_gather(collectives.padded(x, 0, max(sizes)).unsqueeze(0), self._plane_of_arguments, 0),
-            0,
-            sizes,
+            collectives.all_gather(collectives.padded(x, 0, max(sizes)).unsqueeze(0), plane, 0), 0, sizes
         )
 
     def _sizes(self, shares: Sequence[Share]) -> list[int]:
@@ -148,27 +132,27 @@ class SharedReshard(Reshard):
         return [share.size for share in block_shares(tuple(shares), self.mesh)]
 
 
-class ReplicatedReshard(Reshard):
-    """For ranks that all work on the whole micro-batch outside: for the blocks each keeps its part of it."""
+class ReplicatedReshard(_Reshard):
+    """The same where all ranks work on the whole micro-batch outside: for the blocks each keeps its part of it."""
 
-    @override
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
+        """Reshard a residual stream for the blocks."""
         if self.stream_dims is None:
             return self._samples_in(x, shares, self.sample_dim(x, shares) or 0)
         x = self._samples_in(x, shares, self.stream_dims.batch_dim)
         x = collectives.local_shard(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
         return collectives.local_shard(x, self.mesh.axis("z"), -1)
 
-    @override
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
+        """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
         if self.stream_dims is None:
             return self._samples_out(x, shares, self.batch_dim if self.batch_dim < x.dim() else 0)
         x = collectives.all_gather_replicated(x, self.mesh.axis("z"), -1)
         x = collectives.all_gather_replicated(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
         return self._samples_out(x, shares, self.stream_dims.batch_dim)
 
-    @override
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
+        """Reshard another argument of a block, which has something for each sample, or is the same for all."""
         return self._samples_in(x, shares, self.sample_dim(x, shares) or 0) if is_batch else x
 
     def sample_dim(self, x: Tensor, shares: Sequence[Share]) -> int | None:
@@ -239,19 +223,19 @@ AllGatherObject = Callable[[Any], list[Any]]
 """called by all ranks of a group, each with a picklable object; returns the objects of all, in rank order"""
 
 
+@dataclass(eq=False)
 class MicrobatchReshard:
     """One rank's. Call `begin` with the shares of a batch, then convert the tensors of its micro-batches.
 
     `all_gather_object` gathers over the ranks of this rank's (y, z) plane.
     """
 
-    def __init__(self, reshard: Reshard, all_gather_object: AllGatherObject) -> None:
-        self._reshard = reshard
-        self._all_gather_object = all_gather_object
-        self._shares: list[Sequence[Share]] = []
-        self._lengths: dict[int, int] = {}
-        self._compared: set[tuple[int, tuple[int, ...]]] = set()
-        """arguments that are the same for all samples, by place and shape, whose values were compared"""
+    reshard: SharedReshard | ReplicatedReshard
+    all_gather_object: AllGatherObject
+    _shares: list[Sequence[Share]] = field(default_factory=list, init=False)
+    _lengths: dict[int, int] = field(default_factory=dict, init=False)
+    _compared: set[tuple[int, tuple[int, ...]]] = field(default_factory=set, init=False)
+    """arguments that are the same for all samples, by place and shape, whose values were compared"""
 
     def begin(self, shares: Sequence[Sequence[Share]]) -> None:
         """Begin a batch: for each micro-batch, the share of every rank of the cube."""
@@ -262,7 +246,7 @@ class MicrobatchReshard:
         self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
     ) -> list[Tensor] | None:
         """Reshard the arguments of blocks. Returns None, on all ranks, where their structures or shapes differ."""
-        if self._reshard.stream_dims is None and not isinstance(self._reshard, ReplicatedReshard):
+        if self.reshard.stream_dims is None and not isinstance(self.reshard, ReplicatedReshard):
             return list(tensors)
         is_batch = self._find_batch_tensors(microbatch, tensors, streams, structure)
         if is_batch is None:
@@ -270,7 +254,7 @@ class MicrobatchReshard:
         resharded = dict(zip(streams, self.shard_streams(microbatch, [tensors[i] for i in streams]), strict=True))
         shares = self._shares[microbatch]
         return [
-            resharded[i] if i in resharded else self._reshard.argument_in(tensor, shares, is_batch=is_batch[i])
+            resharded[i] if i in resharded else self.reshard.argument_in(tensor, shares, is_batch=is_batch[i])
             for i, tensor in enumerate(tensors)
         ]
 
@@ -280,25 +264,25 @@ class MicrobatchReshard:
         Raises:
             UnsupportedError: y doesn't divide another one's length.
         """
-        dims = self._reshard.stream_dims
+        dims = self.reshard.stream_dims
         lengths = [] if dims is None else [tensor.shape[dims.sequence_dim] for tensor in tensors]
         for i, length in enumerate(lengths):
             if i == 0:
                 self._lengths[microbatch] = length
-            elif length % self._reshard.mesh.size("y"):
+            elif length % self.reshard.mesh.size("y"):
                 raise UnsupportedError(
                     f"the memory of a decoder has {length} positions, which don't divide over y = "
-                    f"{self._reshard.mesh.size('y')} ranks of the cube. Pad it, with a mask, or take y = 1."
+                    f"{self.reshard.mesh.size('y')} ranks of the cube. Pad it, with a mask, or take y = 1."
                 )
-        return [self._reshard.stream_in(tensor, self._shares[microbatch]) for tensor in tensors]
+        return [self.reshard.stream_in(tensor, self._shares[microbatch]) for tensor in tensors]
 
     def agrees(self, microbatch: int, value: Hashable) -> bool:
         """Returns whether all ranks that share samples have the same value."""
-        return all(other == value for other in self._all_gather_object(value))
+        return all(other == value for other in self.all_gather_object(value))
 
     def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
         """Reshard the output of the stack for the user's code."""
-        return self._reshard.stream_out(tensor, self._shares[microbatch], self.sequence_length(microbatch))
+        return self.reshard.stream_out(tensor, self._shares[microbatch], self.sequence_length(microbatch))
 
     def sequence_length(self, microbatch: int) -> int:
         """Returns the length of the micro-batch's sequences; 0 if the blocks don't need it."""
@@ -315,15 +299,15 @@ class MicrobatchReshard:
             HanayoError: lengths of streams differ between ranks.
             UnsupportedError: which streams have a gradient does, or values of an argument that has no samples.
         """
-        shares, dims = self._shares[microbatch], self._reshard.stream_dims
-        if isinstance(self._reshard, ReplicatedReshard):
+        shares, dims = self._shares[microbatch], self.reshard.stream_dims
+        if isinstance(self.reshard, ReplicatedReshard):
             if dims is not None and streams:
                 rows = tensors[next(iter(streams))].shape[dims.batch_dim]
-                shares = self._shares[microbatch] = sample_shares(rows, self._reshard.mesh.sizes)
-            return [self._reshard.sample_dim(tensor, shares) is not None for tensor in tensors]
+                shares = self._shares[microbatch] = sample_shares(rows, self.reshard.mesh.sizes)
+            return [self.reshard.sample_dim(tensor, shares) is not None for tensor in tensors]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         of_streams = [(shapes[i], tensors[i].requires_grad) for i in streams]
-        gathered = self._all_gather_object((structure, shapes, of_streams))
+        gathered = self.all_gather_object((structure, shapes, of_streams))
         self._check_streams([other for *_, other in gathered])
         if any(other[0] != structure for other in gathered):
             return None
@@ -331,12 +315,12 @@ class MicrobatchReshard:
         if streams:
             # with as many rows as the residual stream has on each rank: user code may make several of one sample
             assert dims is not None
-            stream, first = next(iter(streams)), self._reshard.mesh.index("x") * self._reshard.mesh.size("yz")
+            stream, first = next(iter(streams)), self.reshard.mesh.index("x") * self.reshard.mesh.size("yz")
             counted = list(shares)
             for rank, other in enumerate(of_all_ranks, first):
                 counted[rank] = replace(counted[rank], stop=counted[rank].start + other[stream][dims.batch_dim])
             shares = self._shares[microbatch] = counted
-        sizes = [share.size for share in block_shares(tuple(shares), self._reshard.mesh)]
+        sizes = [share.size for share in block_shares(tuple(shares), self.reshard.mesh)]
         is_batch = [
             all(other[i][:1] == (size,) for other, size in zip(of_all_ranks, sizes, strict=True))
             for i in range(len(tensors))
@@ -359,12 +343,12 @@ class MicrobatchReshard:
             UnsupportedError: they aren't: blocks would use one rank's for the samples of all.
         """
         new = {i: x for i, x in arguments.items() if (i, tuple(x.shape)) not in self._compared}
-        if not new or self._reshard.mesh.size("yz") == 1:
+        if not new or self.reshard.mesh.size("yz") == 1:
             return
         self._compared.update((i, tuple(x.shape)) for i, x in new.items())
         parts = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in new.values()]  # waits for the device
         own = [blake2b(part.numpy().tobytes(), digest_size=8).digest() for part in parts]
-        for others in self._all_gather_object(own):
+        for others in self.all_gather_object(own):
             for i, one, other in zip(new, own, others, strict=True):
                 if one != other:
                     raise UnsupportedError(
@@ -380,7 +364,7 @@ class MicrobatchReshard:
             HanayoError: code before the stack cuts them to the lengths of its own samples.
             UnsupportedError: only some ranks would take part in the backward's collectives.
         """
-        dims = self._reshard.stream_dims
+        dims = self.reshard.stream_dims
         assert dims is not None
         for one in zip(*of_all_ranks, strict=False):
             if len({has_gradient for _, has_gradient in one}) > 1:

@@ -13,33 +13,21 @@ collectives in one order.
 import itertools
 import weakref
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.product import BackwardRun, ProductArgs, SavedInput, run_forward
-from lightning_hanayo.tensor_parallel.weights import ShardedWeight
+from lightning_hanayo.tensor_parallel.product import SavedInput, run_backward, run_forward
 
 _numbers = itertools.count(1)
 _found: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
-class RunsProducts(Protocol):
-    """A layer, or several that read one input."""
-
-    def args(self) -> ProductArgs:
-        """The arguments of its product now."""
-
-    def following(self) -> Sequence[ShardedWeight]:
-        """The weights to gather ahead. Called once per product."""
-
-
-def new_handle(target: "RunsProducts | MeshAxis") -> Tensor:
-    """Returns the number of an operator's layer or axis, as a tensor.
+def new_handle(target: Any) -> Tensor:
+    """Returns the number of an operator's `ShardedProduct` or `MeshAxis`, as a tensor.
 
     It requires a gradient, so that a compiled backward always runs the operators, whatever else needs one.
     """
@@ -94,7 +82,7 @@ def compiled_product(
         outputs: the shapes of the outputs, one after the other.
         rows: of the gathered matrices, if they are kept.
     """
-    layer: RunsProducts = _target(handle)
+    layer = _target(handle)
     args = layer.args()
     ran = run_forward(x, args, layer.following())
     whole = [args.join(ran.gathered)] if gathers else []
@@ -135,12 +123,11 @@ def _product_backward(
     """Returns the gradient of x. Those of the parameters are added, or left for later, as without a compiler."""
     args = _target(handle).args()
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
-    run = BackwardRun(args, x, matrices or None, saved.dtype)
-    sizes: list[int | None] = [None] * len(args.weight.sizes)
-    if args.reduce_scatter is not None:  # the true sizes of each output in the dimension that was summed
-        dim = args.reduce_scatter.dim % len(gathered)
-        sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
-    dx, of_weights = run.run(gradients, sizes, of_x, is_used=is_used, needs_x=True)
+    dim = args.reduce_scatter.dim % len(gathered)  # of which the outputs were summed, to these true sizes
+    sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
+    dx, of_weights = run_backward(
+        args, x, matrices or None, gradients, sizes, of_x, dtype=saved.dtype, is_used=is_used, needs_x=True
+    )
     assert dx is not None
     if torch.autograd._is_checkpoint_valid():
         for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):

@@ -73,35 +73,28 @@ class Transfers:
             work.wait()
 
 
+@dataclass(eq=False)
 class MeshAxis:
     """The ranks that differ along one axis of a mesh, or along several taken as one. At size 1 nothing is sent.
 
     All ranks of the axis call each method, in the same order. A method starts a collective and returns at once.
-
-    Args:
-        group: the process group of these ranks; None if there is only one.
-        size: the number of ranks.
-        rank: this rank's number among them.
-        queue: puts this rank's collectives on the wire, one at a time; None: each starts at once.
-        tag: tells gathers and all-to-alls over gloo from those of other axes with the same group.
-        what: the collectives, as a report names them while a rank waits for one.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        size: int,
-        rank: int,
-        queue: LinkQueue | None = None,
-        tag: int = 0,
-        what: str = "a collective of its cube",
-    ) -> None:
-        self.group = group
-        self.size = size
-        self.rank = rank
-        self._queue = queue
-        self._tag = tag
-        self.what = what
+    group: dist.ProcessGroup | None
+    """of these ranks; None if there is only one"""
+    size: int
+    """the number of ranks"""
+    rank: int
+    """this rank's number among them"""
+    queue: LinkQueue | None = None
+    """puts this rank's collectives on the wire, one at a time; None: each starts at once"""
+    tag: int = 0
+    """tells gathers and all-to-alls over gloo from those of other axes with the same group"""
+    what: str = "a collective of its cube"
+    """the collectives, as a report names them while a rank waits for one"""
+
+    def __post_init__(self) -> None:
+        group = self.group
         self.ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
@@ -111,7 +104,7 @@ class MeshAxis:
         return {"size": self.size, "rank": self.rank}
 
     def __setstate__(self, state: dict[str, int]) -> None:
-        vars(self).update(state, _queue=None)
+        vars(self).update(state, queue=None)
         self.disconnect(_PICKLED)
 
     def disconnect(self, reason: str) -> None:
@@ -175,7 +168,7 @@ class MeshAxis:
         return Pending(self._exchange([(out, received)]), lambda: received)
 
     def _start(self, post: Callable[[], Work]) -> Work:
-        return _Started(post() if self._queue is None else self._queue.start(post), self)
+        return _Started(post() if self.queue is None else self.queue.start(post), self)
 
     def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Work:
         """Start to send and receive pairs of (sent, received) tensors: one collective."""
@@ -195,8 +188,8 @@ class MeshAxis:
             return Transfers([])
         steps = range(1, self.size)  # from its neighbour on, so that no rank is the first peer of all others
         sources, targets = ([(self.rank + sign * step) % self.size for step in steps] for sign in (-1, 1))
-        works = [self.group.recv([into[peer]], peer, self._tag) for peer in sources]
-        works += [self.group.send([out[peer]], peer, self._tag) for peer in targets]
+        works = [self.group.recv([into[peer]], peer, self.tag) for peer in sources]
+        works += [self.group.send([out[peer]], peer, self.tag) for peer in targets]
         return Transfers(works)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:

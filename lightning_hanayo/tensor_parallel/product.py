@@ -28,11 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
-from lightning_hanayo.tensor_parallel.collectives import (
-    start_all_gather,
-    start_all_gather_each,
-    start_reduce_scatter_each,
-)
+from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
@@ -48,6 +44,18 @@ class BoundCollective:
     dim: int
     size: int | None = None
 
+    def gather(self, x: Tensor) -> Pending[Tensor]:
+        """Start to gather the parts of `x`."""
+        return collectives.start_all_gather(x, self.axis, self.dim, self.size)
+
+    def gather_each(self, tensors: Sequence[Tensor], sizes: Sequence[int | None]) -> Pending[list[Tensor]]:
+        """Start to gather the parts of several tensors, to these sizes."""
+        return collectives.start_all_gather_each(tensors, self.axis, self.dim, sizes)
+
+    def scatter_each(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """Start to sum several tensors; each rank gets its part."""
+        return collectives.start_reduce_scatter_each(tensors, self.axis, self.dim)
+
 
 @dataclass(frozen=True)
 class ProductArgs:
@@ -55,16 +63,16 @@ class ProductArgs:
 
     Args:
         weight: W, of one layer or of several.
-        all_gather: of the input; None: it is gathered already.
-        reduce_scatter: of the outputs; None: they are no partial sums.
+        all_gather: of the input.
+        reduce_scatter: of the outputs.
         keep: the tensors that are saved for the backward.
         num_pieces: in how many pieces the product runs; in fewer if there are fewer rows.
         has_empty_pieces: whether it runs in so many pieces even then, as all ranks of the mesh must.
     """
 
     weight: ShardedWeight
-    all_gather: BoundCollective | None
-    reduce_scatter: BoundCollective | None
+    all_gather: BoundCollective
+    reduce_scatter: BoundCollective
     keep: Keep = "gathered"
     num_pieces: int = 1
     has_empty_pieces: bool = False
@@ -91,43 +99,15 @@ class ProductArgs:
         return list(pieces[0]) if len(pieces) == 1 else [self.join(one) for one in zip(*pieces, strict=True)]
 
     def _touched_dims(self, x: Tensor) -> set[int]:
-        return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter) if one is not None}
+        return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter)}
 
 
-def gather(collective: BoundCollective | None, x: Tensor) -> Pending[Tensor]:
-    """Start to gather the parts of `x`, if there is a collective for it."""
-    if collective is None:
-        return Pending.done(x)
-    return start_all_gather(x, collective.axis, collective.dim, collective.size)
+def products(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight]) -> tuple[Tensor, ...]:
+    """X [..., K/z] to the gathered X, and to Y [..., N/y] of each part of the weight.
 
-
-def gather_each(
-    collective: BoundCollective | None, tensors: Sequence[Tensor], sizes: Sequence[int | None]
-) -> Pending[list[Tensor]]:
-    """Start to gather the parts of several tensors, to these sizes."""
-    if collective is None:
-        return Pending.done(list(tensors))
-    return start_all_gather_each(tensors, collective.axis, collective.dim, sizes)
-
-
-def scatter_each(collective: BoundCollective | None, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
-    """Start to sum several tensors; each rank gets its part."""
-    if collective is None:
-        return Pending.done(list(tensors))
-    return start_reduce_scatter_each(tensors, collective.axis, collective.dim)
-
-
-def product(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> Tensor:
-    """X [..., K/z] to Y [..., N/y], both this rank's shards. Called by all ranks of the mesh, in the same order.
-
-    Under autocast X and W are cast before they are sent, and the output has the cast dtype. While it computes, the
-    weights of `prefetch` are gathered.
+    Called by all ranks of the mesh, in the same order. Under autocast X and W are cast before they are sent, and the
+    output has the cast dtype. While it computes, the weights of `prefetch` are gathered.
     """
-    return products(x, args, prefetch)[1]
-
-
-def products(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> tuple[Tensor, ...]:
-    """X to the gathered X, and to Y of each part of the weight."""
     outputs: tuple[Tensor, ...] = _Product.apply(as_autocast(x), args, prefetch, *args.weight.parameters)
     return outputs
 
@@ -157,149 +137,128 @@ class ForwardResult:
     gathered: list[Tensor]
     matrices: list[Tensor]
     outputs: list[Tensor]
-    sizes: list[int | None]
+    sizes: list[int]
 
 
 def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight]) -> ForwardResult:
     """Compute the outputs, one for each part of the weight."""
     weight, scatter = args.weight, args.reduce_scatter
     pending_matrices = weight.start_all_gather(x.dtype)
-    pending_inputs = [gather(args.all_gather, piece) for piece in args.split(x)]
+    pending_inputs = [args.all_gather.gather(piece) for piece in args.split(x)]
     matrices = pending_matrices.wait()
     for following in prefetch:
         following.prefetch(x.dtype)
-    is_summed = scatter is not None and scatter.axis.size > 1
-    factors = matrices if is_summed else weight.split(matrices, 0)  # an output that stays is no part of another one
+    # an output that stays here is no part of another one
+    factors = matrices if scatter.axis.size > 1 else weight.split(matrices, 0)
     gathered, pending_outputs = [], []
     for pending in pending_inputs:
         gathered.append(pending.wait())
         ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
-        pending_outputs.append(scatter_each(scatter, ys))
-    sizes = [None if scatter is None else y.shape[scatter.dim] for y in ys]
+        pending_outputs.append(scatter.scatter_each(ys))
+    sizes = [y.shape[scatter.dim] for y in ys]
     return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)
 
 
+@dataclass(eq=False)
 class SavedInput:
     """A product's input as it is saved for the backward: gathered, in pieces, or shards that `collective` gathers."""
 
-    def __init__(self, saved: Sequence[Tensor], collective: BoundCollective | None) -> None:
-        self._saved = saved
-        self._collective = collective
-        self._pending: list[Pending[Tensor]] | None = None
+    saved: Sequence[Tensor]
+    collective: BoundCollective | None
+    _pending: list[Pending[Tensor]] | None = None
 
     def start(self) -> None:
         """Start to gather, before `get` needs the result."""
-        if self._pending is None and self._collective is not None:
-            self._pending = [gather(self._collective, shard) for shard in self._saved]
+        if self._pending is None and self.collective is not None:
+            self._pending = [self.collective.gather(shard) for shard in self.saved]
 
     def get(self) -> list[Tensor]:
         """Returns the gathered input, in pieces."""
         self.start()
         pending, self._pending = self._pending, None
-        return list(self._saved) if pending is None else [one.wait() for one in pending]
+        return list(self.saved) if pending is None else [one.wait() for one in pending]
 
 
-class BackwardRun:
-    """The backward of a product, of one forward.
+def run_backward(
+    args: ProductArgs,
+    x: SavedInput,
+    matrices: list[Tensor] | None,
+    gradients: Sequence[Tensor],
+    sizes: Sequence[int],
+    of_x: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    is_used: Sequence[bool],
+    needs_x: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Returns the input's gradient, and that of each parameter; None where there is none, or it is left for later.
 
     Args:
         args: the forward's.
         x: its input.
-        matrices: of the weight; `None` gathers them again.
-        dtype: of the input, in which they are gathered.
+        matrices: of the weight; None gathers them again.
+        gradients: of the outputs.
+        sizes: the forward's.
+        of_x: the gradient of other uses of the gathered input, if there are any.
+        dtype: of the input, in which matrices are gathered.
+        is_used: whether each output has a gradient. A weight whose output has none gets none, as in one process.
+        needs_x: whether the input's gradient is wanted.
     """
-
-    def __init__(self, args: ProductArgs, x: SavedInput, matrices: list[Tensor] | None, dtype: torch.dtype) -> None:
-        self.args = args
-        self._x = x
-        self._matrices = matrices
-        self._dtype = dtype
-
-    def run(
-        self,
-        gradients: Sequence[Tensor],
-        sizes: Sequence[int | None],
-        of_x: Tensor | None,
-        *,
-        is_used: Sequence[bool],
-        needs_x: bool,
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Returns the input's gradient, and that of each parameter; None where there is none, or it is left for later.
-
-        Args:
-            gradients: of the outputs.
-            sizes: the forward's.
-            of_x: the gradient of other uses of the gathered input, if there are any.
-            is_used: whether each output has a gradient. A weight whose output has none gets none, as in one process.
-            needs_x: whether the input's gradient is wanted.
-        """
-        args, weight = self.args, self.args.weight
-        pieces = zip(*map(args.split, gradients), strict=True)
-        pending_gradients = [gather_each(args.reduce_scatter, piece, sizes) for piece in pieces]
-        matrices = Pending.done(self._matrices or [])
-        if needs_x and self._matrices is None:
-            matrices = Pending(None, cache(weight.start_all_gather(self._dtype).wait))
-        parameters, trained = weight.parameters, weight.trained(is_used)
-        needs_weight = any(parameter.requires_grad for parameter in parameters)
-        # whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block
-        is_inner = not torch.autograd._is_checkpoint_valid()
-        is_watched = [is_inner or not one.is_leaf or has_gradient_hooks(one) for one in parameters]
-        is_deferred = weight.queue is not None and weight.queue.is_open and not any(is_watched)
-        if needs_weight and not is_deferred:
-            self._x.start()
-        added = [None] * len(pending_gradients) if of_x is None else args.split(of_x)
-        gathered, pending_outputs = [], []
-        for pending, dx in zip(pending_gradients, added, strict=True):
-            gathered.append(weight.join(pending.wait()))
-            if needs_x:  # the sum of the products of each gradient with its matrix
-                for gradient, matrix in zip(gathered[-1], matrices.wait(), strict=True):
-                    own = input_gradient(gradient, matrix)
-                    dx = own if dx is None else own.add_(dx)
-                assert dx is not None
-                pending_outputs.append(scatter_each(args.all_gather, [dx]))
-        of_weights: list[Tensor | None] = [None] * len(parameters)
-        if needs_weight:
-            of_weights = self._weight_gradients(gathered, trained, is_watched, is_deferred=is_deferred)
-        return args.join_each([one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
-
-    def _weight_gradients(
-        self, gathered: list[list[Tensor]], trained: list[bool], is_watched: list[bool], *, is_deferred: bool
-    ) -> list[Tensor | None]:
-        """Leave the products to the stage's queue, or compute them now and sum them until the backward ends."""
-        weight, parameters = self.args.weight, self.args.weight.parameters
-        if is_deferred:
-            assert weight.queue is not None
-            deferred = _Deferred(gathered, self._x, weight, trained)
-            for i, parameter in enumerate(parameters):
-                if trained[i]:
-                    weight.queue.put(parameter, partial(deferred.start, i))
-            return [None] * len(parameters)
-        computed = _compute(gathered, self._x)
-        if not any(is_watched):
-            weight.pending_gradients.add(weight, computed, trained)
-            return [None] * len(parameters)
-        summed = weight.start_reduce_scatter(computed).wait()
-        return [g if trains else None for g, trains in zip(summed, trained, strict=True)]
+    weight = args.weight
+    pieces = zip(*map(args.split, gradients), strict=True)
+    pending_gradients = [args.reduce_scatter.gather_each(piece, sizes) for piece in pieces]
+    pending_matrices = Pending.done(matrices or [])
+    if needs_x and matrices is None:
+        pending_matrices = Pending(None, cache(weight.start_all_gather(dtype).wait))
+    parameters, trained = weight.parameters, weight.trained(is_used)
+    needs_weight = any(parameter.requires_grad for parameter in parameters)
+    # whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block
+    is_inner = not torch.autograd._is_checkpoint_valid()
+    is_watched = any(is_inner or not one.is_leaf or has_gradient_hooks(one) for one in parameters)
+    queue = weight.queue if weight.queue is not None and weight.queue.is_open and not is_watched else None
+    if needs_weight and queue is None:
+        x.start()
+    added = [None] * len(pending_gradients) if of_x is None else args.split(of_x)
+    gathered, pending_outputs = [], []
+    for pending, dx in zip(pending_gradients, added, strict=True):
+        gathered.append(weight.join(pending.wait()))
+        if needs_x:  # the sum of the products of each gradient with its matrix
+            for gradient, matrix in zip(gathered[-1], pending_matrices.wait(), strict=True):
+                own = input_gradient(gradient, matrix)
+                dx = own if dx is None else own.add_(dx)
+            assert dx is not None
+            pending_outputs.append(args.all_gather.scatter_each([dx]))
+    of_weights: list[Tensor | None] = [None] * len(parameters)
+    if needs_weight and queue is not None:
+        deferred = _Deferred(weight, trained, (gathered, x))
+        for i, parameter in enumerate(parameters):
+            if trained[i]:
+                queue.put(parameter, partial(deferred.start, i))
+    elif needs_weight and is_watched:
+        summed = weight.start_reduce_scatter(_compute(gathered, x)).wait()
+        of_weights = [one if trains else None for one, trains in zip(summed, trained, strict=True)]
+    elif needs_weight:
+        weight.pending_gradients.add(weight, _compute(gathered, x), trained)
+    return args.join_each([one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
 
 
+@dataclass(eq=False)
 class _Deferred:
     """The gradients of a product's weights, computed together when the first of them is asked for."""
 
-    def __init__(
-        self, gradients: list[list[Tensor]], x: SavedInput, weight: ShardedWeight, trained: Sequence[bool]
-    ) -> None:
-        self._operands: tuple[list[list[Tensor]], SavedInput] | None = (gradients, x)
-        self._weight = weight
-        self._trained = trained
-        self._summed: Pending[list[Tensor]] | None = None
+    weight: ShardedWeight
+    trained: Sequence[bool]
+    operands: tuple[list[list[Tensor]], SavedInput] | None
+    """the gradients of the outputs, and the input, until they are multiplied"""
+    _summed: Pending[list[Tensor]] | None = None
 
     def start(self, i: int) -> Pending[Tensor] | None:
         """The i-th parameter's gradient; None if it is added to other micro-batches' before ranks add it up."""
-        weight = self._weight
-        if self._operands is not None:
-            computed, self._operands = _compute(*self._operands), None
+        weight = self.weight
+        if self.operands is not None:
+            computed, self.operands = _compute(*self.operands), None
             if weight.is_kept:
-                weight.pending_gradients.add(weight, computed, self._trained)
+                weight.pending_gradients.add(weight, computed, self.trained)
             else:
                 self._summed = Pending(None, cache(weight.start_reduce_scatter(computed).wait))
         if self._summed is None:
@@ -329,17 +288,20 @@ class _Product(torch.autograd.Function):
         args, is_used = ctx.args, [one is not None for one in of_outputs]
         if not any(is_used):  # layers read another input, perhaps this one after a change in place
             pieces = () if of_x is None else args.split(of_x)
-            summed = [scatter_each(args.all_gather, [piece]).wait() for piece in pieces]
+            summed = [args.all_gather.scatter_each([piece]).wait() for piece in pieces]
             return args.join_each(summed)[0] if summed else None, *(None for _ in ctx.needs_input_grad[1:])
-        saved, count = ctx.saved_tensors, ctx.num_matrices
+        saved, count, matrices = ctx.saved_tensors, ctx.num_matrices, None
         if args.keep == "gathered":
-            run = BackwardRun(args, SavedInput(saved[count:], None), list(saved[:count]), ctx.dtype)
+            x, matrices = SavedInput(saved[count:], None), list(saved[:count])
         else:
-            run = BackwardRun(args, SavedInput(args.split(saved[0]), args.all_gather), None, ctx.dtype)
+            x = SavedInput(args.split(saved[0]), args.all_gather)
         gradients = [
             saved[0].new_zeros(shape) if one is None else one for one, shape in zip(of_outputs, ctx.shapes, strict=True)
         ]
-        dx, of_weights = run.run(gradients, ctx.sizes, of_x, is_used=is_used, needs_x=ctx.needs_input_grad[0])
+        needs_x = ctx.needs_input_grad[0]
+        dx, of_weights = run_backward(
+            args, x, matrices, gradients, ctx.sizes, of_x, dtype=ctx.dtype, is_used=is_used, needs_x=needs_x
+        )
         return dx, None, None, *of_weights
 
 
@@ -413,6 +375,9 @@ class ParallelStyle:
         """The other axes, over which a bias's gradient is a partial sum."""
         return "".join(axis for axis in "xyz" if axis not in self.between_axes)
 
+
+NO_COLLECTIVE = AxisCollective("", -1)
+"""of an input that is gathered already, or of outputs that are no partial sums"""
 
 SEQUENCE = ParallelStyle(AxisCollective("y", 1, is_sequence=True), AxisCollective("z", -1))
 """column-parallel; the residual stream is sharded over batch, sequence and features"""

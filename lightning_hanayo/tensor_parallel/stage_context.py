@@ -8,7 +8,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor_parallel import weights
 from lightning_hanayo.tensor_parallel.collectives import CallOrder
-from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
 from lightning_hanayo.tensor_parallel.product import AxisCollective, BoundCollective, Keep
 from lightning_hanayo.weight_gradients import WeightGradients
 
@@ -51,12 +51,13 @@ class StageContext:
         self.has_pairs = turns is not None
         """whether two actions may run at once: then each must start the same collectives on all ranks"""
         self._turns = DeviceTurns() if turns is None else turns
-        self._closed = ""
+        self.closed = ""
+        """why layers refuse all calls between runs; empty during one"""
         self.keep: Keep = keep
         self.queue = queue
         self.num_pieces = num_pieces
         self._sequence_lengths = [sequence_length, sequence_length]
-        self.batch_weights: weights.BatchWeights = weights.BatchWeights(keep_weights, self._turns)
+        self.batch_weights = weights.BatchWeights(keep_weights, self._turns)
         self._pair_weights = weights.PairWeights(self._turns)
         self.pending_gradients = weights.PendingGradients(self._turns, self.batch_weights)
         order = weights.PrefetchOrder()
@@ -86,18 +87,11 @@ class StageContext:
         """The order of weights, with the place of the action that runs now."""
         return self._prefetch_orders[self._turns.slot]
 
-    def close(self, reason: str) -> None:
-        """Refuse all calls of the layers with this `reason`, until `open`."""
-        self._closed = reason
-
-    def open(self) -> None:
-        """The next run begins."""
-        self._closed = ""
-
     def bind(self, collective: AxisCollective) -> BoundCollective:
         """Returns the collective over this mesh's ranks, for sequences of the length that the stage runs now."""
         size = self.sequence_length if collective.is_sequence else None
-        return BoundCollective(self.mesh.axis(collective.axis), collective.dim, size)
+        axis = self.mesh.axis(collective.axis) if collective.axis else MeshAxis(None, 1, 0)
+        return BoundCollective(axis, collective.dim, size)
 
     def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
@@ -117,8 +111,8 @@ class StageContext:
         Raises:
             UnsupportedError: the run has ended, and other ranks may not run them.
         """
-        if self._closed:
-            raise UnsupportedError(self._closed)
+        if self.closed:
+            raise UnsupportedError(self.closed)
 
     def begin_batch(self) -> None:
         """A batch begins: drop all that a failure in the batch before may have left."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, reduce
 from typing import Any
 
@@ -32,6 +32,7 @@ class GradientSum:
     trained: list[bool]
 
 
+@dataclass(eq=False)
 class BatchWeights:
     """Gathered weights, and sums of their gradients, that one stage keeps for all micro-batches of a batch.
 
@@ -42,22 +43,21 @@ class BatchWeights:
 
     Otherwise each micro-batch gathers its weights, and reduce-scatters their gradients. All ranks of the cube keep the
     same, since they run the same actions.
-
-    Args:
-        is_on: whether anything is kept.
-        turns: which of two actions runs now.
     """
 
-    def __init__(self, is_on: bool = False, turns: DeviceTurns | None = None) -> None:
-        self.is_on = is_on
-        self.is_open = False
-        """whether a batch runs that keeps weights"""
-        self._turns = DeviceTurns() if turns is None else turns
-        self._gathered: dict[tuple[ShardedWeight, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = {}
-        """with the versions of the parameters that were gathered"""
-        self._sums: dict[ShardedWeight, GradientSum] = {}
-        self._last: tuple[int, int] | None = None
-        """the action whose gradients are the last ones"""
+    is_on: bool
+    """whether anything is kept"""
+    turns: DeviceTurns
+    """which of two actions runs now"""
+    is_open: bool = field(default=False, init=False)
+    """whether a batch runs that keeps weights"""
+    _gathered: dict[tuple[ShardedWeight, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = field(
+        default_factory=dict, init=False
+    )
+    """with the versions of the parameters that were gathered"""
+    _sums: dict[ShardedWeight, GradientSum] = field(default_factory=dict, init=False)
+    _last: tuple[int, int] | None = field(default=None, init=False)
+    """the action whose gradients are the last ones"""
 
     def begin_batch(self) -> None:
         """Forget all that a failure in the batch before may have left."""
@@ -121,10 +121,7 @@ class BatchWeights:
 
     @property
     def _action(self) -> tuple[int, int]:
-        return self._turns.number, self._turns.slot
-
-
-Start = Callable[[], Pending[list[Tensor]]]
+        return self.turns.number, self.turns.slot
 
 
 class PairWeights:
@@ -139,8 +136,8 @@ class PairWeights:
         turns: which of two actions runs now, and whether both do the same to the same stage.
     """
 
-    def __init__(self, turns: DeviceTurns | None = None) -> None:
-        self._turns = DeviceTurns() if turns is None else turns
+    def __init__(self, turns: DeviceTurns) -> None:
+        self._turns = turns
         self._pair = 0
         """number of the pair to which the counts belong"""
         self._counts: Counter[tuple[int, Hashable]] = Counter()
@@ -148,7 +145,7 @@ class PairWeights:
         self._gathered: dict[tuple[int, Hashable], Pending[list[Tensor]]] = {}
         """by count and weight: the first action's matrices, until the second one takes them"""
 
-    def gather(self, weight: Hashable, start: Start) -> Pending[list[Tensor]]:
+    def gather(self, weight: Hashable, start: Callable[[], Pending[list[Tensor]]]) -> Pending[list[Tensor]]:
         """The matrices that `start` gathers, or that the pair's first action has gathered or will gather."""
         turns = self._turns
         if not turns.are_twins:
@@ -168,7 +165,7 @@ class PairWeights:
         self._counts.clear()
         self._gathered.clear()
 
-    def _take(self, key: tuple[int, Hashable], start: Start) -> list[Tensor]:
+    def _take(self, key: tuple[int, Hashable], start: Callable[[], Pending[list[Tensor]]]) -> list[Tensor]:
         self._turns.wait_for_other(lambda: key in self._gathered)
         own = self._gathered.pop(key, None)
         return (start() if own is None else own).wait()
@@ -236,43 +233,38 @@ class StoredWeight:
         return gradient.contiguous() if gradient.numel() else torch.empty_like(stored, dtype=dtype)
 
 
+_Key = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(eq=False)
 class ShardedWeight:
     """The weight of one layer, or the weights of several layers that read one input: one collective for all.
 
     gathered    [x, N/(y x)] for each part, one after the other: one matrix for one product with all of them
                 a matrix for each part, where nothing is gathered, or parts are padded
-
-    Args:
-        parts: this rank's shard of each.
-        axis: the ranks that gather the weight.
-        pending_gradients: takes gradients whose reduce-scatter is under way while a backward runs.
-        queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
-        turns: which of two actions runs now; each prefetches for itself.
-        batch: the weights that the stage keeps for all micro-batches.
-        pair: those that one action of a pair gathers for both.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[StoredWeight],
-        axis: MeshAxis,
-        pending_gradients: PendingGradients,
-        queue: WeightGradients | None = None,
-        turns: DeviceTurns | None = None,
-        batch: BatchWeights | None = None,
-        pair: PairWeights | None = None,
-    ) -> None:
-        self.parts = list(parts)
-        self._axis = axis
-        self._turns = DeviceTurns() if turns is None else turns
-        self._batch: BatchWeights = BatchWeights() if batch is None else batch
-        self._pair = PairWeights() if pair is None else pair
-        self._prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = {}
-        self.pending_gradients = pending_gradients
-        self.queue = queue
-        self.sizes = [part.shape[0] for part in parts]
+    parts: Sequence[StoredWeight]
+    """this rank's shard of each"""
+    axis: MeshAxis
+    """the ranks that gather the weight"""
+    pending_gradients: PendingGradients
+    """takes gradients whose reduce-scatter is under way while a backward runs"""
+    queue: WeightGradients | None
+    """takes the gradients that the stage's split backward leaves for later; None: it leaves none"""
+    turns: DeviceTurns
+    """which of two actions runs now; each prefetches for itself"""
+    batch: BatchWeights
+    """the weights that the stage keeps for all micro-batches"""
+    pair: PairWeights
+    """those that one action of a pair gathers for both"""
+    _prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes = [part.shape[0] for part in self.parts]
         """the out-features of each part, once it is gathered"""
-        self.is_one_matrix = len(parts) == 1 or (axis.size > 1 and not any(size % axis.size for size in self.sizes))
+        divides = not any(size % self.axis.size for size in self.sizes)
+        self.is_one_matrix = len(self.parts) == 1 or (self.axis.size > 1 and divides)
         """whether the gathered parts are the rows of one matrix"""
 
     def __deepcopy__(self, memo: Any) -> ShardedWeight:
@@ -296,7 +288,7 @@ class ShardedWeight:
     @property
     def is_gathered(self) -> bool:
         """Whether the matrices are gathered from several ranks, so that they have memory of their own."""
-        return self._axis.size > 1
+        return self.axis.size > 1
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -311,31 +303,31 @@ class ShardedWeight:
     @property
     def is_kept(self) -> bool:
         """Whether micro-batches share the gathered matrices, and add up their gradients before ranks do."""
-        return self._batch.keeps(self)
+        return self.batch.keeps(self)
 
     def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         """Start to gather the matrices in `dtype`, or take those that are there. Called by all ranks of x."""
-        if (kept := self._batch.gathered(self, dtype)) is not None:
+        if (kept := self.batch.gathered(self, dtype)) is not None:
             return kept
-        prefetched = self._prefetched.get(self._turns.slot)
+        prefetched = self._prefetched.get(self.turns.slot)
         if prefetched is not None and prefetched[0] == self._key(dtype):
-            del self._prefetched[self._turns.slot]
+            del self._prefetched[self.turns.slot]
             matrices = prefetched[1]
         else:
             self.drop_prefetched()
             matrices = self._start(dtype)
-        self._batch.keep(self, dtype, matrices)
+        self.batch.keep(self, dtype, matrices)
         return matrices
 
     def prefetch(self, dtype: torch.dtype) -> None:
         """Start to gather the weight for its next product, while another layer computes."""
-        slot = self._turns.slot
-        if slot not in self._prefetched and self.is_gathered and self._batch.gathered(self, dtype) is None:
+        slot = self.turns.slot
+        if slot not in self._prefetched and self.is_gathered and self.batch.gathered(self, dtype) is None:
             self._prefetched[slot] = self._key(dtype), self._start(dtype)
 
     def drop_prefetched(self) -> None:
         """Free a prefetched weight, once its collective has ended."""
-        prefetched = self._prefetched.pop(self._turns.slot, None)
+        prefetched = self._prefetched.pop(self.turns.slot, None)
         if prefetched is not None:
             prefetched[1].wait()
 
@@ -349,29 +341,29 @@ class ShardedWeight:
 
     def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[list[Tensor]]:
         """Start to sum the gradients of the matrices, partial over x. Gives the gradient of each parameter."""
-        parts, size = self.split(gradients, 0), self._axis.size
+        parts, size = self.split(gradients, 0), self.axis.size
         if size == 1:
             return Pending.done(self._as_stored(parts))
         parts = [own.to_add_up(one) for own, one in zip(self.parts, parts, strict=True)]
         parts = [pad(one, (0, 0, 0, -len(one) % size)) if len(one) % size else one for one in parts]
-        pending = self._axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
+        pending = self.axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
         return Pending(None, lambda: self._as_stored(pending.wait()))
 
     def _key(self, dtype: torch.dtype) -> _Key:
         return self.versions, dtype
 
     def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
-        if self._axis.size == 1:
+        if self.axis.size == 1:
             return Pending.done([part.to_send(dtype, 1) for part in self.parts])
-        return self._pair.gather((self, dtype), lambda: self._gather(dtype))
+        return self.pair.gather((self, dtype), lambda: self._gather(dtype))
 
     def _gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
-        size = self._axis.size
+        size = self.axis.size
         own = [part.to_send(dtype, size) for part in self.parts]
         rows = [size * len(one) for one in own]
         whole = own[0].new_empty(sum(rows), own[0].shape[1])
         gathered = [whole] if len(own) == 1 else list(whole.split(rows))
-        work = self._axis.gather_into(gathered, own)
+        work = self.axis.gather_into(gathered, own)
         if sum(rows) == sum(self.sizes):
             return Pending(work, lambda: [whole])
         return Pending(work, lambda: [one[:n] for one, n in zip(gathered, self.sizes, strict=True)])
@@ -387,9 +379,6 @@ class ShardedWeight:
             whole = stored.setdefault(part.parameter, torch.zeros_like(part.parameter, dtype=dtype))
             whole[part.rows] = gradient[:, : whole.shape[1]]
         return list(stored.values())
-
-
-_Key = tuple[tuple[int, ...], torch.dtype]
 
 
 class PrefetchOrder:
@@ -454,10 +443,9 @@ class PendingGradients:
         batch: adds up the gradients of several micro-batches, if it is on.
     """
 
-    def __init__(self, turns: DeviceTurns | None = None, batch: BatchWeights | None = None) -> None:
+    def __init__(self, turns: DeviceTurns, batch: BatchWeights) -> None:
         self.ends_late = False
-        self._batch: BatchWeights = BatchWeights() if batch is None else batch
-        self._turns = DeviceTurns() if turns is None else turns
+        self._batch, self._turns = batch, turns
         self._pending: dict[tuple[int, int], deque[_Sum]] = {}
         """by the pair and the slot of the action that has made them, in their order"""
         self._has_callback = False

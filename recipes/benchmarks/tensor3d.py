@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.planner.candidates import ranked_meshes
-from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.benchmarks.cluster import Cluster, Link, checked
 from recipes.benchmarks.harness import (
     Columns,
@@ -31,6 +29,7 @@ from recipes.benchmarks.harness import (
 from recipes.benchmarks.schemes.log import Replay, elements_of, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of, three_d
 from recipes.benchmarks.tensor3d_rank import Case, Collective, Plan, Record, Steps, check_all, dry_run, work
+from recipes.cube.meshes import TransformerLayer, ranked_meshes
 from recipes.cube.schemes import OneD, two_d
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.page import percent

@@ -5,7 +5,7 @@ For each what a rank receives for a Transformer layer, forward and backward, in 
 
 from dataclasses import dataclass
 
-from lightning_hanayo.planner.communication_volume import TransformerLayer
+from recipes.cube.meshes import TransformerLayer
 
 
 @dataclass(frozen=True)

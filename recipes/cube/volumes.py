@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.planner.candidates import best_mesh, ranked_meshes
-from lightning_hanayo.planner.communication_volume import TransformerLayer
+from recipes.cube.meshes import TransformerLayer, best_mesh, ranked_meshes
 from recipes.cube.schemes import OneD, TwoAndAHalfD, two_d
 from recipes.paper import figure
 from recipes.paper.page import markdown

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.planner.candidates import best_mesh
-from lightning_hanayo.planner.communication_volume import TransformerLayer
+from recipes.cube.meshes import TransformerLayer, best_mesh
 from recipes.h100.counts import BlockCounts, Pass, count_block
 from recipes.h100.models import MODELS, Llama
 from recipes.h100.step import Step

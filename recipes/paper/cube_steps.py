@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt, sqrt
 
-from lightning_hanayo.planner.candidates import ranked_meshes
-from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.benchmarks.schemes.log import Event, Replay, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
+from recipes.cube.meshes import TransformerLayer, ranked_meshes
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 SHARE = 0.7

@@ -7,6 +7,7 @@ calls are made. The groups count as native, so tensors of the CPU take the ways 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,8 @@ class FakeGroups(GroupFactory):
         """What was made under this name."""
         return [partition for made, partition in self.made if made == name]
 
-    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
-        return self._record("control", partition)
+    def _make(self, partition: Partition, backend: str, name: str, options: Any = None) -> dist.ProcessGroup:
+        return self._record(name, partition)
 
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         return self._record(settings.name, partition)

@@ -1,7 +1,7 @@
 """Who waits for whom, as drawings: > is a wait, ! a rank that waits for nobody, x one that does not answer."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -190,4 +190,4 @@ def test_a_rank_that_has_moved_in_between_is_no_mismatch() -> None:
 
 def test_a_status_is_sent_as_plain_values() -> None:
     for status in (receiving(0, 1), in_collective(1, (0, 1)), Status(2, 7, 1.0, source=("model.py", 3))):
-        assert Status.from_json(status.to_json()) == status
+        assert Status.from_json(asdict(status)) == status

@@ -12,7 +12,6 @@ from lightning_hanayo.overlap.pair_time import (
     best_order,
     bound,
     run_alone,
-    run_by_turns,
     run_pair,
 )
 from tests.schedule.samples import unhurried
@@ -49,7 +48,6 @@ def test_a_pair_takes_until_the_link_is_free() -> None:
     """Nothing waits for the last sum, but the gathers of what comes next queue up behind it."""
     run = run_pair([Segment(1.0, start=3.0)], [Segment(0.5)])
     assert run.ends == (1.0, 1.5) and run.seconds == run.link_end == 4.0
-    assert run_by_turns([Segment(1.0, start=3.0)], [Segment(0.5)]).seconds == 4.0
 
 
 def test_nothing_to_wait_for_is_one_after_the_other() -> None:
@@ -75,29 +73,7 @@ def test_an_action_waits_for_what_the_other_one_gathers() -> None:
     second = [Segment(0.5), Segment(wait=0, is_shared=True), Segment(1.0)]
     assert run_pair(first, second).ends == (4.0, 5.0)
     assert run_pair(first, second, prefer=1).ends == (5.5, 4.5), "the gather starts after half a second"
-    assert run_by_turns(first, second).ends == (4.0, 5.0)
     assert run_alone(second) == 1.5, "alone, its result is there"
-
-
-def test_by_turns_an_action_gives_the_device_away_even_if_it_need_not_wait() -> None:
-    """The second wait of the first action is for a collective that has ended; the other action takes its turn."""
-    first = [Segment(1.0, start=0.5), Segment(1.0, wait=0), Segment(1.0)]
-    run = run_by_turns(first, [Segment(4.0)])
-    assert run.ends == (7.0, 6.0)
-    assert run_pair(first, [Segment(4.0)]).ends == (3.0, 7.0)
-    assert run_by_turns(GATHERS, GATHERS).ends == run_pair(GATHERS, GATHERS).ends
-
-
-@unhurried
-@given(st.integers(0, 10**6))
-def test_turns_keep_the_programs_order(seed: int) -> None:
-    random = Random(seed)
-    first, second = (actions(random, random.randint(0, 6)) for _ in range(2))
-    run = run_by_turns(first, second)
-    assert bound(first, second) - 1e-9 <= run.seconds
-    for number, own in enumerate((first, second)):
-        started = [collective for action, collective in run.order if action == number]
-        assert started == list(range(sum(one.start is not None for one in own)))
 
 
 @unhurried

@@ -11,8 +11,8 @@ from math import prod
 import pytest
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
-from lightning_hanayo.planner.candidates import best_mesh
-from lightning_hanayo.planner.communication_volume import Keep, LinearLayer, TransformerLayer
+from lightning_hanayo.planner.communication_volume import Keep, LinearLayer
+from recipes.cube.meshes import TransformerLayer, best_mesh
 
 MESHES: list[MeshSizes] = [
     (2, 2, 2),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hanayo.planner.communication_volume import TransformerLayer
+from recipes.cube.meshes import TransformerLayer
 from recipes.h100.counts import count_block
 from recipes.h100.models import MODELS
 from recipes.h100.page import CASES, CUBES, PAGE, block_name, counts_of, counts_table, mesh_of, table

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor_parallel.mesh import Pending
-from lightning_hanayo.tensor_parallel.weights import PendingGradients
+from lightning_hanayo.tensor_parallel.weights import BatchWeights, PendingGradients
 
 SIZE = 3
 
@@ -31,7 +31,7 @@ class Weight:
 
 def test_two_backwards_at_once_finish_those_of_the_pair_before() -> None:
     turns = DeviceTurns()
-    pending, weights = PendingGradients(turns), [Weight(turns) for _ in range(2)]
+    pending, weights = PendingGradients(turns, BatchWeights(False, turns)), [Weight(turns) for _ in range(2)]
     pending.ends_late = True
 
     def backward(slot: int) -> None:

@@ -56,7 +56,8 @@ class _Children:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_rank = 1
         self._is_running = False
-        self._has_failed = False
+        self.has_failed = False
+        """after a failure they don't outlive this process for long, also if they hang in user code"""
         self._wait = 0.0
         self._stopped_since: dict[int, float] = {}
         self._killed: set[int] = set()
@@ -97,34 +98,33 @@ class _Children:
         finally:
             self._is_running = False
 
-    def fail(self) -> None:
-        """After a failure they don't outlive this process for long, also if they hang in user code."""
-        self._has_failed = True
-
     def _end(self) -> None:
         """At the end of the script: wait for them, then kill those that still run. The first one's failure counts."""
-        wait = GRACE if self._has_failed else self._wait
-        deadline = time.monotonic() + wait
-        late = self._late(min(deadline, time.monotonic() + TO_SAY_WHO))
+        if self.has_failed:  # the first failure was shown; a process that ends with a code says why
+            self._late(time.monotonic() + GRACE)
+            self._kill()
+            for process in self._processes:
+                process.wait()
+            return
+        wait, start = self._wait, time.monotonic()
+        late = self._late(start + min(wait, TO_SAY_WHO))
         stopped = [rank for rank, process in self._ranks if rank in late and _is_stopped(process)]
-        if stopped and not self._has_failed:
+        for rank in stopped:
             when = f"{TO_SAY_WHO:g} s after rank 0 has ended its script"
-            for rank in stopped:
-                print(f"rank {rank} is stopped (SIGSTOP or SIGTSTP) {when}; ending it", file=sys.stderr)
-            self._kill(stopped)
+            print(f"rank {rank} is stopped (SIGSTOP or SIGTSTP) {when}; ending it", file=sys.stderr)
+        self._kill(stopped)
         late = [rank for rank in late if rank not in stopped]
-        if late and not self._has_failed:
+        if late:
             print(f"rank 0 has ended its script, and waits up to {wait:g} s for ranks {late}", file=sys.stderr)
-        late = self._late(deadline)
-        if late and not self._has_failed:
+        late = self._late(start + wait)
+        if late:
             print(f"ranks {late} still run {wait:g} s after rank 0 has ended its script; ending them", file=sys.stderr)
-        if not self._has_failed:  # else the first failure was shown; who ends with a code says why
-            for rank, process in self._ranks:
-                if (process.poll() or 0) < 0 and rank not in self._killed:
-                    print(f"rank {rank} {_end_of(process)} after rank 0 had left the run", file=sys.stderr)
+        for rank, process in self._ranks:
+            if (process.poll() or 0) < 0 and rank not in self._killed:
+                print(f"rank {rank} {_end_of(process)} after rank 0 had left the run", file=sys.stderr)
         self._kill()
         codes = [process.wait() for process in self._processes]
-        if any(codes) and not self._has_failed:
+        if any(codes):
             sys.stdout.flush()
             os._exit(max(1, *codes))
 
@@ -147,16 +147,16 @@ class _Children:
             started.set_exception(error)
             return
         started.set_result(children)
-        in_order = (0, REQUEUE, INTERRUPTED)
+        in_order, lost = (0, REQUEUE, INTERRUPTED), None
         while all(process.poll() in (None, *in_order) for process in children):
-            if self._is_running and not dist.is_initialized() and self._is_one_missing:
+            if self._is_running and not dist.is_initialized() and (lost := self._lost_rank()) is not None:
                 break
             if all(process.poll() in in_order for process in children):
                 return
             time.sleep(_LOOK)
         late = f"rank 0 still runs {KILL_AFTER:g} s after another rank has ended with an error; ending it. {_ADVICE}"
         if self._is_running and not dist.is_initialized():
-            late = self._first_end()
+            late = f"{lost or self._lost_rank()} before it joined the others; ending them"
             time.sleep(TO_SAY_WHY)
         else:
             time.sleep(KILL_AFTER)
@@ -165,25 +165,16 @@ class _Children:
             print(late, file=sys.stderr)
             os._exit(1)
 
-    def _first_end(self) -> str:
-        """Which rank has ended before all have met, or was stopped, and how."""
-        ended = {rank: _end_of(process) for rank, process in self._ranks if process.poll() is not None}
-        stopped = dict.fromkeys(self._stopped_since, f"was stopped (SIGSTOP or SIGTSTP) {STOPPED_TIME:g} s ago")
-        rank, how = next(iter((ended or stopped).items()))
-        return f"rank {rank} {how} before it joined the others; ending them"
-
-    @property
-    def _is_one_missing(self) -> bool:
-        """Whether a rank can't join the others: it has ended, by `sys.exit(0)` too, or was stopped for long."""
-        return any(process.poll() is not None for process in self._processes) or self._stopped_rank is not None
-
-    @property
-    def _stopped_rank(self) -> int | None:
-        """A rank that has been stopped for long."""
+    def _lost_rank(self) -> str | None:
+        """A rank that can't join the others, and why: it has ended, by `sys.exit(0)` too, or was stopped for long."""
         now = time.monotonic()
         stopped = [rank for rank, process in self._ranks if _is_stopped(process)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
-        return next((rank for rank, since in self._stopped_since.items() if now - since > STOPPED_TIME), None)
+        found = [f"rank {rank} {_end_of(process)}" for rank, process in self._ranks if process.poll() is not None]
+        for rank, since in self._stopped_since.items():
+            if now - since > STOPPED_TIME:
+                found.append(f"rank {rank} was stopped (SIGSTOP or SIGTSTP) {STOPPED_TIME:g} s ago")
+        return found[0] if found else None
 
     @property
     def _ranks(self) -> list[tuple[int, "subprocess.Popen[bytes]"]]:
@@ -301,7 +292,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
 
     def end(self) -> None:
         """After a failure: the other processes end with this one, unless the script catches the error and goes on."""
-        _children.fail()
+        _children.has_failed = True
 
 
 def _start_script(local_rank: int) -> "subprocess.Popen[bytes]":

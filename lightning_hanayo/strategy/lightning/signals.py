@@ -3,14 +3,14 @@
 SIGTERM, SIGINT     once: all ranks stop after the same batch; again: all end at once
 SLURM's signal      the same; then Lightning saves, and lets SLURM start the job again
 
-Where a run can be stopped by a signal: before each batch of training and evaluation, and where an evaluation ends.
+A run is stopped before a batch of training or evaluation, or where an evaluation ends:
 
 fit_loop     epoch_loop.advance                 before the batch is read
 val_loop     _evaluation_step                   after it is read: a validation that is stopped is run anew
              _store_dataloader_outputs          data ranks may have different numbers of batches
 predict_loop _predict_step, on_run_end
 
-A run that a signal stops: from its handler to the checkpoint, on one rank.
+From the handler to the end of the run, on one rank:
 
 handler          ->  all ranks agree on a batch  ->  stop point after it  ->  save  ->  the error that ends the run
 here                 strategy/stopping.py                here                 strategy/stopping.py
@@ -35,24 +35,11 @@ from torch.utils.data import get_worker_info
 
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
+from lightning_hanayo.strategy import stopping
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
-from lightning_hanayo.strategy.stopping import (
-    LOOK,
-    Decision,
-    Place,
-    StopTogether,
-    exit_code_of,
-    name_of,
-    no_agreement,
-    report_of,
-    save,
-    stopped,
-    what_stopped,
-)
-from lightning_hanayo.topology import Topology
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -76,7 +63,7 @@ class Signals:
         monitor: this rank's; None in a world of one rank.
     """
 
-    def __init__(self, trainer: "pl.Trainer", stop: StopTogether, monitor: Monitor | None) -> None:
+    def __init__(self, trainer: "pl.Trainer", stop: stopping.StopTogether, monitor: Monitor | None) -> None:
         self._trainer, self._stop, self._monitor = trainer, stop, monitor
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
@@ -97,12 +84,14 @@ class Signals:
         attributes.set(connector, "_sigterm_notifier_fn", _no_op)
         attributes.set(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
         if self._monitor is not None:
-            self._leave = [self._monitor.on(_NOW, self._end_soon), self._monitor.every(LOOK, self._look)]
+            self._leave = [self._monitor.on(_NOW, self._end_soon), self._monitor.every(stopping.LOOK, self._look)]
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-        slurm = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        self.requeue = _free(environment.requeue_signal) if slurm else None
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            slurms = signal.SIGUSR1 if environment.requeue_signal is None else environment.requeue_signal
+            if signal.getsignal(slurms) in (signal.SIG_DFL, None):  # else the user's handler counts
+                self.requeue = slurms
         for number in (signal.SIGTERM, signal.SIGINT, self.requeue):
             if number is not None and (number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -137,17 +126,22 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
-        if os.getpid() != self._process:
-            _in_fork(number, previous)
+        if os.getpid() != self._process:  # this one was forked: do what it would do without these handlers
+            # A data worker goes on: SLURM and a terminal signal all processes, and its rank still needs batches.
+            if get_worker_info() is None:
+                signal.signal(number, previous)
+                os.kill(os.getpid(), number)
             return
         if self._monitor is None or self._is_over:
             self._note(number)
         elif self._pipe is not None:
             self._stop.expect()
-            if self._is_installed(number):
-                self._write_unless_python_did(number, self._pipe[1])
-            else:
-                os.write(self._pipe[1], bytes([number + _CALLED]))
+            pipe = self._pipe[1]
+            if not self._is_installed(number):
+                os.write(pipe, bytes([number + _CALLED]))
+            elif (current := signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)) != pipe:
+                signal.set_wakeup_fd(current)  # of user code, such as an event loop: Python has not written to ours
+                os.write(pipe, bytes([number]))
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
@@ -156,14 +150,6 @@ class Signals:
         handler = signal.getsignal(number)
         return self._handle in getattr(handler, "signal_handlers", (handler,))
 
-    @staticmethod
-    def _write_unless_python_did(number: int, pipe: int) -> None:
-        """User code, such as an event loop, may have set another pipe since."""
-        current = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
-        if current != pipe:
-            signal.set_wakeup_fd(current)
-            os.write(pipe, bytes([number]))
-
     def _note(self, number: int) -> None:
         now = time.monotonic()
         first = self._seen.setdefault(number, now)
@@ -171,20 +157,20 @@ class Signals:
             self._stop.tell(number)
         elif now - first > AGAIN:
             print(
-                f"hanayo: {name_of(number)} twice on rank {self._trainer.global_rank}: the run ends at once, and saves "
-                f"nothing",
+                f"hanayo: {stopping.name_of(number)} twice on rank {self._trainer.global_rank}: the run ends at once, "
+                f"and saves nothing",
                 file=sys.stderr,
                 flush=True,
             )
             if self._monitor is None or self._is_over:
-                os._exit(exit_code_of(number))
+                os._exit(stopping.exit_code_of(number))
             self._monitor.tell(_NOW, number)
 
     # in the monitor thread
 
     def _look(self) -> None:
         if self._end_at is not None and time.monotonic() > self._end_at[0]:
-            os._exit(exit_code_of(self._end_at[1]))
+            os._exit(stopping.exit_code_of(self._end_at[1]))
         with self._lock, suppress(OSError):  # nothing to read
             if self._pipe is not None:
                 arrived = os.read(self._pipe[0], 1024)
@@ -196,21 +182,6 @@ class Signals:
 
     def _end_soon(self, _: int, number: int) -> None:
         self._end_at = self._end_at or (time.monotonic() + _FLOOD, number)
-
-
-def requeue(trainer: "pl.Trainer", number: int) -> str:
-    """Let Lightning save, and rank 0 ask SLURM to start the job again. Called by all ranks, between two batches.
-
-    Returns:
-        What to tell the user.
-    """
-    trainer._signal_connector._slurm_sigusr_handler_fn(number, None)  # type: ignore[arg-type]
-    return f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
-
-
-def mark_received(trainer: "pl.Trainer") -> None:
-    """Let `trainer.received_sigterm` be true, for callbacks."""
-    trainer._signal_connector.received_sigterm = True
 
 
 _pipes: set[int] = set()
@@ -226,23 +197,6 @@ def _forget_pipe() -> None:
 os.register_at_fork(after_in_child=_forget_pipe)
 
 
-def _in_fork(number: int, previous: Any) -> None:
-    """In a process that this one has forked: do what it would do without these handlers.
-
-    A data worker goes on: SLURM and a terminal signal all processes, and its rank still needs batches.
-    """
-    if get_worker_info() is not None:
-        return
-    signal.signal(number, previous)
-    os.kill(os.getpid(), number)
-
-
-def _free(number: int | None) -> int | None:
-    """The signal if the user has no handler for it: theirs counts."""
-    number = signal.SIGUSR1 if number is None else number
-    return number if signal.getsignal(number) in (signal.SIG_DFL, None) else None
-
-
 def _no_op(*_: Any) -> None:
     """A function of this module, so that a patched loop can be pickled."""
 
@@ -251,41 +205,52 @@ _MANY = 1 << 32
 """more batches than one evaluation has"""
 
 
-class StopPoints:
-    """Asks before each batch whether the run goes on.
+class StopsOnSignal:
+    """One rank's part in stopping a run by a signal: asks before each batch whether it goes on. Made by all ranks.
 
     Args:
-        trainer: whose loops run.
-        stop: this rank's.
+        trainer: whose run may be stopped.
+        failures: this rank's; have the monitor.
         device: this rank's.
-        end: ends the run; called on all ranks after the same batch.
+        attributes: restored at the end of the run.
+        finish: waits until a checkpoint is there.
     """
 
     def __init__(
         self,
         trainer: "pl.Trainer",
-        stop: StopTogether,
+        failures: Failures,
         device: torch.device,
-        end: Callable[["StopPoints", Decision], object],
+        attributes: TemporaryAttributes,
+        *,
+        finish: Callable[[], object],
     ) -> None:
-        self.trainer = trainer
-        self._stop, self._device, self._end = stop, device, end
-        self._place: Place = (0, 0)
+        self._trainer, self._failures, self._device, self._finish = trainer, failures, device, finish
+        self._place: stopping.Place = (0, 0)
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
         self._loaders_before: list[tuple[torch.Generator, Tensor]] = []
         self._weights_before: list[Tensor] = []
         self._is_epoch_start = False
         self._goes_on: bool | None = None
+        self._stop = stopping.StopTogether(failures)
+        self._signals = Signals(trainer, self._stop, failures.monitor if failures.monitor.num_ranks > 1 else None)
+        self._signals.listen(attributes)
+        self._add_to_loops(attributes)
 
-    @property
-    def num_trained(self) -> int:
-        """The training batches of this run."""
-        return self._place[0]
+    def close(self) -> None:
+        """The run has ended on this rank."""
+        self._signals.restore()
+        self._stop.close()
 
-    def add(self, attributes: TemporaryAttributes) -> None:
-        """Add them to the Trainer's loops, until the attributes are restored."""
-        trainer: Any = self.trainer
+    def say(self, exception: BaseException) -> None:
+        """Name the signal that has stopped the run, if one has. Called by all ranks, after callbacks."""
+        report = stopping.report_of(exception)
+        if report and self._failures.rank == 0:
+            print(f"hanayo: {report}", file=sys.stderr, flush=True)
+
+    def _add_to_loops(self, attributes: TemporaryAttributes) -> None:
+        trainer: Any = self._trainer
         self._before(attributes, trainer.fit_loop.epoch_loop, "run", self._begin_epoch)
         self._before(attributes, trainer.fit_loop.epoch_loop, "advance", self._train)
         validation = trainer.fit_loop.epoch_loop.val_loop
@@ -297,7 +262,7 @@ class StopPoints:
         self._before(attributes, trainer.predict_loop, "on_run_end", self._end_loader)
 
     @contextmanager
-    def as_after_batch(self) -> Iterator[None]:
+    def _as_after_batch(self) -> Iterator[None]:
         """Inside it, loops and generators are as a run must find them that goes on after the last training batch.
 
         A validation that was stopped has begun its first batch there, and not ended it: Lightning runs it anew. An
@@ -308,7 +273,7 @@ class StopPoints:
         if not self._is_evaluating:
             yield
             return
-        validated: Any = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        validated: Any = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress
         before = validated.state_dict()
         self._rewind_random()
         for progress, completed in ((validated.current, 0), (validated.total, validated.total.completed)):
@@ -328,7 +293,7 @@ class StopPoints:
         self._is_epoch_start = False
 
     def _remember_random(self) -> None:
-        of_loaders = generators_of_loaders(self.trainer)
+        of_loaders = generators_of_loaders(self._trainer)
         self._random_before = generator_states(self._device)
         self._loaders_before = [(one, one.get_state()) for one in of_loaders.values()]
 
@@ -347,19 +312,19 @@ class StopPoints:
     def _end_loader(self) -> None:
         self._begin((self._place[0], (self._place[1] // _MANY + 1) * _MANY))
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: stopping.Place) -> None:
         decision = self._stop.begin(place)
         self._is_evaluating = place[1] > 0
         if decision is not None and not self._must_end_validation(decision):
-            self._end(self, decision)
+            self._end(decision)
         self._place = place
 
-    def _must_end_validation(self, decision: Decision) -> bool:
+    def _must_end_validation(self, decision: stopping.Decision) -> bool:
         """Whether hooks have put other weights, such as an average, in place for a validation of `fit`.
 
         A checkpoint would have them as the trained ones. The hooks at the end of the validation put these back.
         """
-        can_save = self.trainer.state.fn == TrainerFn.FITTING and self.num_trained > 0
+        can_save = self._trainer.state.fn == TrainerFn.FITTING and self._place[0] > 0
         if not self._is_evaluating or not can_save or decision.last is None:
             return False
         if self._goes_on is None:  # all ranks stop here for the first time
@@ -371,10 +336,10 @@ class StopPoints:
 
     def _weights(self) -> list[Tensor]:
         """A figure for each parameter of this rank, which stays on its device."""
-        with self.trainer.strategy._unguarded():  # type: ignore[attr-defined]
+        with self._trainer.strategy._unguarded():  # type: ignore[attr-defined]
             return [
                 torch.linalg.vector_norm(one.detach())
-                for one in self.trainer.lightning_module.parameters()
+                for one in self._trainer.lightning_module.parameters()
                 if not one.is_meta and one.is_floating_point()
             ]
 
@@ -386,72 +351,20 @@ class StopPoints:
 
         attributes.set(loop, name, Substitute(getattr(loop, name), ask_first))
 
-
-class StopsOnSignal:
-    """One rank's side of it, for one run. Made by all ranks.
-
-    Args:
-        trainer: whose run may be stopped.
-        failures: this rank's; have the monitor.
-        topology: of the ranks.
-        device: this rank's.
-        attributes: restored at the end of the run.
-        finish: waits until a checkpoint is there.
-    """
-
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        failures: Failures,
-        topology: Topology,
-        device: torch.device,
-        attributes: TemporaryAttributes,
-        *,
-        finish: Callable[[], object],
-    ) -> None:
-        self._topology, self._failures, self._finish = topology, failures, finish
-        monitor = failures.monitor if topology.world_size > 1 else None
-        self._stop = StopTogether(
-            failures.rank,
-            topology.world_size,
-            failures.run,
-            monitor,
-            check_peers=failures.check_peers,
-            on_no_agreement=self._fail,
-        )
-        self._signals = Signals(trainer, self._stop, monitor)
-        self._signals.listen(attributes)
-        StopPoints(trainer, self._stop, device, self._end).add(attributes)
-
-    def close(self) -> None:
-        """The run has ended on this rank."""
-        self._signals.restore()
-        self._stop.close()
-
-    def say(self, exception: BaseException) -> None:
-        """Say once what has stopped the run, if a signal has. Called by all ranks, after callbacks."""
-        report = report_of(exception)
-        if report and self._failures.rank == 0:
-            print(f"hanayo: {report}", file=sys.stderr, flush=True)
-
-    def _end(self, points: StopPoints, decision: Decision) -> None:
-        trainer = points.trainer
+    def _end(self, decision: stopping.Decision) -> None:
+        trainer = self._trainer
         while decision.last is None:  # the failure ends this run, too
             self._failures.check_peers()
-            time.sleep(LOOK)
+            time.sleep(stopping.LOOK)
         if decision.signal != signal.SIGINT:
-            mark_received(trainer)
-        with points.as_after_batch():
-            if decision.signal == self._signals.requeue:
-                saved = requeue(trainer, decision.signal)
+            trainer._signal_connector.received_sigterm = True  # callbacks read `trainer.received_sigterm`
+        with self._as_after_batch():
+            if decision.signal == self._signals.requeue:  # Lightning saves, and rank 0 asks SLURM to start anew
+                trainer._signal_connector._slurm_sigusr_handler_fn(decision.signal, None)  # type: ignore[arg-type]
+                saved = f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
             else:
-                saved = save(trainer, self._finish, has_trained=points.num_trained > 0)
-        raise stopped(decision.signal, f"{what_stopped(trainer, decision, self._name(decision.rank))}; {saved}")
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self._topology.place(rank)})"
-
-    def _fail(self, decision: Decision) -> None:
-        """End all ranks, because some can't be reached. Called in the monitor thread of each of them."""
-        what = no_agreement(decision, self._name)
-        self._failures.fail_for(decision.missing[0], what, code=exit_code_of(decision.signal))
+                saved = stopping.save(trainer, self._finish, has_trained=self._place[0] > 0)
+        when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
+        by, is_interrupt = self._failures.name(decision.rank), decision.signal == signal.SIGINT
+        error = stopping.Interrupted if is_interrupt else stopping.StoppedBySignal
+        raise error(f"stopped by {stopping.name_of(decision.signal)} on {by} {when}; {saved}")

@@ -6,13 +6,13 @@
     optimizer.step()     p.data, p.grad, states   [3, 4]         [3, 4]
     all-gather           p.data  whole            [6, 4]         [6, 4]      behind forwards of earlier stages
 
-The `Parameter` objects stay, as with master weights, which are of own rows, too. What can't be cut by rows stays whole:
-sparse parameters, those whose memory is in another order, and those with fewer rows than data ranks.
+The `Parameter` objects stay, as with master weights, which are of own rows, too. Parameters that can't be cut by rows
+stay whole: sparse ones, those whose memory is in another order, and those with fewer rows than data ranks.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 5.1.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
@@ -32,15 +33,8 @@ LARGE = 2**18
 """bytes from which a parameter has a message of its own; smaller ones are copied into one buffer, and back"""
 
 
-class CubeSharding(Protocol):
+class CubeSharding(Sharding, Protocol):
     """How parameters are sharded over the ranks of a cube."""
-
-    @property
-    def whole_shapes(self) -> Mapping[Tensor, tuple[int, ...]]:
-        """The shapes of the parameters of which this rank holds a part."""
-
-    def region(self, parameter: Tensor) -> Region:
-        """Which entries of a parameter this rank holds."""
 
     def num_replicas(self, parameter: Tensor) -> int:
         """How many ranks of the cube hold the same shard of it."""
@@ -63,7 +57,7 @@ class Rows:
 
 
 class OptimizerShards:
-    """What one rank updates of the parameters that it holds. All data ranks call its methods alike.
+    """The rows of parameters that one data rank updates. All data ranks call its methods alike.
 
     Args:
         stages: the parameters of each stage of this rank.
@@ -91,7 +85,8 @@ class OptimizerShards:
         found = ((p, _rows_of(p, axis)) for own in stages.values() for p in own if p not in excluded)
         self._rows: dict[Tensor, Rows] = {parameter: rows for parameter, rows in found if rows is not None}
         shapes: Mapping[Tensor, tuple[int, ...]] = {} if cube is None else cube.whole_shapes
-        self._regions = {p: self._region(p, rows) for p, rows in self._rows.items()}
+        self._regions: dict[Tensor, Region] = {}  # until it is filled, `region` tells those of all rows
+        self._regions = {p: self.region(p).narrow(rows.dim, rows.start, rows.stop) for p, rows in self._rows.items()}
         self.whole_shapes = {**shapes, **{p: shapes.get(p, tuple(p.shape)) for p in self._rows}}
         """of the parameters of whose states this rank holds a part"""
         self._local_shapes = {p: tuple(p.shape) for p in self._rows}
@@ -109,7 +104,7 @@ class OptimizerShards:
         return shape if rows is None else (*shape[: rows.dim], rows.stop - rows.start, *shape[rows.dim + 1 :])
 
     def num_replicas(self, parameter: Tensor) -> int:
-        """How many ranks hold the same of what a norm is taken of, data ranks included."""
+        """How many ranks hold the same part of a gradient when a norm is taken, data ranks included."""
         in_cube = 1 if self._cube is None else self._cube.num_replicas(parameter)
         return in_cube if parameter in self._rows else in_cube * self._axis.size
 
@@ -173,7 +168,7 @@ class OptimizerShards:
     def abandon(self) -> None:
         """The run has failed: whole parameters, and no groups. After a step that failed own rows may be updated.
 
-        What is under way stays until `drop_transfers`, as in `GradientAllReduce.forget`.
+        Transfers under way stay until `drop_transfers`, as in `GradientAllReduce.forget`.
         """
         for parameter, (whole, _) in self._replaced.items():
             parameter.grad = None
@@ -182,7 +177,7 @@ class OptimizerShards:
         self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
 
     def drop_transfers(self) -> None:
-        """After a failure, when the groups have been left: free what was under way."""
+        """After a failure, when the groups have been left: free the transfers that were under way."""
         self._under_way.clear()
 
     def _cut_states(self, optimizer: Optimizer) -> None:
@@ -204,9 +199,10 @@ class OptimizerShards:
         """Whether `reduce_scatter` sums the parameter's gradient, which is to be summed over the group."""
         return self.scatters and parameter in self._rows and group is self._axis.group
 
-    def reduce_scatter(self, gradients: Sequence[Tensor]) -> "_Transfer":
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[None]:
         """Start to sum the gradients of parameters that are cut: own rows of each become sums over the data ranks."""
-        large, small = _by_size(gradients)
+        large = [gradient for gradient in gradients if gradient.nbytes >= LARGE]
+        small = [gradient for gradient in gradients if gradient.nbytes < LARGE]
         works = [self._axis.reduce_scatter_each([self._parts(one)]) for one in large]
         joined = torch.cat([self._parts(one).flatten(1) for one in small], 1) if small else None
         total = None if joined is None else self._axis.reduce_scatter(joined)
@@ -219,7 +215,7 @@ class OptimizerShards:
                 for gradient, rows in zip(small, total.wait().split(lengths), strict=True):
                     self._put_rows(gradient, rows)
 
-        return _Transfer(finish)
+        return Pending(None, finish)
 
     def _start_gather(self, parameters: Sequence[nn.Parameter]) -> list[Pending[None]]:
         """Start to bring each rank's rows to all others, in place where all have equally many."""
@@ -228,7 +224,7 @@ class OptimizerShards:
         if even:
             wholes = [p.data.view(self._axis.size, -1) for p in even]
             own = [whole[self._axis.rank] for whole in wholes]
-            pending.append(Pending(self._axis.gather_into(wholes, own), _in_place))
+            pending.append(Pending(self._axis.gather_into(wholes, own), lambda: None))  # gathered in place
         taken = set(even)
         others = sorted((p for p in parameters if p not in taken), key=lambda p: str(p.dtype))
         for _, same in groupby(others, key=lambda p: p.dtype):
@@ -271,41 +267,12 @@ class OptimizerShards:
         """Gather something of which each rank has its own rows, on the CPU. Called by all ranks with this stage."""
         rows = self._rows.get(parameter)
         if rows is not None and part.shape == self.local_shape(parameter):
-            part = self._gathered(part, self._local_shapes[parameter], rows)
+            shape, device = self._local_shapes[parameter], next(iter(self._rows)).device
+            longest = -(-shape[rows.dim] // self._axis.size)
+            equal = padded(part.detach().to(device), rows.dim, longest).contiguous()
+            whole = self._axis.all_gather(equal).wait().view(-1, *shape[rows.dim + 1 :])
+            part = whole[: shape[rows.dim]].view(shape)
         return part.detach().cpu() if self._cube is None else self._cube.unshard(part, parameter)
-
-    def _gathered(self, part: Tensor, shape: tuple[int, ...], rows: Rows) -> Tensor:
-        longest = -(-shape[rows.dim] // self._axis.size)
-        on_device = padded(part.detach().to(self._device), rows.dim, longest)
-        return (
-            self._axis.all_gather(on_device.contiguous())
-            .wait()
-            .view(-1, *shape[rows.dim + 1 :])[: shape[rows.dim]]
-            .view(shape)
-        )
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._rows)).device
-
-    def _region(self, parameter: Tensor, rows: Rows) -> Region:
-        base = Region.whole(parameter.shape) if self._cube is None else self._cube.region(parameter)
-        return base.narrow(rows.dim, rows.start, rows.stop)
-
-
-def _in_place() -> None:
-    """What is left to do where values are gathered in place."""
-
-
-class _Transfer:
-    """Sums under way, which `GradientAllReduce` waits for as it does for its own."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Block until the sums are there, and put them into the gradients."""
-        self._finish()
 
 
 def _rows_of(parameter: Tensor, axis: MeshAxis) -> Rows | None:
@@ -323,7 +290,3 @@ def _rows_of(parameter: Tensor, axis: MeshAxis) -> Rows | None:
 def _dim_of(tensor: Tensor) -> int:
     """The first dimension that is longer than 1, so that rows are contiguous."""
     return next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
-
-
-def _by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    return [t for t in tensors if t.nbytes >= LARGE], [t for t in tensors if t.nbytes < LARGE]

@@ -76,7 +76,7 @@ class Cube:
         if self.queue is not None:
             self.queue.close()
         for context in self._contexts.values():
-            context.close(
+            context.closed = (
                 f"a block with 3-D layers was called, but its run has ended: rank {self.mesh.index('xyz')} of the cube "
                 f"{self.mesh.sizes} holds parts of its weights. {guards.WAY_OUT}"
             )
@@ -84,7 +84,7 @@ class Cube:
     def open(self) -> None:
         """The next run begins."""
         for context in self._contexts.values():
-            context.open()
+            context.closed = ""
 
     def disconnect(self) -> None:
         """After a failure: drop all process groups."""

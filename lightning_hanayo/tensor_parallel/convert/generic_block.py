@@ -20,7 +20,7 @@ Mamba. For the time of the block's forward they have a class of their own:
                                            self.up.weight[0].zero_()     refused: other changes in place
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -42,7 +42,7 @@ from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, ParallelStyle
+from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, all_gather_whole, reduce_scatter_whole
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
@@ -87,16 +87,14 @@ class GenericBlock:
     def report_rows(self) -> Iterator[conversion.ReportRow]:
         """The outcome of each module with parameters, and of dropouts."""
         for path, module in self.block.named_modules():
+            outcome, reason = conversion.NOT_CONVERTED, self._reasons.get(path, "")
             if path in self._communicated:
-                yield conversion.ReportRow(
-                    self.number, path, conversion.describe(module), _OUTCOMES[self._communicated[path]]
-                )
-            elif path in self._reasons:
-                yield conversion.ReportRow(
-                    self.number, path, conversion.describe(module), conversion.NOT_CONVERTED, self._reasons[path]
-                )
+                outcome = _OUTCOMES[self._communicated[path]]
             elif type(module) is nn.Dropout:
-                yield conversion.ReportRow(self.number, path, conversion.describe(module), "random stream of each rank")
+                outcome = "random stream of each rank"
+            elif not reason:
+                continue
+            yield conversion.ReportRow(self.number, path, conversion.describe(module), outcome, reason)
 
     def install(self, context: StageContext) -> None:
         """Convert all eligible layers, in place."""
@@ -154,19 +152,17 @@ class _GatheredWeight(_CalledByUserCode):
 
     weight_axis = "xyz"
 
-    def __init__(self, context: StageContext, style: ParallelStyle, sizes: tuple[int, int]) -> None:
-        super().__init__(context, style, sizes)
-        out, in_ = self.gathered_shape = sizes
+    def __post_init__(self) -> None:
+        out, in_ = self.gathered_shape = self.sizes
         self.matrix = Shard((DimShard(out, "xyz", as_one=True), DimShard(in_)))
         self.vector = Shard((DimShard(out),), "xyz")
 
     @override
     def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        return ShardedProduct(weight, self.context, None, None)
+        return ShardedProduct(weight, self.context, NO_COLLECTIVE, NO_COLLECTIVE)
 
     @override
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.product is not None
         self.context.call_order.check(self.number)
         y = self.product(x)[1]
         return y if bias is None else y + bias.to(y.dtype)
@@ -218,24 +214,22 @@ class _Source:
         return whole
 
 
-class _OnUse:
+class _OnUse(partial_values.Guarded):
     """The base class of both."""
 
     _source: _Source | None = None
     _parameter: nn.Parameter | None = None
     """gets the gradient; None: the tensor itself"""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @staticmethod
+    def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` on whole parameters."""
-        return _compute_on_whole(func, args, kwargs or {})
+        return _compute_on_whole(func, args, kwargs)
 
-    def _whole(self) -> Tensor:
+    def whole(self) -> Tensor:
+        """The whole, gathered now. Called by all ranks."""
         assert self._source is not None
-        own: Any = self
-        return self._source.gather(own if self._parameter is None else self._parameter)
+        return self._source.gather(self if self._parameter is None else self._parameter)
 
 
 class WholeOnUse(_OnUse, partial_values.PartialParameter):
@@ -332,7 +326,7 @@ def _gathering(function: Any) -> Any:
 
 def _whole_leaves(tree: Any) -> Any:
     def whole(leaf: Any) -> Any:
-        return leaf._whole() if isinstance(leaf, _OnUse) and leaf._source is not None else leaf
+        return leaf.whole() if isinstance(leaf, _OnUse) and leaf._source is not None else leaf
 
     with torch._C.DisableTorchFunctionSubclass():
         return tree_map(whole, tree)
@@ -349,11 +343,7 @@ def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         UnsupportedError: a change in place isn't exact on parts, or `func` needs memory of the whole.
     """
     name = partial_values.name_of(func, args, kwargs)
-    parts = [
-        leaf
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, partial_values.PartialParameter | partial_values.PartialValues)
-    ]
+    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, partial_values.OfPart)]
     changes_part = any(partial_values.in_place_target(name, args, kwargs) is part for part in parts)
     is_of_part = name in partial_values.METADATA or name in _OF_THE_PART or name.startswith("set ") or changes_part
     if is_of_part or not all(isinstance(part, _OnUse) and part._source is not None for part in parts):

@@ -206,10 +206,6 @@ class GatheredForward:
     index: int
     dropout: str | None
 
-    def drops(self, module: nn.Module) -> bool:
-        """Whether the forward draws random numbers."""
-        return self.dropout is not None and module.training and bool(attribute(module, self.dropout))
-
 
 def wrap_forward(
     module: nn.Module, context: StageContext, shared_input: SharedInput | None, input: str | None, dropout: str | None
@@ -224,9 +220,8 @@ def wrap_forward(
 def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the module's forward. A function of this module, so that pickle finds it by name."""
     wrapper: Any = module._gathered_forward
-    if wrapper.drops(module):
-        return _run_with_dropout(module, *args, **kwargs)
-    return _run(module, *args, **kwargs)
+    drops = wrapper.dropout is not None and module.training and bool(attribute(module, wrapper.dropout))
+    return (_run_with_dropout if drops else _run)(module, *args, **kwargs)
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

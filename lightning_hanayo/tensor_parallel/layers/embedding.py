@@ -147,18 +147,9 @@ class Head3D(Linear3D):
         >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, context.mesh)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        context: StageContext,
-        style: ParallelStyle = SEQUENCE,
-        **factory: Any,
-    ) -> None:
-        nn.Linear.__init__(self, in_features, out_features, bias, **factory)
-        parallelize_head(self, context, style)
+    def shard(self, context: StageContext, style: ParallelStyle, **_: Any) -> None:
+        """Shard the layer, whose weight may be sharded already, as an embedding's."""
+        LinearSharding(context, style, (self.out_features, self.in_features)).attach(self)
 
     @property
     def vocabulary(self) -> DimShard:
@@ -171,12 +162,6 @@ class Head3D(Linear3D):
         if bias is None:
             return logits
         return logits + pad(bias, (0, logits.shape[-1] - bias.shape[0])).to(logits.dtype)
-
-
-def parallelize_head(module: nn.Linear, context: StageContext, style: ParallelStyle = SEQUENCE) -> None:
-    """Parallelize an `nn.Linear` in place. Its weight may be sharded already, as an embedding's."""
-    module.__class__ = Head3D
-    LinearSharding(context, style, (module.out_features, module.in_features)).attach(module)
 
 
 Reduction = Literal["mean", "sum", "none"]

@@ -8,7 +8,8 @@ x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z] times (Wq, Wk, Wv)^T  -->  q, 
 import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,16 @@ from torch import Tensor, nn
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast
-from lightning_hanayo.partial_values import PartialParameter, PartialValues, partial_alias
+from lightning_hanayo.partial_values import OfPart, PartialParameter, partial_alias
 from lightning_hanayo.tensor_parallel.compiled_ops import compiled_product, new_handle
-from lightning_hanayo.tensor_parallel.product import SEQUENCE, AxisCollective, ParallelStyle, ProductArgs, products
+from lightning_hanayo.tensor_parallel.product import (
+    NO_COLLECTIVE,
+    SEQUENCE,
+    AxisCollective,
+    ParallelStyle,
+    ProductArgs,
+    products,
+)
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StoredWeight
@@ -37,30 +45,22 @@ def guarded_weight(module: Any, name: str = "weight") -> Tensor:
     return partial_alias(parameter, vars(parameter).get("_part")).requires_grad_(parameter.requires_grad)
 
 
+@dataclass(eq=False)
 class ShardedProduct:
-    """x W^T with each part of one weight.
+    """x W^T with each part of one weight."""
 
-    Args:
-        weight: W.
-        context: of the stage.
-        all_gather: of the input; None: it is gathered already.
-        reduce_scatter: of the outputs; None: they are no partial sums.
-    """
+    weight: ShardedWeight
+    """W"""
+    context: StageContext
+    """of the stage"""
+    all_gather: AxisCollective
+    """of the input"""
+    reduce_scatter: AxisCollective
+    """of the outputs"""
 
-    def __init__(
-        self,
-        weight: ShardedWeight,
-        context: StageContext,
-        all_gather: AxisCollective | None,
-        reduce_scatter: AxisCollective | None,
-    ) -> None:
-        self.weight = weight
-        self._context = context
-        self._all_gather = all_gather
-        self._reduce_scatter = reduce_scatter
-        size = context.mesh.size
-        self._num_gathered = 1 if all_gather is None else size(all_gather.axis)
-        self._num_scattered = 1 if reduce_scatter is None else size(reduce_scatter.axis)
+    def __post_init__(self) -> None:
+        size = self.context.mesh.size
+        self._num_gathered, self._num_scattered = size(self.all_gather.axis), size(self.reduce_scatter.axis)
         self._begin()
 
     def _begin(self) -> None:
@@ -89,40 +89,39 @@ class ShardedProduct:
 
     def args(self) -> ProductArgs:
         """How it runs now: for sequences of the length that the stage runs."""
-        self._context.check_open()
-        length = self._context.sequence_length
+        self.context.check_open()
+        length = self.context.sequence_length
         if self._args is None or self._args[0] != length:
-            bind = self._context.bind
-            before, after = (None if one is None else bind(one) for one in (self._all_gather, self._reduce_scatter))
-            keep, num_pieces, has_pairs = self._context.keep, self._context.num_pieces, self._context.has_pairs
+            before, after = self.context.bind(self.all_gather), self.context.bind(self.reduce_scatter)
+            keep, num_pieces, has_pairs = self.context.keep, self.context.num_pieces, self.context.has_pairs
             self._args = length, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
         return self._args[1]
 
     def following(self) -> Sequence[ShardedWeight]:
         """The weights to gather ahead. Called once per product."""
-        return self._context.prefetch_order.record(self.weight)
+        return self.context.prefetch_order.record(self.weight)
 
     def _call_compiled(self, x: Tensor) -> tuple[Tensor, ...]:
-        gathers, keeps, weight = self._num_gathered > 1, self._context.keep == "gathered", self.weight
+        gathers, keeps, weight = self._num_gathered > 1, self.context.keep == "gathered", self.weight
         gathered = list(x.shape)
-        if self._all_gather is not None and gathers:
-            dim = self._all_gather.dim % x.dim()
-            length = self._context.sequence_length if self._all_gather.is_sequence else None
+        if gathers:
+            dim = self.all_gather.dim % x.dim()
+            length = self.context.sequence_length if self.all_gather.is_sequence else None
             gathered[dim] = gathered[dim] * self._num_gathered if length is None else length
         outputs: list[int] = []
         for features in weight.sizes:
             shape = [*gathered[:-1], features]
-            if self._reduce_scatter is not None:
-                dim = self._reduce_scatter.dim % len(shape)
-                shape[dim] = -(-shape[dim] // self._num_scattered)
+            dim = self.reduce_scatter.dim % len(shape)
+            shape[dim] = -(-shape[dim] // self._num_scattered)
             outputs += shape
         rows = None
-        if keeps and weight.is_gathered and not self._context.batch_weights.is_on:  # the graph may overwrite its own
+        if keeps and weight.is_gathered and not self.context.batch_weights.is_on:  # the graph may overwrite its own
             rows = [sum(weight.sizes)] if weight.is_one_matrix else weight.sizes
         results = compiled_product(x, self._handle, gathers, keeps, gathered, outputs, rows)
         return (results[0] if gathers else x), *results[int(gathers) : int(gathers) + len(weight.sizes)]
 
 
+@dataclass(eq=False)
 class SharedInput:
     """The input of several linear layers of one module: gathered once, and multiplied with all their weights at once.
 
@@ -130,18 +129,17 @@ class SharedInput:
     another input, after the input was changed in place, or a second time.
     """
 
-    def __init__(self, context: StageContext, style: ParallelStyle) -> None:
-        self._context = context
-        self._style = style
-        self._parts: list[StoredWeight] = []
-        self._product: ShardedProduct | None = None
-        self._last: tuple[Tensor, int, dict[int, Tensor]] | None = None
+    context: StageContext
+    style: ParallelStyle
+    _parts: list[StoredWeight] = field(default_factory=list, init=False)
+    _product: ShardedProduct | None = field(default=None, init=False)
+    _last: tuple[Tensor, int, dict[int, Tensor]] | None = field(default=None, init=False)
 
     def add(self, part: StoredWeight) -> int:
         """Returns the number of a layer with this weight."""
         self._parts.append(part)
-        weight = self._context.weight(*self._parts)
-        self._product = ShardedProduct(weight, self._context, self._style.all_gather, self._style.reduce_scatter)
+        weight = self.context.weight(*self._parts)
+        self._product = ShardedProduct(weight, self.context, self.style.all_gather, self.style.reduce_scatter)
         return len(self._parts) - 1
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -170,35 +168,30 @@ def _version(x: Tensor) -> int:
     return 0 if torch.compiler.is_dynamo_compiling() else x._version
 
 
+@dataclass(eq=False)
 class LinearSharding:
-    """How one linear layer's parameters are sharded, and how it computes with them.
+    """How one linear layer's parameters are sharded, and how it computes with them."""
 
-    `sizes` are the whole layer's out- and in-features; `order`, if given, is the order in which out-features are
-    sharded. The layer gathers its input itself, unless it has a `shared_input`.
-    """
-
-    weight_axis = "x"
+    context: StageContext
+    style: ParallelStyle
+    sizes: tuple[int, int]
+    """the whole layer's out- and in-features"""
+    order: tuple[int, ...] | None = None
+    """in which out-features are sharded; None: as they are"""
+    shared_input: SharedInput | None = None
+    """gathers the input; None: the layer does"""
+    weight_axis: ClassVar[str] = "x"
     """the axis along which the weight is gathered"""
-    number = 0
+    number: int = field(default=0, init=False)
     """of the layer, in the context's `call_order`, where user code calls it"""
+    _number_in_input: int = field(default=0, init=False)
+    product: ShardedProduct = field(init=False)
 
-    def __init__(
-        self,
-        context: StageContext,
-        style: ParallelStyle,
-        sizes: tuple[int, int],
-        order: tuple[int, ...] | None = None,
-        shared_input: SharedInput | None = None,
-    ) -> None:
-        self.context = context
-        self.style = style
-        self.shared_input = shared_input
-        self._number_in_input = 0
-        self.product: ShardedProduct | None = None
-        (out, in_), mesh = sizes, context.mesh
-        self.gathered_shape = -(-out // mesh.size(style.all_gather.axis)), -(-in_ // mesh.size(style.in_axes))
-        self.matrix = Shard((DimShard(out, style.out_axes, order), DimShard(in_, style.in_axes)))
-        self.vector = Shard((DimShard(out, style.between_axes, order),), style.replicated_axes)
+    def __post_init__(self) -> None:
+        (out, in_), size, style = self.sizes, self.context.mesh.size, self.style
+        self.gathered_shape = -(-out // size(style.all_gather.axis)), -(-in_ // size(style.in_axes))
+        self.matrix = Shard((DimShard(out, style.out_axes, self.order), DimShard(in_, style.in_axes)))
+        self.vector = Shard((DimShard(out, style.between_axes, self.order),), style.replicated_axes)
 
     def attach(self, module: nn.Module) -> None:
         """Shard the layer's parameters, and make it compute with this.
@@ -217,7 +210,7 @@ class LinearSharding:
             self._number_in_input = self.shared_input.add(part)
 
     def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        along = self.style.all_gather if self.shared_input is None else None
+        along = self.style.all_gather if self.shared_input is None else NO_COLLECTIVE
         return ShardedProduct(weight, self.context, along, self.style.reduce_scatter)
 
     def parameter(self, module: "ShardedLinear", name: str) -> Tensor | None:
@@ -228,7 +221,6 @@ class LinearSharding:
         """The forward of the layer that this is attached to."""
         y = None if self.shared_input is None else self.shared_input.output(x, self._number_in_input)
         if y is None:
-            assert self.product is not None
             y = self.product(x)[1]
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -248,7 +240,7 @@ class ShardedLinear(ShardedModule):
             jagged: Any = x
             values = self.forward(jagged.values())
             return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths())
-        if isinstance(x, PartialParameter | PartialValues):
+        if isinstance(x, OfPart):
             x = x.view_as(x)  # whole, or refused
         if any(not isinstance(one, nn.Parameter | None) for one in self._parameters.values()):
             raise UnsupportedError(
@@ -298,7 +290,11 @@ class Linear3D(ShardedLinear, nn.Linear):
         **factory: Any,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, **factory)
-        parallelize_linear(self, context, style, order=order, shared_input=shared_input)
+        self.shard(context, style, order=order, shared_input=shared_input)
+
+    def shard(self, context: StageContext, style: ParallelStyle, **options: Any) -> None:
+        """Shard the whole layer. Called once, by the constructor."""
+        parallelize_linear(self, context, style, **options)
 
     def reset_parameters(self) -> None:
         """Called while the layer is constructed, before it is sharded."""

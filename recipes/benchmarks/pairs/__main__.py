@@ -14,7 +14,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.overlap.pair_time import best_order, run_alone
-from lightning_hanayo.planner.candidates import ranked_meshes
 from recipes.benchmarks.cluster import Cluster, Link
 from recipes.benchmarks.harness import Findings, describe, new_parser, number, run_on_cluster
 from recipes.benchmarks.pairs.rank import PipeResult, Plan, Record, Run, pipe_results_of, pipes_of, work, work_pipes
@@ -23,6 +22,7 @@ from recipes.benchmarks.schemes.log import segments_of
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
 from recipes.benchmarks.tensor3d import BYTES, layer_of, predict, speed_of
 from recipes.benchmarks.tensor3d_rank import Case, dry_run
+from recipes.cube.meshes import ranked_meshes
 
 if TYPE_CHECKING:
     from recipes.benchmarks.pairs.rank import Plan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hanayo.planner.communication_volume import TransformerLayer
+from recipes.cube.meshes import TransformerLayer
 from recipes.cube.schemes import OneD, TwoAndAHalfD, two_d
 
 

@@ -55,15 +55,24 @@ class Rank:
         self.begun = 0
         self.is_over = False
         self.stopped_by: Decision | None = None
-        self.disagreed: Decision | None = None
-        self.stop = StopTogether(
-            rank,
-            num_ranks,
-            1,
-            self,
-            check_peers=lambda: None,
-            on_no_agreement=lambda decision: setattr(self, "disagreed", decision),
-        )
+        self.failed_for: int | None = None
+        self.stop = StopTogether(self)  # type: ignore[arg-type]
+
+    # the failures
+
+    run = 1
+
+    @property
+    def monitor(self) -> "Rank":
+        return self
+
+    def check_peers(self) -> None: ...
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def fail_for(self, rank: int, what: str, *, code: int) -> None:
+        self.failed_for = rank
 
     # the main thread
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hanayo.strategy import stopping
-from lightning_hanayo.strategy.stopping import AGREE_WITHIN, Decision, StopTogether
-from tests.strategy.stopping.simulated import Threads, Time, World
+from lightning_hanayo.strategy.stopping import AGREE_WITHIN, Decision
+from tests.strategy.stopping.simulated import Rank, Threads, Time, World
 
 BATCHES = 30
 
@@ -69,12 +69,17 @@ def test_without_an_answer_of_all_there_is_no_agreement(
         return
     world = simulate(num_ranks, [told], after, seed, frozen)
     others = [rank for rank in world.ranks if rank.rank != frozen]
-    assert all(rank.disagreed == Decision(15, told, None, (frozen,)) for rank in others)
+    assert all(rank.stop.decision == Decision(15, told, None, (frozen,)) for rank in others)
+    assert all(rank.failed_for == frozen for rank in others)
     assert world.now >= AGREE_WITHIN
 
 
+def alone() -> Rank:
+    return World(1, BATCHES, random.Random(0).randrange).ranks[0]
+
+
 def test_a_single_rank_stops_before_its_next_batch() -> None:
-    stop = StopTogether(0, 1, 1, None, check_peers=lambda: None, on_no_agreement=print)
+    stop = alone().stop
     assert stop.begin((1, 0)) is None
     stop.tell(2)
     assert stop.begin((2, 0)) == Decision(2, 0, (1, 0))
@@ -87,11 +92,10 @@ def test_a_rank_that_waits_ends_with_a_peer_that_fails() -> None:
     def check() -> None:
         raise PeerHasFailed
 
-    world = World(2, BATCHES, random.Random(0).randrange)
-    stop = StopTogether(0, 2, 1, world.ranks[0], check_peers=check, on_no_agreement=print)
-    world.ranks[0].answers["stop/1/begun"](None)
-    with pytest.raises(PeerHasFailed):
-        stop.begin((1, 0))
+    rank = World(2, BATCHES, random.Random(0).randrange).ranks[0]
+    rank.answers["stop/1/begun"](None)
+    with patch.object(rank, "check_peers", check), pytest.raises(PeerHasFailed):
+        rank.stop.begin((1, 0))
 
 
 def test_a_rank_begins_nothing_between_a_signal_and_the_news_of_it() -> None:
@@ -100,14 +104,16 @@ def test_a_rank_begins_nothing_between_a_signal_and_the_news_of_it() -> None:
         lambda: stop._on_told(0, 15),
         lambda: stop._accept(Decision(15, 0, (3, 0))),
     ]
-    stop = StopTogether(0, 1, 1, None, check_peers=lambda: news.pop(0)(), on_no_agreement=print)
+    rank = alone()
+    stop = rank.stop
     assert stop.begin((3, 0)) is None
     stop.expect()
-    assert stop.begin((4, 0)) == Decision(15, 0, (3, 0))
+    with patch.object(rank, "check_peers", lambda: news.pop(0)()):
+        assert stop.begin((4, 0)) == Decision(15, 0, (3, 0))
 
 
 def test_a_rank_goes_on_if_no_news_of_a_signal_comes() -> None:
-    stop = StopTogether(0, 1, 1, None, check_peers=lambda: None, on_no_agreement=print)
+    stop = alone().stop
     stop.expect()
     with patch.object(stopping, "TOLD_WITHIN", 0.0):
         assert stop.begin((1, 0)) is None

@@ -215,6 +215,6 @@ def test_equal_blocks_share_one_graph_and_a_closed_context_refuses() -> None:
     for block in blocks:
         assert error(call(block, x), block(x).detach()) < 1e-6
     assert len(graphs) == 1
-    context.close("the run has ended")
+    context.closed = "the run has ended"
     with pytest.raises(UnsupportedError, match="the run has ended"):
         call(blocks[0], x)

@@ -12,7 +12,6 @@ from lightning_hanayo.tensor_parallel.layers.embedding import (
     Embedding3D,
     Head3D,
     parallelize_embedding,
-    parallelize_head,
 )
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
@@ -66,7 +65,8 @@ def tied(ranks: Mesh) -> dict[str, float]:
     module = Tied()
     context = StageContext(ranks)
     parallelize_embedding(module.embedding, context)
-    parallelize_head(module.head, context)
+    module.head.__class__ = Head3D
+    module.head.shard(context, SEQUENCE)  # type: ignore[operator]
     assert isinstance(module.head, Head3D) and isinstance(module.embedding, Embedding3D)
     assert module.head._parameters["weight"] is module.embedding._parameters["weight"]
     start, stop = module.head.vocabulary.span(ranks)

@@ -1,8 +1,7 @@
 """Which mesh communicates the least, and how equal ones are ranked."""
 
 from lightning_hanayo.divisibility import Divisibility
-from lightning_hanayo.planner.candidates import best_mesh, divisibility_of, ranked_meshes
-from lightning_hanayo.planner.communication_volume import TransformerLayer
+from recipes.cube.meshes import TransformerLayer, best_mesh, divisibility_of, ranked_meshes
 
 
 def test_the_best_mesh_communicates_least_and_fits() -> None:

@@ -79,11 +79,8 @@ class Options:
         self._check_sizes()
         self._choice("cube_outside", ("share", "replicate", "tokens"))
         self._choice("step", ("microbatch", "batch"))
-        if self.step == "batch" and self.pairs:
-            raise HanayoError(
-                "step='batch' and pairs=True: a pair is a forward and a backward of two micro-batches, and here all "
-                "forwards come first. Leave one of them out."
-            )
+        if self.step == "batch" and self.cube_outside == "share":
+            self._set("cube_outside", "replicate")
         if not callable(self.loss_weight):
             self._choice("loss_weight", ("samples", "tokens", "shifted_tokens", "sum"))
         budget = self.activation_budget
@@ -122,8 +119,6 @@ class Options:
             raise HanayoError(f"cube={cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
         self._set("cube", int(cube) if is_size(cube) else tuple(map(int, cube)))
         self._check_bounds()
-        if self.step == "batch" and self.cube_outside == "share":
-            self._set("cube_outside", "replicate")
 
     def _check_recompute(self) -> None:
         if callable(self.recompute):
@@ -209,6 +204,11 @@ class Options:
         for name in (*flags, "pairs", "shard_optimizer", "offload_optimizer", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if self.pairs and self.step == "batch":
+            raise HanayoError(
+                "step='batch' and pairs=True: a pair is a forward and a backward of two micro-batches, and here all "
+                "forwards come first. Leave one of them out."
+            )
         if self.save_full and self.save_async:
             raise HanayoError(
                 "save_full=True gathers the whole checkpoint on rank 0, which can't be done while training goes on. "

@@ -116,7 +116,9 @@ class Running:
     def _rank(self, rank: int, engine: Engine) -> Pipeline:
         if rank == 0:
             run = engine.run
-            engine.run = lambda program, batch: self._count(partial(run, program, batch), program)  # type: ignore[method-assign]
+            engine.run = lambda program, *args, **options: self._count(  # type: ignore[method-assign]
+                partial(run, program, *args, **options), program
+            )
         return Pipeline(
             layout=Mock(table=lambda _: self.pipeline.schedule),
             ownership=Mock(),
@@ -127,7 +129,9 @@ class Running:
             gradients=Mock(**{"stages.has_no_peers": False}),
             splitter=Mock(),
             gather_in_cube=lambda value: [value],
-            step_state=Mock(watched=nullcontext, end_pass=self.ended.append if rank == 0 else lambda _: None),
+            step_state=Mock(
+                watched=lambda *_, **__: nullcontext(), end_pass=self.ended.append if rank == 0 else lambda _: None
+            ),
             user_step=self.pipeline.user if rank == 0 else None,
         )
 

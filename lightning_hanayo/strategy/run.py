@@ -6,6 +6,7 @@ abandon   the same order                                                    afte
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -50,36 +51,30 @@ class RunParts:
             abandon()
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """The state that the parts of a run share."""
 
-    def __init__(
-        self,
-        options: Options,
-        topology: Topology,
-        groups: ProcessGroups,
-        failures: Failures,
-        *,
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        self.options = options
-        self.topology = topology
-        self.failures = failures
-        self.rank = rank
-        self.device = device
-        self.data_rank, self.pipe_rank, *_ = topology.coordinates(rank)
+    options: Options
+    topology: Topology
+    _open_groups: ProcessGroups | None
+    """None after a failure"""
+    failures: Failures
+    rank: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.data_rank, self.pipe_rank, *_ = self.topology.coordinates(self.rank)
         self.parts = RunParts()
         self.attributes = TemporaryAttributes()
-        self.guard = ParameterGuard(device)
-        self.values = MadeValues(is_watched=options.nonfinite != "ignore")
+        self.guard = ParameterGuard(self.device)
+        self.values = MadeValues(is_watched=self.options.nonfinite != "ignore")
         self.seed = 0
         """of the random streams, and of values that are made on each rank; the same on all ranks"""
-        self._open_groups: ProcessGroups | None = groups
-        self.pipe_relay = self._relay(groups.pipe_ranks)
+        self.pipe_relay = self._relay(self.groups.pipe_ranks)
         """from pipeline rank 0 to the others"""
-        is_cube = prod(topology.cube) > 1
-        self.replica_relay = self._relay(groups.replica_ranks) if is_cube else self.pipe_relay
+        is_cube = prod(self.topology.cube) > 1
+        self.replica_relay = self._relay(self.groups.replica_ranks) if is_cube else self.pipe_relay
         """from the first of the ranks that train one copy of the model to the others"""
 
     @property

@@ -27,8 +27,7 @@ from lightning_hanayo.strategy import callbacks, guarded_hooks
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.callbacks import Averages
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
-from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_values
+from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
 from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
@@ -40,7 +39,6 @@ from lightning_hanayo.strategy.memory import MemoryReport, RunMemory, not_measur
 from lightning_hanayo.strategy.nonfinite import NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
-from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.adapt import adapt
@@ -61,7 +59,6 @@ from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_p
 from lightning_hanayo.strategy.user_code.collectives import Progress, connect_collectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import ReplicaCheck, StepVotes
-from lightning_hanayo.topology import Topology
 
 
 class Session(Run):
@@ -92,19 +89,11 @@ class Session(Run):
     held_bytes: int
     """by the rank that holds the most, before a training"""
 
-    def __init__(
-        self,
-        options: Options,
-        topology: Topology,
-        groups: ProcessGroups,
-        failures: Failures,
-        *,
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(options, topology, groups, failures, rank=rank, device=device)
-        self.generators = SharedGenerators(self.replica_relay, device)
-        self.votes = StepVotes(self.replica_relay, rank, self.guard.off)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options, topology = self.options, self.topology
+        self.generators = SharedGenerators(self.replica_relay, self.device)
+        self.votes = StepVotes(self.replica_relay, self.rank, self.guard.off)
         self.samples = SampleCount()
         self.given_batch_sizes = GivenBatchSizes()
         self.averages = Averages(options)
@@ -113,10 +102,12 @@ class Session(Run):
         """of a cube whose ranks have the same samples"""
         self.names: dict[Tensor, str] = {}
         """of the module's parameters, and of those that it had and optimizers may still have"""
-        self.progress = Progress(failures)
+        self.progress = Progress(self.failures)
         self.guard.after_step = self.progress.end_step
         shared = prod(topology.cube) if options.cube_outside == "share" else 1
-        self.collectives = connect_collectives(self.guard, groups, failures, topology.world_size, cube_size=shared)
+        self.collectives = connect_collectives(
+            self.guard, self.groups, self.failures, topology.world_size, cube_size=shared
+        )
         self.parts.add(lambda: None, self.collectives.forget)
         for hook in (
             torch_module.register_module_parameter_registration_hook,

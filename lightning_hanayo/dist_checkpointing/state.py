@@ -269,10 +269,13 @@ class OptimizerDocument:
 
     @property
     def _is_possible(self) -> bool:
-        dicts = (self.values, *self.values.values(), *self.param_groups, self.rest)
-        lists = ([self.class_name], self.without_state, *(one.get("params") for one in self.param_groups))
-        has_form = isinstance(self.param_groups, list) and all(isinstance(one, dict) for one in dicts)
-        return has_form and all(map(_are_names, lists))
+        name, groups, values = self.class_name, self.param_groups, self.values
+        kinds: tuple[tuple[Any, type], ...] = (name, str), (groups, list), (values, dict)
+        if not all(isinstance(one, kind) for one, kind in kinds):
+            return False
+        dicts = (*groups, *values.values(), self.rest)
+        lists = (self.without_state, *(one.get("params") for one in groups if isinstance(one, dict)))
+        return all(isinstance(one, dict) for one in dicts) and all(map(_are_names, lists))
 
 
 @dataclass(frozen=True)
@@ -324,10 +327,10 @@ class StateDocument:
             optimizers = found.pop("optimizers")
             listed = None if optimizers is None else [OptimizerDocument(**one) for one in optimizers]
             made = StateDocument(**found, optimizers=listed)
-            is_possible = made._is_possible
         except (AttributeError, DocumentError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{where} doesn't have the form of a state document: {error}.") from None
-        if not is_possible:
+            what = " ".join(str(error).split())  # a damaged key may have line breaks
+            raise CheckpointError(f"{where} doesn't have the form of a state document: {what}.") from None
+        if not made._is_possible:
             raise CheckpointError(f"{where} doesn't have the form of a state document.")
         return made
 

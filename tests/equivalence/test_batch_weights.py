@@ -20,6 +20,7 @@ LAYOUTS = (
     Layout(cube=(2, 2, 2), weights="batch"),
 )
 CASES = [(kind, layout, data) for kind in MODELS for layout in LAYOUTS[::3] for data in (EVEN, UNEVEN)]
+CASES = [case for case in CASES if case[0] != "mixer" or case[2] is EVEN]  # its blocks take one length
 COVERED = [("gpt", LAYOUTS[0], UNEVEN), ("mixer", LAYOUTS[0], EVEN)]
 
 

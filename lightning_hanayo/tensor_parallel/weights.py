@@ -267,10 +267,12 @@ class ShardedWeight:
         self.is_one_matrix = len(self.parts) == 1 or (self.axis.size > 1 and divides)
         """whether the gathered parts are the rows of one matrix"""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_prefetched": {}}
+
     def __deepcopy__(self, memo: Any) -> ShardedWeight:
         twin = memo[id(self)] = copy(self)
         twin.parts = deepcopy(self.parts, memo)  # of the modules' copies
-        twin._prefetched = {}
         return twin
 
     @property

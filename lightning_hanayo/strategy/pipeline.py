@@ -173,7 +173,7 @@ class Pipeline:
 
     @property
     def runs_steps_once(self) -> bool:
-        """Whether the step runs once on the whole batch, of which the stack gets micro-batches."""
+        """Whether the step runs once on the whole batch, of which the stack gets micro-batches; on pipeline rank 0."""
         return isinstance(self.user_step, WholeStep)
 
     def split(self, batch: Any, source: BatchSource) -> SplitBatch:

@@ -105,6 +105,8 @@ class Signals:
     def restore(self) -> None:
         """The run has ended. Lightning gives each signal its handler again in the Trainer's teardown, which follows."""
         self._is_over = True
+        if self._end_at is not None:  # this rank has failed because another one was faster in ending at once
+            os._exit(stopping.exit_code_of(self._end_at[1]))
         for leave in self._leave:
             leave()
         self._leave = []

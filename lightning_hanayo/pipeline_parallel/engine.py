@@ -173,6 +173,11 @@ class Engine:
     """the latest one that began, until its program has ended: reports of hangs name it"""
 
     def __post_init__(self) -> None:
+        self.use(self.stages)
+
+    def use(self, stages: Mapping[int, Stage]) -> None:
+        """Run these stages from the next batch on, which hold the same blocks as those before."""
+        self.stages = stages
         self._actions = {(n, kind): run for n, stage in self.stages.items() for kind, run in stage.actions().items()}
 
     def begin_batch(self) -> None:

@@ -39,6 +39,8 @@ class RandomStreams:
     def __init__(self, seed: int, data_rank: int, device: torch.device, *, cube_rank: int = 0) -> None:
         self._fixed = seed, data_rank
         self._cube_rank = cube_rank
+        self.num_local = 0
+        """how many of the first blocks the batch's steps run themselves"""
         devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
         self._generators = [default_generator(each) for each in devices]
         self._batch = ""
@@ -171,11 +173,16 @@ class BlockRandomness:
 
     streams: RandomStreams
     index: int
-    in_code: bool
-    """whether the block runs where the step's code calls it, each time with a stream of its own"""
+    is_single: bool
+    """whether the stack is a single stage"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+    @property
+    def in_code(self) -> bool:
+        """Whether the block runs where the step's code calls it, each time with a stream of its own."""
+        return self.is_single or self.index < self.streams.num_local
 
     def of_call(self) -> AbstractContextManager[Any]:
         """The context of a call by the step's code, which continues its own stream afterwards."""

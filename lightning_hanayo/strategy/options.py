@@ -43,7 +43,7 @@ class Options:
     num_microbatches: AutoInt
     blocks: str | None
     loss_weight: LossWeight
-    step: Literal["microbatch", "batch"]
+    step: Literal["auto", "microbatch", "batch"]
     activation_budget: float | None
     cube_outside: Literal["share", "replicate", "tokens"]
     schedule: str
@@ -78,7 +78,7 @@ class Options:
     def __post_init__(self) -> None:
         self._check_sizes()
         self._choice("cube_outside", ("share", "replicate", "tokens"))
-        self._choice("step", ("microbatch", "batch"))
+        self._choice("step", ("auto", "microbatch", "batch"))
         if self.step == "batch" and self.cube_outside == "share":
             self._set("cube_outside", "replicate")
         if not callable(self.loss_weight):

@@ -12,7 +12,7 @@ micro-batch 0 runs ahead of the others, to its end, and the table runs without t
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.stages import Stage
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Schedule, forward_only, last_backward_only, reduction_order, without_forwards
@@ -128,6 +129,15 @@ class GradientSync:
             self.outside_all_reduce.finish()
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The stages with user code, of pipeline rank 0, and the runner of its step: once, or for each micro-batch."""
+
+    user_step: UserStep | WholeStep
+    stages: Mapping[int, Stage]
+    """all of this rank, by number"""
+
+
 @dataclass(eq=False, repr=False)
 class Pipeline:
     """One rank of a pipeline. All ranks call the same methods, for the same batches."""
@@ -145,7 +155,9 @@ class Pipeline:
     """gathers Python objects from the ranks of this rank's cube"""
     step_state: StepState
     user_step: UserStep | WholeStep | None = None
-    """None above pipeline rank 0"""
+    """of the batch that runs, or of the last one; None above pipeline rank 0"""
+    ends: Mapping[bool, Ends] = field(default_factory=dict)
+    """by whether the step runs once on a whole batch; empty above pipeline rank 0"""
     random_streams: RandomStreams | None = None
     """None: random numbers come from torch's own generators, unchanged"""
     first_batch: FirstBatch | None = field(default=None, init=False)
@@ -172,13 +184,22 @@ class Pipeline:
         return self.layout.num_stages == 1 and self.layout.num_microbatches > 1
 
     @property
-    def runs_steps_once(self) -> bool:
-        """Whether the step runs once on the whole batch, of which the stack gets micro-batches; on pipeline rank 0."""
-        return isinstance(self.user_step, WholeStep)
+    def must_run_once(self) -> bool:
+        """Whether the step of each batch runs once; on pipeline rank 0."""
+        return bool(self.ends) and False not in self.ends
 
-    def split(self, batch: Any, source: BatchSource) -> SplitBatch:
-        """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
-        self.splitter.is_uneven = isinstance(self.user_step, WholeStep) and not self.user_step.knows_outputs
+    @property
+    def may_run_once(self) -> bool:
+        """Whether the step of each batch runs once, or once for each micro-batch; on pipeline rank 0."""
+        return len(self.ends) > 1
+
+    def split(self, batch: Any, source: BatchSource, *, is_whole: bool) -> SplitBatch:
+        """Cut a batch into micro-batches: as many as the layout has, or as it has samples.
+
+        `is_whole`: the step is to run once on the whole batch, of which the stack alone gets micro-batches.
+        """
+        whole = self.ends[True].user_step if is_whole else None
+        self.splitter.is_uneven = isinstance(whole, WholeStep) and not whole.knows_outputs
         return self.splitter.split(batch, self.layout.num_microbatches, source)
 
     def run(
@@ -204,6 +225,10 @@ class Pipeline:
             num_microbatches, signature, key, is_whole = self.relay.broadcast("batch")
             reduces = self.reduces_in_batch(reduce)
             batch = Batch(signature, reduces, num_microbatches=num_microbatches, is_whole=is_whole)
+        if self.ends:
+            ends = self.ends[batch.is_whole]
+            self.user_step = ends.user_step
+            self.engine.use(ends.stages)
         self.gradients.begin_batch()
         with (
             self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
@@ -211,7 +236,9 @@ class Pipeline:
             self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
         ):
             self.engine.begin_batch()
-            table = self.layout.table(batch.num_microbatches)
+            is_other = trains and batch.is_whole is not self.layout.runs_step_once
+            layout = replace(self.layout, runs_step_once=batch.is_whole) if is_other else self.layout
+            table = layout.table(batch.num_microbatches)
             if trains:
                 self._train(batch, table, is_first=is_first)
             else:
@@ -254,8 +281,8 @@ class Pipeline:
 
     def _leave_user_code(self) -> None:
         """End the threads of steps, and give the blocks and their linear layers their own `forward` back."""
-        if self.user_step is not None:
-            self.user_step.close()
+        for ends in self.ends.values():
+            ends.user_step.close()
         blocks = self.ownership.stack.blocks
         forward_patch.unpatch_blocks(blocks)
         stop_recomputing(blocks)
@@ -397,7 +424,7 @@ class Pipeline:
     def _run_program(
         self, batch: Batch, table: Schedule, part: Part, microbatches: Sequence[int], *, continues: bool = False
     ) -> None:
-        key = (table.num_microbatches, part, tuple(microbatches))
+        key = (table.num_microbatches, batch.is_whole, part, tuple(microbatches))
         if key not in self._programs:
             self._programs[key] = Program.from_schedule(part(table, microbatches), self.rank)
         self.engine.run(self._programs[key], batch, continues=continues)

@@ -11,7 +11,6 @@ merge         afterwards: collected values, and the results of the steps
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
+from lightning_hanayo.pipeline_parallel.batches.plan import children
 from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
 from lightning_hanayo.pipeline_parallel.profiling.trace import is_profiling
 from lightning_hanayo.pipeline_parallel.stages import find_loss, loss_of
@@ -29,6 +28,7 @@ from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_metrics_of
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses.probe import own_copy
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
 from lightning_hanayo.strategy.user_code.collected import hide_changed, keep_collected
@@ -135,14 +135,14 @@ def _run_batch(
         with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
             return pipeline.run(trains=trains, reduce=reduce, is_first=is_first)
     source = source_of(trainer)
-    split = stack_split = pipeline.split(batch, source)
-    is_whole = pipeline.runs_steps_once
+    is_whole = session.runs_step_once(trainer, batch, source, step, trains=trains, is_first=is_first)
+    split = stack_split = pipeline.split(batch, source, is_whole=is_whole)
     if is_whole:
         split = whole(batch, pipeline.splitter.rule.batch_dim)
     if trains:
         session.samples.note(pipeline.splitter.num_samples(batch, source))
         session.begin_training(trainer.lightning_module, stack_split)
-    weights = session.weigh(split.pieces, split.sizes, trains=trains)
+    weights = session.weigh(split.pieces, split.sizes, trains=trains, is_whole=is_whole)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
 
@@ -154,7 +154,7 @@ def _run_batch(
         microbatches.signature(batch, stack_split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m]),
-        dry_run_step=lambda m: step(_own(stack_split.block_input(m)) if is_whole else split.block_input(m)),
+        dry_run_step=lambda m: step(own_copy(stack_split.block_input(m)) if is_whole else split.block_input(m)),
         on_user_code=microbatch_steps.enter,
         on_whole_step=on_whole_step,
         in_step=in_step,
@@ -177,13 +177,6 @@ def _run_batch(
 def _shares(split: SplitBatch) -> Sequence[int]:
     """What each micro-batch has of the whole, in numbers of samples, also of several loaders; empty if not known."""
     return split.sizes.of(split.own).parts[0] if split.sizes.are_known else ()
-
-
-def _own(piece: Any) -> Any:
-    """A copy of a micro-batch, which a dry run may change."""
-    if type(piece) in (dict, list, tuple):
-        return with_children(piece, {key: _own(value) for key, value in (children(piece) or {}).items()})
-    return piece.clone() if isinstance(piece, Tensor) else deepcopy(piece)
 
 
 def _hand_over(session: Session, result: Any, batch: Any) -> Any:
@@ -217,7 +210,12 @@ class MicrobatchSteps:
         self._trains = trains
         self._sizes = [split.sizes.parts[0][piece] for piece in split.own]
         self._log = MicrobatchLog(
-            trainer, split, weights.in_mean, session.pipeline.splitter, given=session.given_batch_sizes
+            trainer,
+            split,
+            weights.in_mean,
+            session.pipeline.splitter,
+            given=session.given_batch_sizes,
+            own_weights=weights.logged,
         )
         self._options = state.options_now(trainer) if trains and session.topology.pipe > 1 else None
         session.collections.begin_batch()

@@ -1,6 +1,6 @@
 """One run of the Trainer on one rank, for its hooks: the pipeline, and all that is set up with it."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
@@ -18,6 +18,9 @@ from lightning_hanayo.errors import NotAvailableError
 from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.stack import modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
+from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
 from lightning_hanayo.pipeline_parallel.transport import Transport
@@ -33,6 +36,8 @@ from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
+from lightning_hanayo.strategy.losses.probe import Probe
+from lightning_hanayo.strategy.losses.step_choice import StepChoice
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
 from lightning_hanayo.strategy.memory import MemoryReport, RunMemory, not_measured
@@ -79,6 +84,8 @@ class Session(Run):
     replica_check: ReplicaCheck
     """compares parameters that several ranks hold"""
     loss_watch: LossWatch
+    choice: StepChoice | None
+    """how often steps run; None: as an option says"""
     """compares the weights of micro-batches with their losses"""
     collections: Collections
     """lists and attributes in which the steps collect values for hooks"""
@@ -161,7 +168,7 @@ class Session(Run):
         if not self._has_trained:
             self._has_trained = True
             stack = self.pipeline.ownership.stack
-            once = modules_outside(module, stack) if self.pipeline.runs_steps_once else ()
+            once = modules_outside(module, stack) if self.pipeline.must_run_once else ()
             warn_of_batch_statistics(module, split.num_microbatches, except_of=once)
             if self.cube is not None and self.cube.shares_samples:
                 suggest_tokens(module, split.pieces, self.cube.mesh.num_ranks)
@@ -175,10 +182,45 @@ class Session(Run):
         self._warned.update(new)
         warn_of_parts(new, num_microbatches)
 
-    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool) -> PieceWeights:
+    def runs_step_once(
+        self,
+        trainer: "pl.Trainer",
+        batch: Any,
+        source: BatchSource,
+        step: Callable[[Any], Any],
+        *,
+        trains: bool,
+        is_first: bool,
+    ) -> bool:
+        """Whether the step runs once on the whole batch, of which the stack alone gets micro-batches.
+
+        Called on pipeline rank 0 of all data ranks, in training.
+        """
+        if self.choice is None or not self.pipeline.may_run_once:
+            return self.pipeline.must_run_once
+        split = self.pipeline.split(batch, source, is_whole=False)
+        if trains:
+            return self.choice.trains_once(batch, split, source, step, is_first=is_first)
+        if trainer.predicting or split.num_microbatches == 1:
+            return False
+        return self.choice.evaluates_once(str(trainer.state.stage), split, source, step)
+
+    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool, is_whole: bool = False) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""
+        if self.choice is not None and trains:
+            if is_whole:
+                return PieceWeights((1.0,), (1.0,), (1 / self.topology.data,))
+            return self.choice.weigh(pieces, sizes)
         weighting = LossWeighting(self._loss_weight, self.topology.data, self.groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
+
+    def _step_choice(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> StepChoice | None:
+        whole = self.pipeline.ends[True].user_step if self.pipeline.may_run_once else None
+        if not isinstance(whole, WholeStep) or not module.automatic_optimization:
+            return None
+        outside = modules_outside(module, self.pipeline.ownership.stack)
+        probe = Probe(DrySteps(whole.user, outside), trainer, self.pipeline.splitter, outside, self.device)
+        return StepChoice(probe, self.topology.data, self.groups.data_control, self.device)
 
     def reseed(self, seed: int) -> None:
         """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
@@ -238,12 +280,14 @@ class Session(Run):
         shards = self.pipeline.gradients.shards
         self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
         self._loss_weight = for_model(options.loss_weight, module, options.batch_dim)
+        self.choice = self._step_choice(trainer, module)
         self.loss_watch = LossWatch(
             module,
             options.loss_weight,
             batch_dim=options.batch_dim,
             warns=cube is None or cube.sample_rank == 0,
             shares_samples=cube is not None and options.cube_outside == "share",
+            is_on=self.choice is None,
         )
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(

@@ -178,7 +178,7 @@ class HanayoStrategy(CheckpointingStrategy):
         cube_outside: Literal["share", "replicate", "tokens"] = "share",
         schedule: str = "auto",
         *,
-        step: Literal["microbatch", "batch"] = "microbatch",
+        step: Literal["auto", "microbatch", "batch"] = "microbatch",
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
         cube_memory: Literal["gathered", "shards"] = "gathered",
         cube_weights: Literal["microbatch", "batch"] = "microbatch",

@@ -120,7 +120,7 @@ class Running:
                 partial(run, program, *args, **options), program
             )
         return Pipeline(
-            layout=Mock(table=lambda _: self.pipeline.schedule),
+            layout=Mock(table=lambda _: self.pipeline.schedule, runs_step_once=False),
             ownership=Mock(),
             rank=rank,
             engine=engine,

@@ -40,8 +40,8 @@ class Carrier:
     that passes the stack again records and leaves again instead of ending. On all:  running, for each stage.
     """
 
-    def begin_batch(self) -> None:
-        """Called before each batch."""
+    def begin_batch(self, num_local: int) -> None:
+        """Called before each batch. Its steps run the first `num_local` blocks themselves."""
 
     def enter(self) -> None:
         """Called before user code starts or continues."""
@@ -81,10 +81,10 @@ class Carriers:
     def __init__(self, carriers: Sequence[Carrier] = ()) -> None:
         self._carriers = tuple(carriers)
 
-    def begin_batch(self) -> None:
-        """Called before each batch."""
+    def begin_batch(self, num_local: int) -> None:
+        """Called before each batch. Its steps run the first `num_local` blocks themselves."""
         for carrier in self._carriers:
-            carrier.begin_batch()
+            carrier.begin_batch(num_local)
 
     def enter(self) -> None:
         """Called before user code starts or continues."""

@@ -57,14 +57,12 @@ def patch_blocks(
     streams: RandomStreams | None = None,
     *,
     values: MadeValues | None = None,
-    num_local: int = 0,
     single_stage: bool = False,
 ) -> None:
     """Replace each block's `forward` by a bound method, so that deepcopy and pickle bind it to the copy.
 
-    The first `num_local` blocks run where the step calls them; all of them, if the stack is a `single_stage`. Their
-    random numbers come from `streams`; None: from torch's own generators as they are. Their outputs are noted in
-    `values`.
+    If the stack is a `single_stage`, all of them run where the step calls them. Their random numbers come from
+    `streams`; None: from torch's own generators as they are. Their outputs are noted in `values`.
     """
     for index, block in enumerate(blocks):
         if _ORIGINAL not in vars(block):
@@ -73,8 +71,7 @@ def patch_blocks(
             object.__setattr__(block, _SINGLE_STAGE, single_stage)
             randomness = None
             if streams is not None:
-                in_code = single_stage or index < num_local
-                randomness = BlockRandomness(streams=streams, index=index, in_code=in_code)
+                randomness = BlockRandomness(streams=streams, index=index, is_single=single_stage)
             object.__setattr__(block, _RANDOMNESS, randomness)
             object.__setattr__(block, _VALUES, None if values is None else BlockValues(values, index))
             object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes

@@ -81,7 +81,6 @@ class StateCarrier(Carrier):
         state: of the whole model.
         blocks: all of the stack.
         own: the indices of those that this rank runs.
-        num_local: how many of them the step itself runs: those of stage 0, or none. None: no step runs here.
         has_tensors: whether tensors are carried; not where the ranks of a cube see other samples inside and outside.
     """
 
@@ -90,7 +89,6 @@ class StateCarrier(Carrier):
         state: ModuleState,
         blocks: Sequence[nn.Module],
         own: Collection[int],
-        num_local: int | None,
         *,
         has_tensors: bool = True,
     ) -> None:
@@ -104,7 +102,8 @@ class StateCarrier(Carrier):
                 self._parameters[parameter][index] = name
         self._own = frozenset(own)
         self._others = frozenset(range(len(blocks))) - self._own
-        self._local = None if num_local is None else frozenset(range(num_local))
+        self._local: frozenset[int] | None = None
+        """the blocks that the batch's steps run themselves; None: no step runs here"""
         self._has_tensors = has_tensors
         self._early: set[Key] = set()
         """changed by steps of this batch before their blocks: each step has its own values"""
@@ -115,8 +114,9 @@ class StateCarrier(Carrier):
         self._num_started = 0
         self._find_scanners()
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, num_local: int) -> None:
         """Note the changes by hooks since the last batch. Values that can't be sent, hooks have set on all ranks."""
+        self._local = frozenset(range(num_local))
         changes = self._scan()
         self._early.clear()
         self._others_changes |= {

@@ -17,7 +17,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, count
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -193,6 +193,19 @@ NONE_SKIPPED = (
 _Call = tuple[SuspendedCall, BlockTracer]
 
 
+class StackStandIn(Protocol):
+    """Takes the place of the stack in a dry run of a step."""
+
+    output: Any
+    """what the step is to get from the stack"""
+
+    def first(self, call: Message, *, has_gradients: bool) -> Any:
+        """Called with the call of the first block; return something of the structure of its output."""
+
+    def others(self, calls: Message) -> None:
+        """Called with the calls of the other blocks; afterwards `output` is there."""
+
+
 @dataclass(eq=False, repr=False)
 class UserStep:
     """Runs the user's step on a micro-batch in parts: up to the stack, and from the stack's output on.
@@ -239,7 +252,9 @@ class UserStep:
         self._check_hooks()
         if self.replaced_parameters is not None:
             self.replaced_parameters.begin_batch()
-        self.carriers.begin_batch()
+        self.carriers.begin_batch(self.num_local)
+        if self.streams is not None:
+            self.streams.num_local = self.num_local
         self._state = ThreadState.current()
         self._calls.context = copy_context()
 
@@ -376,6 +391,26 @@ class UserStep:
         call, _ = self._dry_runs.pop(microbatch)
         call.abandon()
         self._calls.release(call)
+
+    def dry_run(self, batch: Batch, stack: StackStandIn) -> Any:
+        """Run `batch.dry_run_step` to its end, with a stand-in for the stack, and return its result.
+
+        Nothing else remains of it: no logs, no changes of modules. Where no block runs in the step.
+        """
+        self._enter(batch, None)
+        call, tracer = self._start(batch, batch.dry_run_step or batch.step, 0, NO_CARRIERS)  # type: ignore[arg-type]
+        try:
+            while not call.done:
+                first = stack.first(tracer.take_message(), has_gradients=tracer.has_gradients)
+                stack.others(self._run_to_last_block(batch, (call, tracer), (first, ())))
+                tracer.received += [stack.output, ()]
+                with self._user_code(batch):
+                    call.resume((stack.output, ()))
+            return call.result
+        finally:
+            call.abandon()
+            self.carriers.undo()
+            self._calls.release(call)
 
     def close(self) -> None:
         """Unwind the suspended steps and end the threads."""

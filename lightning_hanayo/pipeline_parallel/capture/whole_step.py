@@ -12,7 +12,6 @@ rows as there are samples, nothing changes.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.carriers import CarriersOfDryRun
+from lightning_hanayo.pipeline_parallel.capture.dry_step import kept_buffers
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.message import Message
@@ -269,17 +269,17 @@ class WholeStep:
         samples, first = batch.num_samples, after is None
         if len(samples) == 1:
             return (None,) * len(calls.tensors)
-        total, named = sum(samples), list(_tensors(calls, first=first))
+        total, named = sum(samples), list(tensors_of_calls(calls, first=first))
         dims, num_named = self._known_dims(batch, named), len({id(tensor) for _, tensor in named})
         for microbatch in range(len(samples)):  # a mask comes only with samples that need one
             if len(dims) == num_named:
                 break
             part = self._dry_run(batch, microbatch, StageInput.from_message(calls).trees, after)
-            parts = dict(_tensors(part, first=first))
+            parts = dict(tensors_of_calls(part, first=first))
             _check_numbers(calls, part, samples[microbatch] / total)
             for path, tensor in named:
                 if path in parts:
-                    dim = _grown_dim(tensor, parts[path], samples[microbatch] / total)
+                    dim = grown_dim(tensor, parts[path], samples[microbatch] / total)
                     size = tensor.shape if dim is None else tensor.shape[dim] / total
                     self._dims.setdefault((path, tensor.ndim), {})[size] = dim
             dims = self._known_dims(batch, named)
@@ -316,9 +316,9 @@ class WholeStep:
         device = next((one.device for one in user.blocks[0].parameters()), torch.device("cpu"))
         states = generator_states(device)
         streams = None if user.streams is None else user.streams.save()
-        with _own_buffers(self.outside):
+        with kept_buffers(self.outside):
             calls = user.start_dry_run(batch, microbatch, CarriersOfDryRun(user.carriers, trees))
-        with _own_buffers(self.outside):
+        with kept_buffers(self.outside):
             if after is None:
                 user.abandon_dry_run(microbatch)
                 user.carriers.undo()  # a `finally` has run
@@ -417,7 +417,7 @@ class WholeStep:
         return first[1] if shape[first[1]] == part.shape[first[1]] else None
 
 
-def _grown_dim(whole: Tensor, part: Tensor, share: float) -> int | None:
+def grown_dim(whole: Tensor, part: Tensor, share: float) -> int | None:
     """The dimension of `whole` that grows with the samples, of which `part` has this share; None if nothing grows.
 
     Raises:
@@ -466,7 +466,7 @@ def _numbers(calls: Message) -> Iterator[tuple[Any, float]]:
                 yield (number, place), one.item()
 
 
-def _tensors(calls: Message, *, first: bool) -> Iterator[tuple[Any, Tensor]]:
+def tensors_of_calls(calls: Message, *, first: bool) -> Iterator[tuple[Any, Tensor]]:
     """The tensors of the first block's call, or of the others', by block and argument, and those carried."""
     _, distinct, call_of_block, *_, carried = calls.skeleton
     roots = [*(distinct[call] for call in call_of_block), carried]
@@ -493,17 +493,3 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     flattener = pytree.Flattener()
     flattener.flatten(tree)
     return flattener.tensors
-
-
-@contextmanager
-def _own_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside it the modules have copies of their buffers."""
-    before = [(module, dict(module._buffers)) for module in modules if module._buffers]
-    for module, buffers in before:
-        module._buffers.update({name: one.clone() for name, one in buffers.items() if one is not None})
-    try:
-        yield
-    finally:
-        for module, buffers in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)

@@ -6,9 +6,10 @@ all ranks          callback_metrics         `SharedMetrics` sends them from rank
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -221,6 +222,7 @@ class MicrobatchLog:
         trainer: whose results take the merged values.
         split: the batch in pieces, some of which this rank runs.
         weights: of each piece in the mean; only their proportions matter.
+        own_weights: the same for some values, by their names.
         splitter: gathers from the ranks that run the other pieces.
         given: the batch sizes that steps gave for earlier batches of the run.
     """
@@ -233,7 +235,9 @@ class MicrobatchLog:
         splitter: BatchSplitter,
         *,
         given: GivenBatchSizes,
+        own_weights: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> None:
+        self._own_weights = own_weights
         self._results: Any = trainer._results
         self._split = split
         self._weights = weights
@@ -338,7 +342,8 @@ class MicrobatchLog:
             if is_sum:
                 merged: Any = sum(values.values())
             elif metric.meta.is_mean_reduction:
-                merged = self._mean(values)
+                weights = self._own_weights.get(key.rpartition(".")[2], self._weights)
+                merged = _mean(values, weights)
             else:
                 merged = metric.meta.reduce_fx(torch.stack(list(values.values())))
             log(key, merged, batch_size)
@@ -346,15 +351,16 @@ class MicrobatchLog:
         log(key, self._metrics[key], batch_size)
         caches = {piece: call.cache for piece, call in calls.items() if isinstance(call.cache, Tensor)}
         if caches:
-            metric._forward_cache = self._mean(caches)
+            metric._forward_cache = _mean(caches, self._weights)
 
-    def _mean(self, values: dict[int, Tensor]) -> Tensor:
-        """Weighted mean. A piece of weight 0 doesn't count, even if its value is NaN."""
-        total = sum(self._weights[piece] for piece in values)
-        if len(values) == 1 or not total:
-            return next(iter(values.values()))
-        parts = [value * (self._weights[piece] / total) for piece, value in values.items() if self._weights[piece]]
-        return torch.stack(parts).sum(0)
+
+def _mean(values: dict[int, Tensor], weights: Sequence[float]) -> Tensor:
+    """Weighted mean. A piece of weight 0 doesn't count, even if its value is NaN."""
+    total = sum(weights[piece] for piece in values)
+    if len(values) == 1 or not total:
+        return next(iter(values.values()))
+    parts = [value * (weights[piece] / total) for piece, value in values.items() if weights[piece]]
+    return torch.stack(parts).sum(0)
 
 
 def _is_number(value: Any, number: float) -> bool:

@@ -40,17 +40,18 @@ class LossWatch:
         batch_dim: the dimension of the samples.
         warns: whether this rank is the one that warns; the ranks of a cube see the same.
         shares_samples: whether each rank of a cube runs the step on its share of a micro-batch.
+        is_on: whether nothing else knows how losses add up.
     """
 
     def __init__(
-        self, model: nn.Module, rule: LossWeight, *, batch_dim: int, warns: bool, shares_samples: bool
+        self, model: nn.Module, rule: LossWeight, *, batch_dim: int, warns: bool, shares_samples: bool, is_on: bool
     ) -> None:
         self._model = model
         self._rule = rule
         self._batch_dim = batch_dim
         self._warns = warns
         self._shares_samples = shares_samples
-        self._is_on = True
+        self._is_on = is_on
         self._is_first = True
         self._num_batches = 0
         self._noted: dict[int, LossGraph] = {}

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -51,6 +51,8 @@ class PieceWeights:
     """in the gradient, which is summed over data ranks"""
     is_sum: bool = False
     """whether the loss is a sum, in training"""
+    logged: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """in means of logged values, by name, where they aren't `in_mean`"""
 
 
 class LossWeighting:

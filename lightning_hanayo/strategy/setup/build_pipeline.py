@@ -51,7 +51,7 @@ from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplit
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.strategy.pipeline import OUTSIDE, GradientSync, Pipeline
+from lightning_hanayo.strategy.pipeline import OUTSIDE, Ends, GradientSync, Pipeline
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
@@ -118,7 +118,9 @@ def build_pipeline(
         make_room(deferred, model, own_modules, given, run.device)
         fill_initial_values(deferred, own_modules, run.device, cube)
 
-    stages, user_step = build_stages(model, layout, ownership, rank, run, cube, streams)
+    stages, ends = build_stages(
+        model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, layout, cube)
+    )
     gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients)
     engine = Engine(
         stages,
@@ -147,9 +149,15 @@ def build_pipeline(
         splitter,
         (lambda value: [value]) if cube is None else cube.all_gather,
         _step_state(model, ownership, rank, cube, run.groups, run.device),
-        user_step,
+        next(iter(ends.values())).user_step if ends else None,
+        ends,
         streams,
     )
+
+
+def may_run_once(run: Run, layout: Layout, cube: Cube | None) -> bool:
+    """Whether the step may run once on some batches, and on others once for each micro-batch."""
+    return run.options.step == "auto" and layout.num_stages > 1 and cube is None
 
 
 def _pairs(
@@ -371,8 +379,10 @@ def build_stages(
     run: Run,
     cube: Cube | None,
     streams: RandomStreams | None,
-) -> tuple[dict[int, Stage], UserStep | WholeStep | None]:
-    """This rank's stages by number, and the runner of the user's step, which is None above pipeline rank 0.
+    *,
+    may_run_once: bool = False,
+) -> tuple[dict[int, Stage], dict[bool, Ends]]:
+    """This rank's stages by number, and those with user code by whether the step runs once; none above pipeline rank 0.
 
     Patches the blocks' forwards for them.
 
@@ -390,34 +400,37 @@ def build_stages(
             split_backward.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
     stack = ownership.stack
     recompute(recomputed_modules(run.options.recompute, layout, ownership, rank))
-    num_local = len(ownership.stages[0]) if cube is None and not layout.runs_step_once else 0
     if streams is not None or not is_single:
-        forward_patch.patch_blocks(
-            stack.blocks, streams, values=run.values, num_local=num_local, single_stage=is_single
-        )
+        forward_patch.patch_blocks(stack.blocks, streams, values=run.values, single_stage=is_single)
     encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
     for encoder in encoders if not is_single else ():
         # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
         run.attributes.set(encoder, "use_nested_tensor", False)
-    carriers = NO_CARRIERS if is_single else _carriers(model, ownership, rank, num_local, cube)
+    carriers = NO_CARRIERS if is_single else _carriers(model, ownership, rank, cube)
     hooks = {stage: NoHooks() if cube is None else cube.stage_hooks(stage) for stage in numbers}
     stages: dict[int, Stage] = {
         stage: MiddleStage(blocks=ownership.blocks(stage), queue=queues[stage], hooks=hooks[stage], carriers=carriers)
         for stage in numbers
     }
     if 0 not in numbers:
-        return stages, None
+        return stages, {}
     sends_objects = cube is None or cube.keeps_layout
     replaced = ReplacedParameters(model)
-    user_step = UserStep(
-        stack.blocks, num_local, stack.name, streams, carriers, run.guard.step, sends_objects, replaced
-    )
-    if layout.runs_step_once:
-        step = WholeStep(user_step, modules_outside(model, stack))
-        return stages | _ends_of_whole_batches(ownership, step, queues, tied, cube), step
-    if cube is None:
-        return stages | _ends(ownership, user_step, queues, tied), user_step
-    return stages | _sharded_ends(ownership, user_step, queues, tied, cube), user_step
+
+    def user_step(num_local: int) -> UserStep:
+        return UserStep(stack.blocks, num_local, stack.name, streams, carriers, run.guard.step, sends_objects, replaced)
+
+    ends: dict[bool, Ends] = {}
+    if not layout.runs_step_once:
+        step = user_step(len(ownership.stages[0]) if cube is None else 0)
+        own = (
+            _ends(ownership, step, queues, tied) if cube is None else _sharded_ends(ownership, step, queues, tied, cube)
+        )
+        ends[False] = Ends(step, stages | own)
+    if layout.runs_step_once or may_run_once:
+        whole = WholeStep(user_step(0), modules_outside(model, stack))
+        ends[True] = Ends(whole, stages | _ends_of_whole_batches(ownership, whole, queues, tied, cube))
+    return dict(next(iter(ends.values())).stages), ends
 
 
 def _ends(
@@ -495,17 +508,16 @@ def _ends_of_whole_batches(
     return {0: first, end: last}
 
 
-def _carriers(model: nn.Module, ownership: Ownership, rank: int, num_local: int, cube: Cube | None) -> Carriers:
+def _carriers(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None) -> Carriers:
     """The carriers of values between the step and blocks on other ranks, besides the blocks' arguments."""
     stack, numbers = ownership.stack, ownership.stages_of(rank)
     own = {i for stage in numbers for i in ownership.stages[stage]}
-    user_blocks = num_local if 0 in numbers else None
     alike = cube is None or cube.keeps_layout
     state = ModuleState(model, stack.blocks, stack.name)
 
     return Carriers(
         [
-            StateCarrier(state, stack.blocks, own, user_blocks, has_tensors=alike),
+            StateCarrier(state, stack.blocks, own, has_tensors=alike),
             RecordedOutputs(model, accepts=alike),
             BlockLogs(model, rejects=not alike),
         ]

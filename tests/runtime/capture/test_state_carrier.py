@@ -67,7 +67,9 @@ class Rank:
         self.model = Model(kind)
         self.blocks = list(self.model.layers)
         state = ModuleState(self.model, self.blocks, "layers")
-        self.carrier = StateCarrier(state, self.blocks, own, num_local, **options)
+        self.carrier = StateCarrier(state, self.blocks, own, **options)
+        if num_local is not None:
+            self.carrier.begin_batch(num_local)
 
     def leave(self) -> tuple[Any, Any]:
         tree, left = self.carrier.leave(None)
@@ -91,7 +93,7 @@ def sent(tree: Any) -> Any:
 @pytest.fixture
 def ranks() -> SimpleNamespace:
     made = SimpleNamespace(first=Rank({0}, 1), second=Rank({1, 2}, None))
-    made.first.carrier.begin_batch()
+    made.first.carrier.begin_batch(1)
     return made
 
 
@@ -146,7 +148,7 @@ def test_a_blocks_own_parameters_travel_by_name_and_are_no_state() -> None:
     with torch.no_grad():
         own.weight.fill_(3.0)  # another rank's values
         ranks.first.blocks[1].weight.mul_(2.0)  # what an optimizer does
-    carrier.begin_batch()
+    carrier.begin_batch(1)
     assert ranks.first.leave()[0] is None
     carrier.enter()
     for block in ranks.first.blocks:
@@ -164,7 +166,7 @@ def test_a_blocks_own_parameters_travel_by_name_and_are_no_state() -> None:
 
 def test_a_later_stage_leaves_what_blocks_of_an_earlier_one_have_set() -> None:
     first, second = Rank({0}, 1, Keeper), Rank({1, 2}, None, Keeper)
-    first.carrier.begin_batch()
+    first.carrier.begin_batch(1)
     trees = [second.run(first.leave()[0], 1) for _ in range(2)]
     for tree in trees:
         second.run(tree, 2)
@@ -176,7 +178,7 @@ def test_what_a_step_sets_at_its_end_stays_and_travels_with_the_next(ranks: Simp
     delivered = carrier.deliver(*ranks.first.leave())
     model.layers[2].train(False)
     carrier.end(delivered)
-    carrier.begin_batch()
+    carrier.begin_batch(1)
     ranks.second.run(ranks.first.leave()[0], 2)
     assert not ranks.second.blocks[2].training
 
@@ -312,7 +314,7 @@ def test_a_value_of_shared_state_that_can_t_be_sent_fails_where_it_is_read(ranks
 def test_a_dictionary_made_once_and_filled_by_each_step_has_each_steps_values(ranks: SimpleNamespace) -> None:
     model, carrier, suspended = ranks.first.model, ranks.first.carrier, []
     model.state = None
-    carrier.begin_batch()
+    carrier.begin_batch(1)
     for number in range(3):
         carrier.enter()
         if model.state is None:
@@ -349,7 +351,7 @@ def test_a_module_that_the_step_replaces_in_a_block_is_rejected(ranks: SimpleNam
 def test_one_value_that_cannot_travel_leaves_the_others_of_a_dictionary(ranks: SimpleNamespace) -> None:
     for rank in (ranks.first, ranks.second):
         rank.blocks[1].stats = {}
-        rank.carrier.begin_batch()
+        rank.carrier.begin_batch(1)
     with ranks.second.carrier.running(None, BlockRun([ranks.second.blocks[1]], is_last=True)) as result:
         ranks.second.blocks[1].stats.update(mean=0.5, cache=object())
     ranks.first.carrier.deliver(sent(result[0]), ranks.first.leave()[1])
@@ -407,7 +409,7 @@ def in_which_mode(rank: Rank, tree: Any) -> bool:
 def test_what_two_parts_of_a_step_with_several_passes_change_is_rejected(ranks: SimpleNamespace, change: str) -> None:
     model, carrier = ranks.first.model, ranks.first.carrier
     model.flag = False
-    carrier.begin_batch()
+    carrier.begin_batch(1)
 
     def changes() -> None:
         match change:

@@ -5,7 +5,7 @@ import torch
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.microbatches import sizes, uneven_sizes
-from lightning_hanayo.pipeline_parallel.capture.whole_step import CutTensor, _grown_dim
+from lightning_hanayo.pipeline_parallel.capture.whole_step import CutTensor, grown_dim
 
 
 def test_parts_give_their_gradients_to_the_whole() -> None:
@@ -42,13 +42,13 @@ def test_a_part_counts_its_changes_in_place_for_itself() -> None:
     ],
 )
 def test_the_dimension_that_grows_is_cut(whole: tuple[int, ...], part: tuple[int, ...], dim: int | None) -> None:
-    assert _grown_dim(torch.empty(whole), torch.empty(part), 1 / 4) == dim
+    assert grown_dim(torch.empty(whole), torch.empty(part), 1 / 4) == dim
 
 
 @pytest.mark.parametrize(("whole", "part"), [((24, 5), (7, 5)), ((8, 8), (2, 2)), ((8, 5), (2, 5, 1)), ((9,), (3,))])
 def test_packed_samples_are_refused(whole: tuple[int, ...], part: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError, match="it has no dimension along which it can be cut"):
-        _grown_dim(torch.empty(whole), torch.empty(part), 1 / 4)
+        grown_dim(torch.empty(whole), torch.empty(part), 1 / 4)
 
 
 def test_sizes_differ_where_they_can() -> None:

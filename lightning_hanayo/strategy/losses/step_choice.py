@@ -1,0 +1,198 @@
+"""Decides for each batch, on pipeline rank 0, how often the step runs: once, or once for each micro-batch.
+
+                      training                                   validation, test
+step="microbatch"     for each micro-batch                       for each micro-batch
+step="auto"           for each, where a probe finds a rule       once, if it fits in memory
+                      that puts losses and logs together;
+                      else once, if it fits in memory
+step="batch"          once                                       once
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.strategy.batch_split import SplitBatch
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses.probe import Probe, Verdict
+from lightning_hanayo.strategy.losses.rules import EACH, SAMPLES, Named, Rule, are_close, named_tensors, possible_rules
+
+EVERY = 64
+"""batches, after which one is probed again"""
+PATIENCE = 8
+"""batches in a row of which nothing can be told"""
+
+
+@dataclass
+class Candidates:
+    """The rules that have fitted in all probes; the first one weighs."""
+
+    rules: tuple[Rule, ...] = ()
+    _excluded: set[Rule] = field(default_factory=set)
+
+    def take(self, fitting: Sequence[Rule], tried: Collection[Rule]) -> bool:
+        """Take what a probe has shown of the rules that it has tried; return whether one is left."""
+        self._excluded |= set(tried).difference(fitting)
+        known = (*(rule for rule in self.rules if rule in fitting), *fitting, *self.rules)
+        self.rules = tuple(rule for rule in dict.fromkeys(known) if rule not in self._excluded)
+        return bool(self.rules)
+
+    def differ(self, pieces: Sequence[Named], sizes: Sequence[int]) -> bool:
+        """Whether rules that aren't excluded weigh these pieces differently."""
+        first = self.rules[0].weights(pieces, sizes)
+        others = dict.fromkeys((*self.rules, *possible_rules(pieces)))
+        made = (rule.weights(pieces, sizes) for rule in others if rule not in self._excluded)
+        return any(weights is not None and not are_close(first, weights) for weights in made)
+
+
+@dataclass
+class StepChoice:
+    """The choices of one run, on one data rank.
+
+    Args:
+        probe: of batches.
+        num_data: D, data ranks.
+        group: of the data ranks; None if there is one.
+        device: of this rank.
+    """
+
+    probe: Probe
+    num_data: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+    runs_once: bool = field(default=False, init=False)
+    """for good: no rule puts the losses of micro-batches together"""
+    rules: Candidates = field(default_factory=Candidates, init=False)
+    """for the loss; none before the first probe"""
+    _logged: dict[str, Candidates] = field(default_factory=dict, init=False)
+    _num_batches: int = field(default=0, init=False)
+    _num_unknown: int = field(default=0, init=False)
+    _has_given_up: bool = field(default=False, init=False)
+    _evaluates_once: dict[str, bool] = field(default_factory=dict, init=False)
+
+    def trains_once(
+        self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any], *, is_first: bool
+    ) -> bool:
+        """Whether the step of a training batch runs once. Called by all data ranks.
+
+        Args:
+            batch: the whole.
+            split: the same in micro-batches.
+            source: where it comes from.
+            step: runs the user's step.
+            is_first: whether it is the first batch of an epoch.
+        """
+        if self.runs_once or self._has_given_up:
+            return self.runs_once
+        number, self._num_batches = self._num_batches, self._num_batches + 1
+        known, rests = bool(self.rules.rules), self._num_unknown >= PATIENCE  # then it would only cost time
+        is_due = number % EVERY == 0 or not rests and (is_first or not known) or known and self._differ(split)
+        if not any(self._gathered(is_due)):
+            return not known
+        verdicts = self._gathered(self.probe.probe(batch, split, source, step, self._fits))
+        fits = all(self._gathered(self._fits(2 * sum(split.sizes.parts[0]) * self.probe.sample_bytes)))
+        return self._take(verdicts, fits=fits)
+
+    def evaluates_once(self, stage: str, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> bool:
+        """Whether the step of a batch of an evaluation runs once: asked of the first batch of each stage."""
+        if stage not in self._evaluates_once:
+            needed = self.probe.needs(split, source, step)
+            samples = sum(split.sizes.parts[0])
+            self._evaluates_once[stage] = needed is not None and self._fits(samples * needed)
+        return self._evaluates_once[stage]
+
+    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes) -> PieceWeights:
+        """The weights of a training batch's micro-batches. As in DDP, each data rank counts the same."""
+        named, counts = list(map(named_tensors, pieces)), list(sizes.parts[0])
+        total = sum(counts)
+        by_samples = tuple(n / total for n in counts) if sizes.are_known else (1 / len(counts),) * len(counts)
+        rule = next(iter(self.rules.rules), SAMPLES)
+        found = rule.weights(named, counts) if sizes.are_known or rule != SAMPLES else None
+        in_loss = by_samples if found is None else tuple(found)
+        in_mean = by_samples if rule == EACH else in_loss
+        in_gradient = tuple(weight / self.num_data for weight in in_loss)
+        logged = {}
+        for name, candidates in self._logged.items():
+            weights = candidates.rules[0].weights(named, counts)
+            if weights is not None and not are_close(weights, in_mean):
+                logged[name] = tuple(weights)
+        return PieceWeights(in_mean, in_loss, in_gradient, is_sum=rule == EACH, logged=logged)
+
+    def _differ(self, split: SplitBatch) -> bool:
+        """Whether rules that aren't excluded weigh this batch's micro-batches differently."""
+        named, sizes = list(map(named_tensors, split.pieces)), list(split.sizes.parts[0])
+        return any(one.differ(named, sizes) for one in (self.rules, *self._logged.values()))
+
+    def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> bool:
+        """Take the verdicts of all data ranks; return whether the step of this batch runs once."""
+        difference = next((one.difference for one in verdicts if one.difference), "")
+        unknown = next((one.unknown for one in verdicts if one.unknown), "")
+        if not difference and not unknown:
+            self._num_unknown = 0
+            tried = {rule for one in verdicts for rule in one.tried}
+            if not self.rules.take(_common([one.rules for one in verdicts]), tried):
+                difference = "different batches follow different rules"
+            for name in {name for one in verdicts for name in one.logged}:
+                fitting = _common([one.logged[name] for one in verdicts if name in one.logged])
+                if not self._logged.setdefault(name, Candidates()).take(fitting, tried):
+                    difference = f"the logged value {name!r} follows different rules in different batches"
+        if difference:
+            self._say(difference, fits=fits, can_be_cut=all(one.can_be_cut for one in verdicts))
+            return self.runs_once
+        if unknown:
+            self._num_unknown += 1
+            return fits
+        return False
+
+    def _say(self, difference: str, *, fits: bool, can_be_cut: bool) -> None:
+        name = type(self.probe.trainer.lightning_module).__name__
+        what = f"the losses of micro-batches don't add up to {name}'s loss of the whole batch: {difference}"
+        if fits and can_be_cut:
+            self.runs_once = True
+            rank_zero_info(
+                f"{what}. So the step runs once on whole batches from now on, and only the stack is cut, which costs "
+                f"time (docs/concepts/losses.md). HanayoStrategy(step='microbatch') accepts the difference."
+            )
+            return
+        self._has_given_up = True
+        why = "doesn't fit in memory" if can_be_cut else "can't be cut: the blocks' arguments don't grow with samples"
+        warnings.warn(
+            f"{what}. The step can't run once on whole batches, which {why}; so the training depends on "
+            f"num_microbatches.",
+            stacklevel=2,
+        )
+
+    def _fits(self, num_bytes: float) -> bool:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        else:
+            free = psutil.virtual_memory().available
+        return num_bytes <= free / 2
+
+    def _gathered(self, value: Any) -> list[Any]:
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a resumed run goes on with."""
+        return {"runs_once": self.runs_once}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run that was saved."""
+        self.runs_once = bool(state.get("runs_once", False))
+
+
+def _common(rows: Sequence[Sequence[Rule]]) -> list[Rule]:
+    return [rule for rule in rows[0] if all(rule in row for row in rows)]

@@ -42,7 +42,7 @@ class Options:
     data_parallel_size: AutoInt
     num_microbatches: AutoInt
     blocks: str | None
-    loss_weight: LossWeight
+    loss_weight: Literal["auto"] | LossWeight
     step: Literal["auto", "microbatch", "batch"]
     activation_budget: float | None
     cube_outside: Literal["share", "replicate", "tokens"]
@@ -82,7 +82,7 @@ class Options:
         if self.step == "batch" and self.cube_outside == "share":
             self._set("cube_outside", "replicate")
         if not callable(self.loss_weight):
-            self._choice("loss_weight", ("samples", "tokens", "shifted_tokens", "sum"))
+            self._choice("loss_weight", ("auto", "samples", "tokens", "shifted_tokens", "sum"))
         budget = self.activation_budget
         if budget is not None and (not is_number(budget) or budget == 0):
             raise HanayoError(f"activation_budget={budget!r}: expected a positive number of M_a, or None")

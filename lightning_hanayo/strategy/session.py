@@ -35,7 +35,7 @@ from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
 from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
-from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
+from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.probe import Probe
 from lightning_hanayo.strategy.losses.step_choice import StepChoice
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
@@ -122,7 +122,7 @@ class Session(Run):
         ):
             self.parts.add(hook(self.guard.note_registration).remove)
         self._prepared = PreparedModel()
-        self._loss_weight = options.loss_weight
+        self._loss_weight: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._memory: RunMemory | None = None
         self._hangs: HangWatch | None = None
         self._has_trained = False
@@ -199,6 +199,8 @@ class Session(Run):
         if self.choice is None or not self.pipeline.may_run_once:
             return self.pipeline.must_run_once
         split = self.pipeline.split(batch, source, is_whole=False)
+        if trains and self.choice.names_rule:
+            return False
         if trains:
             return self.choice.trains_once(batch, split, source, step, is_first=is_first)
         if trainer.predicting or split.num_microbatches == 1:
@@ -207,7 +209,7 @@ class Session(Run):
 
     def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool, is_whole: bool = False) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""
-        if self.choice is not None and trains:
+        if self.choice is not None and trains and not self.choice.names_rule:
             if is_whole:
                 return PieceWeights((1.0,), (1.0,), (1 / self.topology.data,))
             return self.choice.weigh(pieces, sizes)
@@ -220,7 +222,8 @@ class Session(Run):
             return None
         outside = modules_outside(module, self.pipeline.ownership.stack)
         probe = Probe(DrySteps(whole.user, outside), trainer, self.pipeline.splitter, outside, self.device)
-        return StepChoice(probe, self.topology.data, self.groups.data_control, self.device)
+        names_rule = self.options.loss_weight != "auto"
+        return StepChoice(probe, self.topology.data, self.groups.data_control, self.device, names_rule)
 
     def reseed(self, seed: int) -> None:
         """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
@@ -279,15 +282,16 @@ class Session(Run):
             values.put_in(module, cube)
         shards = self.pipeline.gradients.shards
         self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
-        self._loss_weight = for_model(options.loss_weight, module, options.batch_dim)
+        rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
+        self._loss_weight = for_model(rule, module, options.batch_dim)
         self.choice = self._step_choice(trainer, module)
         self.loss_watch = LossWatch(
             module,
-            options.loss_weight,
+            rule,
             batch_dim=options.batch_dim,
             warns=cube is None or cube.sample_rank == 0,
             shares_samples=cube is not None and options.cube_outside == "share",
-            is_on=self.choice is None,
+            is_on=self.choice is None or self.choice.names_rule,
         )
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(

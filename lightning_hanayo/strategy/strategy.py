@@ -75,7 +75,9 @@ class HanayoStrategy(CheckpointingStrategy):
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
             class that has the most parameters, or such blocks in a row in a `Sequential`.
-        loss_weight: a micro-batch's weight in the mean loss: "samples", "tokens" (labels that aren't -100; of causal
+        loss_weight: a micro-batch's weight in the mean loss, where steps run per micro-batch: "auto", what a probe
+            finds (see `step`), or where nothing is probed (in a cube, on one pipeline rank, with step="microbatch")
+            "samples"; "samples"; "tokens" (labels that aren't -100; of causal
             models of transformers those that the model counts), "shifted_tokens" (the same without each sequence's
             first label, `labels[..., 1:]`), or a function of the micro-batch that returns a number; "sum" for a loss
             that is a sum over samples. If the losses were means of something else, a warning says of what.
@@ -83,6 +85,10 @@ class HanayoStrategy(CheckpointingStrategy):
             for the whole "batch", of which the stack alone gets micro-batches. Then all code outside the stack
             computes what one process does, whatever the loss is. It costs time where that code is slow, as other
             ranks wait for it, and memory: it holds the whole batch, and ranks the activations of all micro-batches.
+            "auto": validation and test as "batch", where that fits in memory; training per micro-batch, if dry runs of
+            the step in the first batch of each epoch, and in every 64th one, show by which rule micro-batches add up to
+            the whole batch (samples, labels, sums of masks, or sums); else as "batch", where that fits. In a cube it
+            is "microbatch".
         activation_budget: the most activations that a rank may hold, in multiples of one micro-batch's (M_a); None: P.
         cube_outside: what each rank of a cube gets of a micro-batch outside the stack: "share", its own part of the
             samples; "replicate", all of them; or "tokens", all of them, too, but its own part of the tokens in head and
@@ -173,12 +179,12 @@ class HanayoStrategy(CheckpointingStrategy):
         data_parallel_size: int | Literal["auto"] = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         blocks: str | None = None,
-        loss_weight: Literal["samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float] = "samples",
+        loss_weight: Literal["auto", "samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float] = "auto",
         activation_budget: float | None = None,
         cube_outside: Literal["share", "replicate", "tokens"] = "share",
         schedule: str = "auto",
         *,
-        step: Literal["auto", "microbatch", "batch"] = "microbatch",
+        step: Literal["auto", "microbatch", "batch"] = "auto",
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
         cube_memory: Literal["gathered", "shards"] = "gathered",
         cube_weights: Literal["microbatch", "batch"] = "microbatch",

@@ -1,5 +1,6 @@
 """`step="auto"`: a probe finds out how micro-batches add up; training and validation equal one process."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,17 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
-from tests.harness.training import Layout, Outcome, Training, assert_close, fit, merge
+from tests.harness.training import (
+    Layout,
+    Outcome,
+    Training,
+    assert_close,
+    fit,
+    make_loader,
+    make_strategy,
+    make_trainer,
+    merge,
+)
 
 P2 = Layout(2, 1, 1, step="auto")
 W2 = Layout(2, 2, 1, step="auto")
@@ -112,3 +123,101 @@ def test_equals_one_process(pool: Pool, model: Any, rule: str, layout: Layout) -
     assert_close(outcome.gradients, expected.gradients, tolerance)
     assert_close(outcome.weights, expected.weights, 100 * tolerance)
     assert (found["rules"][:1] or [""])[0] == rule or found["once"] == (not rule), found
+
+
+class Evaluates(models.MLP):
+    """Metrics that no mean over micro-batches gives."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        scores = self(batch["x"])
+        loss = functional.cross_entropy(scores, batch["y"])
+        self.log("perplexity", loss.exp())
+        self.log("spread", scores.std(0).max(), reduce_fx="max")
+
+
+def validate(layout: Layout) -> Any:
+    strategy = {"strategy": make_strategy(layout)} if layout.world_size > 1 else {}
+    trainer = make_trainer(layout, **strategy)
+    module = models.build(Evaluates, torch.float64)
+    return trainer.validate(module, make_loader(models.vectors((8, 5), torch.float64)), verbose=False)
+
+
+def test_metrics_of_an_evaluation(pool: Pool) -> None:
+    ((expected,),) = pool.run(1, validate, Layout())
+    ((made,), *_) = pool.run(2, validate, P2)
+    assert made == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", [models.MLP, Ignores, Summed, whole.Contrastive, Perplexity])
+def test_data_ranks_count_as_in_ddp(pool: Pool, model: Any) -> None:
+    """The mean of both data ranks' losses, whatever they count."""
+    layout = Layout(2, 1, 2, step="auto")
+    training = Training(model, partial(models.vectors, (16, 12, 16)), dtype=torch.float64, steps=3)
+    made = pool.run(4, auto, training, layout)
+    outcome = merge([one for one, _ in made], layout)
+    of_ddp = pool.run(2, fit_ddp, training)
+    assert_close(outcome.weights, of_ddp[0], 1e-10)
+
+
+def fit_ddp(training: Training) -> Any:
+    """Train on two ranks of DDP."""
+    import os
+
+    from lightning.pytorch.strategies import DDPStrategy
+
+    rank = int(os.environ["RANK"])
+    module = models.build(training.model, training.dtype)
+    trainer = make_trainer(
+        Layout(), devices=2, strategy=DDPStrategy(find_unused_parameters=False), max_steps=training.steps
+    )
+    trainer.fit(module, make_loader(training.share(rank, 2)))
+    return {name: one.detach().clone() for name, one in module.named_parameters()}
+
+
+def test_single_samples(pool: Pool) -> None:
+    """Micro-batches of one sample."""
+    training = Training(Ignores, partial(models.vectors, (4, 4, 3)), dtype=torch.float64, steps=3)
+    made = pool.run(2, auto, training, P2)
+    outcome, expected = merge([one for one, _ in made], P2), plain(pool, training)
+    assert outcome.losses == pytest.approx(expected.losses, rel=1e-12), made[0][1]
+    assert_close(outcome.weights, expected.weights, 1e-10)
+
+
+def in_little_memory(training: Training, layout: Layout) -> tuple[Outcome, dict[str, Any]]:
+    """No whole batch fits."""
+    from lightning_hanayo.strategy.losses import step_choice
+
+    fits = step_choice.StepChoice._fits
+    step_choice.StepChoice._fits = lambda *_: False  # type: ignore[method-assign]
+    warnings.filterwarnings("ignore", message="the losses of micro-batches don't add up to")
+    try:
+        return auto(training, layout)
+    finally:
+        step_choice.StepChoice._fits = fits  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("model", "rule"), RULES, ids=lambda v: getattr(v, "__name__", None))
+def test_halves_of_micro_batches_tell_rules(pool: Pool, model: Any, rule: str) -> None:
+    is_text = model in (models.gpt2, models.llama)
+    batches = partial(models.padded, (8, 8, 6), (8,)) if is_text else partial(models.vectors, (16, 16, 12))
+    training = Training(model, batches, dtype=torch.float64, steps=3)
+    made = pool.run(2, in_little_memory, training, P2)
+    found = made[0][1]
+    assert rule in found["rules"], found
+    outcome, expected = merge([one for one, _ in made], P2), plain(pool, training)
+    assert_close(outcome.weights, expected.weights, 1e-4 if is_text else 1e-10)
+
+
+@pytest.mark.parametrize("model", [one for one in WHOLE if one is not whole.Counts], ids=lambda v: v.__name__)
+def test_where_no_whole_batch_fits_the_difference_is_warned_of(pool: Pool, model: Any) -> None:
+    training = Training(model, partial(models.vectors, (16, 16, 12)), dtype=torch.float64, steps=3)
+    ((_, found), *_) = pool.run(2, in_little_memory, training, P2)
+    assert any(row[0][1] for row in found["verdicts"]), found
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_rules_are_found_in_lower_precision(pool: Pool, precision: Any) -> None:
+    batches = partial(models.padded, (8, 8, 6), (8,))
+    training = Training(models.gpt2, batches, dtype=torch.float32, steps=3, precision=precision)
+    ((_, found), *_) = pool.run(2, auto, training, P2)
+    assert "the values of batch['labels'] other than -100, without the first of each sequence" in found["rules"], found

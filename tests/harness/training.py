@@ -188,7 +188,7 @@ def fit(training: Training, layout: Layout) -> Outcome:
     callback = OutcomeCallback()
     trainer = make_trainer(
         layout,
-        training.loss_weight,
+        "auto" if layout.step == "auto" else training.loss_weight,
         precision=training.precision,
         max_steps=training.steps,
         accumulate_grad_batches=training.accumulate,

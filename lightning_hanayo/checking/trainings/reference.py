@@ -269,7 +269,8 @@ class _PiecewiseSteps(Callback):
         self._case = case
         self._splitter = WholeSplitter(case.options.batch_rule)
         self._num_microbatches = num_microbatches
-        self._rule = case.options.loss_weight
+        rule = case.options.loss_weight
+        self._rule: LossWeight = "samples" if rule == "auto" else rule
         self._has_run = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,6 +6,7 @@
 Nothing remains of it but what it has shown: buffers, attributes, logs, metrics and random numbers are as before.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class DrySteps:
                 return step(samples)
 
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
-        with kept_buffers(self._modules), torch.compiler.set_stance("force_eager"):
+        with warnings.catch_warnings(), kept_buffers(self._modules), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             result = self._user.dry_run(batch, stand_in)
         return Ran(result, stand_in.calls, stand_in.tensors, counted.num_bytes)
 

@@ -44,7 +44,14 @@ class LossWatch:
     """
 
     def __init__(
-        self, model: nn.Module, rule: LossWeight, *, batch_dim: int, warns: bool, shares_samples: bool, is_on: bool
+        self,
+        model: nn.Module,
+        rule: LossWeight,
+        *,
+        batch_dim: int,
+        warns: bool,
+        shares_samples: bool,
+        is_on: bool = True,
     ) -> None:
         self._model = model
         self._rule = rule

@@ -28,7 +28,7 @@ from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generat
 from lightning_hanayo.pipeline_parallel.stages import find_loss
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metrics import copy_state, restore_state
-from lightning_hanayo.strategy.losses.rules import Rule, named_tensors, possible_rules
+from lightning_hanayo.strategy.losses.rules import Named, Rule, named_tensors, possible_rules
 
 DRAWS, WHOLE_DRAWS = 4, 2
 """of outputs of the stack: a loss of the largest values of few samples is a mean over samples in one of them"""
@@ -64,6 +64,10 @@ class Verdict:
     """the rules that this batch tells of"""
     can_be_cut: bool = True
     """whether the blocks' arguments of the whole batch can be cut into micro-batches"""
+
+
+Differ = Callable[[Sequence[Named], Sequence[int]], int]
+"""In how many ways the rules that come into question weigh pieces of these sizes; 0: in one of them a piece has none"""
 
 
 class _Differs(Exception):
@@ -119,6 +123,7 @@ class Probe:
         source: BatchSource,
         step: Callable[[Any], Any],
         fits: Callable[[float], bool],
+        differ: Differ,
     ) -> Verdict:
         """Probe a batch, which stays as it is.
 
@@ -131,7 +136,25 @@ class Probe:
             source: where it comes from.
             step: runs the user's step.
             fits: whether so many bytes are free.
+            differ: tells on which pieces rules differ most.
         """
+        precisely = torch.autocast(self.device.type, enabled=False)
+        if torch.is_autocast_enabled(self.device.type):
+            with precisely:
+                verdict = self._probe(batch, split, source, step, fits, differ)
+            if not verdict.unknown:
+                return verdict
+        return self._probe(batch, split, source, step, fits, differ)
+
+    def _probe(
+        self,
+        batch: Any,
+        split: SplitBatch,
+        source: BatchSource,
+        step: Callable[[Any], Any],
+        fits: Callable[[float], bool],
+        differ: Differ,
+    ) -> Verdict:
         with self.steps.running(), self._leaving_nothing():
             try:
                 some = min(zip(split.num_samples, split.pieces, strict=True), key=lambda pair: pair[0])
@@ -141,30 +164,21 @@ class Probe:
             if fits(2 * self.sample_bytes * sum(split.num_samples)):
                 union, parts, draws = batch, split, WHOLE_DRAWS
             else:
-                union, parts, draws = *self._choose(split, source), DRAWS
-            if torch.is_autocast_enabled(self.device.type):
-                with suppress(Exception), torch.autocast(self.device.type, enabled=False):
-                    return self._compare(union, parts, step, draws)
+                found = self._choose(split, source, differ)
+                if found is None:
+                    return Verdict(unknown="no two samples of a micro-batch can be cut apart")
+                union, parts, draws = *found, DRAWS
             return self._compare(union, parts, step, draws)
 
-    def _choose(self, split: SplitBatch, source: BatchSource) -> tuple[Any, SplitBatch]:
-        """Samples, and the same in two parts: those on which rules differ most, and none counts 0."""
-        best: tuple[int, Any, SplitBatch] = 0, split.pieces[0], split
+    def _choose(self, split: SplitBatch, source: BatchSource, differ: Differ) -> tuple[Any, SplitBatch] | None:
+        """Samples, and the same in two parts: those on which rules differ most."""
+        found: list[tuple[int, Any, SplitBatch]] = []
         for piece in split.pieces:
             with suppress(HanayoError):
                 parts = self.splitter.split(own_copy(piece), 2, source)
-                if parts.num_microbatches < 2 or not parts.num_samples:
-                    continue
-                named = list(map(named_tensors, parts.pieces))
-                made = [rule.weights(named, parts.num_samples) for rule in possible_rules(named)]
-                score = 1
-                if not any(weights is not None and 0.0 in weights for weights in made):
-                    score += len({tuple(round(one, 6) for one in weights) for weights in made if weights})
-                if score > best[0]:
-                    best = score, piece, parts
-        if not best[0]:
-            raise _Unknown("no two samples of a micro-batch can be cut apart")
-        return best[1:]
+                if parts.num_microbatches == 2 and parts.num_samples:
+                    found.append((differ(list(map(named_tensors, parts.pieces)), parts.num_samples), piece, parts))
+        return max(found, key=lambda one: one[0])[1:] if found else None
 
     def _compare(
         self,
@@ -230,7 +244,10 @@ class Probe:
         None where a whole batch can't be cut into micro-batches in front of the stack.
         """
         try:
-            union, parts = self._choose(split, source)
+            found = self._choose(split, source, lambda *_: 1)
+            if found is None:
+                return None
+            union, parts = found
             sizes = list(parts.num_samples)
             outputs = _Outputs(sizes)
             with self.steps.running(), self._leaving_nothing():
@@ -272,7 +289,7 @@ class Probe:
         if loss.numel() != 1:
             raise _Unknown("the step returns no loss of one element")
         names = self._names()
-        made = torch.autograd.grad(loss.reshape(()), [*leaves, *names], allow_unused=True)
+        made: Sequence[Tensor | None] = torch.autograd.grad(loss.reshape(()), [*leaves, *names], allow_unused=True)
         at_outputs = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, made, strict=False)]
         sampled = {
             name: one.to_dense() if one.is_sparse else one.flatten()[:: max(1, one.numel() // SAMPLED)].clone()
@@ -517,7 +534,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return sum(float(one.double().square().sum()) for one in tensors) ** 0.5
+    return float(sum(float(one.double().square().sum()) for one in tensors) ** 0.5)
 
 
 def _dot(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:

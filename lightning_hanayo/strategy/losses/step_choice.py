@@ -27,6 +27,8 @@ from lightning_hanayo.strategy.losses.rules import EACH, SAMPLES, Named, Rule, a
 
 EVERY = 64
 """batches, after which one is probed again"""
+TRIES = 4
+"""probes of a batch of which only parts can be compared"""
 PATIENCE = 8
 """batches in a row of which nothing can be told"""
 
@@ -45,12 +47,15 @@ class Candidates:
         self.rules = tuple(rule for rule in dict.fromkeys(known) if rule not in self._excluded)
         return bool(self.rules)
 
+    def weights(self, pieces: Sequence[Named], sizes: Sequence[int]) -> list[list[float] | None]:
+        """All weights of these pieces by rules that aren't excluded; the first that weighs now."""
+        rules = (rule for rule in possible_rules(pieces) if rule not in self._excluded)
+        return [rule.weights(pieces, sizes) for rule in dict.fromkeys((*self.rules, *rules))]
+
     def differ(self, pieces: Sequence[Named], sizes: Sequence[int]) -> bool:
         """Whether rules that aren't excluded weigh these pieces differently."""
-        first = self.rules[0].weights(pieces, sizes)
-        others = dict.fromkeys((*self.rules, *possible_rules(pieces)))
-        made = (rule.weights(pieces, sizes) for rule in others if rule not in self._excluded)
-        return any(weights is not None and not are_close(first, weights) for weights in made)
+        first, *others = self.weights(pieces, sizes)
+        return any(weights is not None and not are_close(first, weights) for weights in others)
 
 
 @dataclass
@@ -62,12 +67,14 @@ class StepChoice:
         num_data: D, data ranks.
         group: of the data ranks; None if there is one.
         device: of this rank.
+        names_rule: whether the user has named a rule, by which steps of micro-batches are weighed in training.
     """
 
     probe: Probe
     num_data: int
     group: dist.ProcessGroup | None
     device: torch.device
+    names_rule: bool = False
     runs_once: bool = field(default=False, init=False)
     """for good: no rule puts the losses of micro-batches together"""
     rules: Candidates = field(default_factory=Candidates, init=False)
@@ -97,9 +104,14 @@ class StepChoice:
         is_due = number % EVERY == 0 or not rests and (is_first or not known) or known and self._differ(split)
         if not any(self._gathered(is_due)):
             return not known
-        verdicts = self._gathered(self.probe.probe(batch, split, source, step, self._fits))
-        fits = all(self._gathered(self._fits(2 * sum(split.sizes.parts[0]) * self.probe.sample_bytes)))
-        return self._take(verdicts, fits=fits)
+        once = True
+        for _ in range(TRIES):
+            verdicts = self._gathered(self.probe.probe(batch, split, source, step, self._fits, self._differ_by))
+            fits = all(self._gathered(self._fits(2 * sum(split.sizes.parts[0]) * self.probe.sample_bytes)))
+            once = self._take(verdicts, fits=fits)
+            if once or fits or self._has_given_up or not any(self._gathered(self._differ(split))):
+                break
+        return once
 
     def evaluates_once(self, stage: str, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> bool:
         """Whether the step of a batch of an evaluation runs once: asked of the first batch of each stage."""
@@ -130,6 +142,12 @@ class StepChoice:
         """Whether rules that aren't excluded weigh this batch's micro-batches differently."""
         named, sizes = list(map(named_tensors, split.pieces)), list(split.sizes.parts[0])
         return any(one.differ(named, sizes) for one in (self.rules, *self._logged.values()))
+
+    def _differ_by(self, pieces: Sequence[Named], sizes: Sequence[int]) -> int:
+        made = [weights for one in (self.rules, *self._logged.values()) for weights in one.weights(pieces, sizes)]
+        if any(weights is not None and 0.0 in weights for weights in made):
+            return 0
+        return len({tuple(round(one, 6) for one in weights) for weights in made if weights is not None})
 
     def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> bool:
         """Take the verdicts of all data ranks; return whether the step of this batch runs once."""

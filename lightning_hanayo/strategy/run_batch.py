@@ -141,7 +141,7 @@ def _run_batch(
         split = whole(batch, pipeline.splitter.rule.batch_dim)
     if trains:
         session.samples.note(pipeline.splitter.num_samples(batch, source))
-        session.begin_training(trainer.lightning_module, stack_split)
+        session.begin_training(trainer.lightning_module, stack_split, is_whole=is_whole)
     weights = session.weigh(split.pieces, split.sizes, trains=trains, is_whole=is_whole)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []

@@ -163,12 +163,12 @@ class Session(Run):
             self._hangs = watch = HangWatch(self.failures, own, self.options.timeout)
             self.parts.add(watch.finish, watch.stop)
 
-    def begin_training(self, module: "pl.LightningModule", split: SplitBatch) -> None:
+    def begin_training(self, module: "pl.LightningModule", split: SplitBatch, *, is_whole: bool) -> None:
         """Warn in the first training batch: hooks at the start of a run may have changed modes."""
         if not self._has_trained:
             self._has_trained = True
             stack = self.pipeline.ownership.stack
-            once = modules_outside(module, stack) if self.pipeline.must_run_once else ()
+            once = modules_outside(module, stack) if is_whole else ()
             warn_of_batch_statistics(module, split.num_microbatches, except_of=once)
             if self.cube is not None and self.cube.shares_samples:
                 suggest_tokens(module, split.pieces, self.cube.mesh.num_ranks)
@@ -221,9 +221,11 @@ class Session(Run):
         if not isinstance(whole, WholeStep) or not module.automatic_optimization:
             return None
         outside = modules_outside(module, self.pipeline.ownership.stack)
-        probe = Probe(DrySteps(whole.user, outside), trainer, self.pipeline.splitter, outside, self.device)
+        probe = Probe(DrySteps(whole.user, module, outside), trainer, self.pipeline.splitter, outside, self.device)
         names_rule = self.options.loss_weight != "auto"
-        return StepChoice(probe, self.topology.data, self.groups.data_control, self.device, names_rule)
+        self.loss_watch.is_on = names_rule
+        group = self.groups.data_control
+        return StepChoice(probe, self.topology.data, group, self.device, self.loss_watch, names_rule)
 
     def reseed(self, seed: int) -> None:
         """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
@@ -284,15 +286,14 @@ class Session(Run):
         self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._loss_weight = for_model(rule, module, options.batch_dim)
-        self.choice = self._step_choice(trainer, module)
         self.loss_watch = LossWatch(
             module,
             rule,
             batch_dim=options.batch_dim,
             warns=cube is None or cube.sample_rank == 0,
             shares_samples=cube is not None and options.cube_outside == "share",
-            is_on=self.choice is None or self.choice.names_rule,
         )
+        self.choice = self._step_choice(trainer, module)
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(
             self.pipe_relay,

@@ -80,7 +80,7 @@ def auto(training: Training, layout: Layout) -> tuple[Outcome, dict[str, Any]]:
 
     take = step_choice.StepChoice._take
 
-    def note(self: Any, verdicts: Any, *, fits: bool) -> bool:
+    def note(self: Any, verdicts: Any, *, fits: bool) -> tuple[bool, bool]:
         made = take(self, verdicts, fits=fits)
         found.setdefault("verdicts", []).append([(one.rules, one.difference, one.unknown) for one in verdicts])
         found["rules"], found["once"] = list(map(str, self.rules.rules)), self.runs_once

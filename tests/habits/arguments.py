@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from tests.habits.habit import EXACT, FP32_NORMS, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, on
+from tests.habits.habit import EXACT, FP32_NORMS, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, in_cubes, on
 from tests.harness import models
 from tests.harness.models import CLASSES, NUM_BLOCKS, WIDTH, Batch, Block
 
@@ -310,7 +310,7 @@ HABITS = [
     _habit(
         "a weight from the gradient of the last layer",
         AdaptiveWeight,
-        on(pipelines=PerMicrobatch(WITHIN_STEP), cubes=PER_SHARE),
+        in_cubes(PER_SHARE),
     ),
     _habit(
         "`loss.backward()` in the step", BackwardInStep, everywhere(Refused(r"calls backward\(\)", "calls backward()"))

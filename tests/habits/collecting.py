@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.habits.habit import EXACT, Habit, PerMicrobatch, Refused, everywhere, on
+from tests.habits.habit import EXACT, Habit, PerMicrobatch, Refused, everywhere, in_cubes
 from tests.harness import models
 from tests.harness.models import CLASSES, Batch
 from tests.harness.training import make_loader
@@ -288,9 +288,9 @@ HABITS = [
           everywhere(EXACT), True),
     Habit("the same in validation, with the best value kept", Validates, VECTORS, everywhere(EXACT), True),
     Habit("counts collected in a list, summed at the epoch's end", CollectsCounts, VECTORS,
-          everywhere(PerMicrobatch("set by the step for each of the"))),
+          in_cubes(PerMicrobatch("set by the step for each of the"))),
     Habit("counters that the step advances, read at the epoch's end", Counts, VECTORS,
-          on(pipelines=PerMicrobatch("number"), cubes=PER_RANK)),
+          in_cubes(PER_RANK)),
     Habit("moving averages of all weights and a list of parameters, kept in `on_train_batch_end`", Averages, VECTORS,
           everywhere(EXACT), True),
     Habit("an attribute that the step sets, read in `on_train_batch_end`", KeepsLast, VECTORS, everywhere(EXACT)),
@@ -301,5 +301,5 @@ HABITS = [
           | {"cube": EXACT}),
     Habit("a torchmetrics metric, computed in `on_train_epoch_end`", ComputesMetric, VECTORS, everywhere(EXACT)),
     Habit("validation losses collected, but neither returned nor logged", UnknownMeans, VECTORS,
-          everywhere(PerMicrobatch("self.validation_outputs: set by the step for each"))),
+          in_cubes(PerMicrobatch("self.validation_outputs: set by the step for each"))),
 ]  # fmt: skip

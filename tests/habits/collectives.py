@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.habits.collecting import Collects
-from tests.habits.habit import EXACT, Habit, PerMicrobatch, Refused, everywhere, on
+from tests.habits.habit import EXACT, Habit, Refused, everywhere, in_cubes, on
 from tests.harness import models
 from tests.harness.models import Batch
 
@@ -149,7 +149,7 @@ HABITS = [
     Habit("`self.all_gather` of scores in the step, collected for the epoch", GathersSamples, VECTORS,
           everywhere(EXACT)),
     Habit("a contrastive loss with `self.all_gather(..., sync_grads=True)`", Contrasts, VECTORS,
-          on(pipelines=PerMicrobatch("gathers one of the 4 micro-batches"), cubes=Refused("it runs no backward"))),
+          in_cubes(Refused("it runs no backward"))),
     Habit("`self.trainer.strategy.reduce` in both", Reduces, VECTORS, everywhere(EXACT), True),
     Habit("`barrier`, `broadcast` and `self.log(..., sync_dist=True)`", Synchronizes, VECTORS, everywhere(EXACT), True),
     Habit("`torch.distributed.all_reduce` in the step", Raw, VECTORS, everywhere(RAW)),

@@ -31,8 +31,8 @@ FP32_NORMS = 1e-7
 """for models of transformers with norms that compute in fp32: their rounding depends on the last bits of the input"""
 
 LAYOUTS = {
-    "pipeline": Layout(2, 1, 1),
-    "waves": Layout(2, 2, 1),
+    "pipeline": Layout(2, 1, 1, step="auto"),
+    "waves": Layout(2, 2, 1, step="auto"),
     "cube": Layout(1, 1, 1, cube=(2, 2, 1)),
     "both": Layout(2, 1, 1, cube=(1, 2, 1)),
 }
@@ -82,6 +82,11 @@ def everywhere(outcome: HabitOutcome) -> dict[str, HabitOutcome]:
 def on(*, pipelines: HabitOutcome, cubes: HabitOutcome) -> dict[str, HabitOutcome]:
     """One outcome on pipelines without a cube, another one on cubes."""
     return {"pipeline": pipelines, "waves": pipelines, "cube": cubes, "both": cubes}
+
+
+def in_cubes(outcome: HabitOutcome) -> dict[str, HabitOutcome]:
+    """An outcome of cubes; on pipelines without one, where a probe decides how often the step runs, it is exact."""
+    return on(pipelines=EXACT, cubes=outcome)
 
 
 def nothing(*_: Any) -> None:

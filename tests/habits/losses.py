@@ -9,7 +9,7 @@ from torch.distributed import get_world_size
 from torch.nn import functional
 
 from tests.habits.batches import ShiftedLabels, with_labels
-from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, on
+from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, in_cubes, on
 from tests.harness import models
 from tests.harness.models import CLASSES, IGNORED, MLP, WIDTH, Batch
 
@@ -24,8 +24,8 @@ REPLICATE = {"cube_outside": "replicate"}
 
 
 def changed(warning: str) -> dict[str, HabitOutcome]:
-    """It depends on micro-batches, with this warning; a cube shares out each of them, one sample per rank."""
-    return on(pipelines=PerMicrobatch(warning), cubes=PerMicrobatch(warning, pieces=8))
+    """In a cube, which shares out each micro-batch, one sample per rank, it depends on them, with this warning."""
+    return in_cubes(PerMicrobatch(warning, pieces=8))
 
 
 def padded() -> list[Batch]:
@@ -216,13 +216,13 @@ HABITS = [
     Habit("a sum by hand, without it", SumsByHand, VECTORS, changed(r"Set HanayoStrategy\(loss_weight='sum'\)")),
     Habit("in-batch negatives", Contrasts, EVEN, changed("a product of samples with samples")),
     Habit("in-batch negatives, `cube_outside='replicate'`", Contrasts, EVEN,
-          everywhere(PerMicrobatch("a product of samples with samples")), strategy=REPLICATE),
+          in_cubes(PerMicrobatch("a product of samples with samples")), strategy=REPLICATE),
     Habit("the root of a mean squared error", RootOfMean, EVEN, changed("sqrt of a mean or sum over samples")),
     Habit("a Dice loss over the batch", Dice, EVEN, changed("a quotient of means or sums over samples")),
     Habit("mixup by `roll`", Mixup, EVEN, changed("a roll of the samples of a micro-batch")),
     Habit("mixup by `randperm`", MixesByRandperm, EVEN, changed("a randperm of the samples of a micro-batch")),
     Habit("a number that the step counts up, for a warm-up", WarmsUp, VECTORS,
-          everywhere(PerMicrobatch("calls: buffers or counters that training changes once for each"))),
+          in_cubes(PerMicrobatch("calls: buffers or counters that training changes once for each"))),
     Habit("BatchNorm in the blocks", NormalisesInBlocks, EVEN,
           on(pipelines=PerMicrobatch(r"blocks.0.norm \(BatchNorm1d\).* will normalise by the mean of each"),
              cubes=BATCH_NORM)),

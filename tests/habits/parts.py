@@ -12,7 +12,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, on
+from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, in_cubes, on
 from tests.harness import models
 from tests.harness.checkpoints import read
 
@@ -26,7 +26,7 @@ ANY_RANK = Refused(
 )
 """whichever rank is first"""
 REFUSED_IN_STEPS = on(pipelines=MISSING, cubes=PART)
-PER_MICROBATCH = everywhere(
+PER_MICROBATCH = in_cubes(
     PerMicrobatch("buffers or counters that training changes once for each of the 4 micro-batches")
 )
 BUFFER_CHANGED = PER_MICROBATCH | dict.fromkeys(
@@ -340,12 +340,12 @@ HABITS = [
     _habit("the norm of all weights read with `full_parameter`", WholeNormLogged, everywhere(EXACT), always_exact=True),
     _habit("`torch.save(self.state_dict())` in a hook", Saved, everywhere(ANY_RANK)),
     _habit("`trainer.save_checkpoint()` in a hook", Checkpointed, everywhere(EXACT)),
-    _habit("prototypes normalised in the step", NormalisedInStep, everywhere(IN_STEP)),
-    _habit("BatchNorm outside the stack", Normalised, on(pipelines=PER_STATISTICS, cubes=BATCH_NORM), EVEN),
+    _habit("prototypes normalised in the step", NormalisedInStep, in_cubes(IN_STEP)),
+    _habit("BatchNorm outside the stack", Normalised, in_cubes(BATCH_NORM), EVEN),
     _habit(
         "BatchNorm outside the stack, `cube_outside='replicate'`",
         Normalised,
-        everywhere(PER_STATISTICS),
+        in_cubes(PER_STATISTICS),
         EVEN,
         strategy=REPLICATE,
     ),

@@ -9,6 +9,7 @@ Nothing remains of it but what it has shown: buffers, attributes, logs, metrics 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +23,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
+from lightning_hanayo.pipeline_parallel.capture.state import is_metric
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.message import Message
 
+State = dict[str, float | Tensor]
 Given = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """What the step is to get from the stack, by the number of the tensor, and the first block's output."""
 
@@ -75,6 +78,10 @@ class Ran:
     """that the step has got from the stack"""
     num_bytes: int
     """of all tensors that it has made outside the stack"""
+    before: State
+    """by name, numbers and buffers of modules that it changes"""
+    after: State
+    """the same, as it leaves them"""
 
 
 class DrySteps:
@@ -82,29 +89,70 @@ class DrySteps:
 
     Args:
         user: runs steps, in which no block runs.
+        model: the user's module.
         outside: the modules outside the stack, whose buffers are as before afterwards.
     """
 
-    def __init__(self, user: UserStep, outside: Sequence[nn.Module]) -> None:
+    def __init__(self, user: UserStep, model: nn.Module, outside: Sequence[nn.Module]) -> None:
         self._user = user
+        self._model = model
         self._modules = [*outside, *user.blocks[0].modules()]
+        ids = {id(module) for module in outside if not is_metric(module)}
+        self._outside = {
+            f"{name}." if name else "": module for name, module in model.named_modules() if id(module) in ids
+        }
 
-    def run(self, step: Callable[[Any], Any], samples: Any, given: Given = lambda _, made: made) -> Ran:
+    def run(
+        self,
+        step: Callable[[Any], Any],
+        samples: Any,
+        given: Given = lambda _, made: made,
+        *,
+        after: State | None = None,
+    ) -> Ran:
         """Run the step on some samples, which it may change, without dropout.
 
-        `given`: makes what the step gets from the stack; else that is the first block's output.
+        `given`: makes what the step gets from the stack; else that is the first block's output. `after`: what another
+        run has left, before this one.
         """
         counted, stand_in = _CountedBytes(), StandIn(self._user.blocks, given)
+        before: State = {}
+        now: State = {}
 
         def run(_: int) -> Any:
+            self._set(after or {})
+            before.update(self._state())
             with _WithoutDropout(), counted:
-                return step(samples)
+                result = step(samples)
+            now.update(self._state())
+            return result
 
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
-        with warnings.catch_warnings(), kept_buffers(self._modules), torch.compiler.set_stance("force_eager"):
+        kept = kept_buffers(self._modules), _kept_hooks(self._model)
+        with warnings.catch_warnings(), kept[0], kept[1], torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
-            result = self._user.dry_run(batch, stand_in)
-        return Ran(result, stand_in.calls, stand_in.tensors, counted.num_bytes)
+            result = copy_context().run(self._user.dry_run, batch, stand_in)
+        changed = [name for name in before.keys() & now.keys() if not _is_same(before[name], now[name])]
+        states = ({name: state[name] for name in changed} for state in (before, now))
+        return Ran(result, stand_in.calls, stand_in.tensors, counted.num_bytes, *states)
+
+    def _state(self) -> State:
+        """The numbers and buffers of modules outside the stack, but for what metrics count."""
+        found: State = {}
+        for name, module in self._outside.items():
+            for key, value in vars(module).items():
+                if type(value) in (int, float):
+                    found[f"{name}{key}"] = value
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    found[f"{name}{key}"] = buffer.clone()
+        return found
+
+    def _set(self, state: State) -> None:
+        for path, value in state.items():
+            name, _, key = path.rpartition(".")
+            module = self._outside[f"{name}." if name else ""]
+            (module._buffers if isinstance(value, Tensor) else vars(module))[key] = value
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -151,6 +199,12 @@ class _CountedBytes(TorchDispatchMode):
         return made
 
 
+def _is_same(one: float | Tensor, other: float | Tensor) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return bool(one == other)
+
+
 @contextmanager
 def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside it the modules have copies of their buffers."""
@@ -163,3 +217,17 @@ def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module, buffers in before:
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+@contextmanager
+def _kept_hooks(model: nn.Module) -> Iterator[None]:
+    """Remove what is registered inside it, such as hooks that record outputs."""
+    registered = [value for part in model.modules() for key, value in vars(part).items() if key.endswith("_hooks")]
+    before = [(hooks, dict(hooks)) for hooks in registered]
+    try:
+        yield
+    finally:
+        for hooks, own in before:
+            if len(hooks) != len(own):
+                hooks.clear()
+                hooks.update(own)

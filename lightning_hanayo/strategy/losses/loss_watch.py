@@ -40,7 +40,6 @@ class LossWatch:
         batch_dim: the dimension of the samples.
         warns: whether this rank is the one that warns; the ranks of a cube see the same.
         shares_samples: whether each rank of a cube runs the step on its share of a micro-batch.
-        is_on: whether nothing else knows how losses add up.
     """
 
     def __init__(
@@ -58,7 +57,8 @@ class LossWatch:
         self._batch_dim = batch_dim
         self._warns = warns
         self._shares_samples = shares_samples
-        self._is_on = is_on
+        self.is_on = True
+        """until it has given a warning, and unless something else knows how losses add up"""
         self._is_first = True
         self._num_batches = 0
         self._noted: dict[int, LossGraph] = {}
@@ -73,7 +73,7 @@ class LossWatch:
 
     def note(self, sizes: Sequence[int], microbatch: int, loss: Tensor, stop: Collection[Node]) -> None:
         """Read a micro-batch's loss before its backward. `sizes`: the samples of this rank's micro-batches."""
-        if self._is_on and self._is_due and loss.numel() == 1:
+        if self.is_on and self._is_due and loss.numel() == 1:
             self._noted[microbatch] = read_loss(loss, stop, sizes[microbatch], couplings=self._is_first)
 
     def noted(self, microbatch: int) -> LossGraph | None:
@@ -92,7 +92,7 @@ class LossWatch:
             weights: theirs, in the loss.
         """
         counted = [i for i, piece in enumerate(pieces) if piece is not None and losses[i] is not None and weights[i]]
-        if not self._is_on or len(counted) < 2:
+        if not self.is_on or len(counted) < 2:
             return
         graphs = in_host_memory([graph for i in counted if (graph := losses[i]) is not None])
         self._is_first = False
@@ -102,7 +102,7 @@ class LossWatch:
             [pieces[i] for i in counted], sizes.of(counted), graphs, [weights[i] for i in counted]
         )
         if message:
-            self._is_on = False
+            self.is_on = False
             if self._warns:
                 warnings.warn(message, stacklevel=2)
 

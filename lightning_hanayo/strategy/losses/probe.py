@@ -74,12 +74,12 @@ class _Differs(Exception):
     """Steps of parts don't add up."""
 
 
-class _CannotBeCut(_Differs):
-    """Nor can the blocks' arguments of all samples be cut into those of parts."""
-
-
 class _Unknown(Exception):
     """It can't be told."""
+
+
+class _CannotBeCut(_Unknown):
+    """It can't, as the blocks' arguments of all samples can't be cut into those of parts."""
 
 
 @dataclass
@@ -160,7 +160,8 @@ class Probe:
                 some = min(zip(split.num_samples, split.pieces, strict=True), key=lambda pair: pair[0])
                 self.sample_bytes = self._run(step, some[1], lambda _, made: made).ran.num_bytes / some[0]
             except Exception as error:
-                return Verdict(unknown=f"a dry run of the step fails ({type(error).__name__}: {error})")
+                unknown = f"a dry run of the step fails ({type(error).__name__}: {error})"
+                return Verdict(unknown=unknown, can_be_cut=not isinstance(error, UnsupportedError))
             if fits(2 * self.sample_bytes * sum(split.num_samples)):
                 union, parts, draws = batch, split, WHOLE_DRAWS
             else:
@@ -199,18 +200,22 @@ class Probe:
                 try:
                     whole = self._run(step, union, outputs.of_union(draw))
                 except Exception as error:
-                    raise _Unknown(f"a dry run of the step fails ({type(error).__name__}: {error})") from error
+                    kind = _CannotBeCut if isinstance(error, UnsupportedError) else _Unknown
+                    raise kind(f"a dry run of the step fails ({type(error).__name__}: {error})") from error
                 runs = []
                 for number, piece in enumerate(parts.pieces):
                     set_generators(states, self.device)
                     try:
                         runs.append(self._run(step, piece, outputs.of_part(number)))
+                    except UnsupportedError as error:
+                        raise _CannotBeCut(str(error)) from error
                     except Exception as error:
                         raise _Differs(f"the step fails on fewer samples ({type(error).__name__}: {error})") from error
                 low = any(one.dtype in _HALF for one in whole.gradients) or torch.is_autocast_enabled(self.device.type)
                 try:
                     if not draw:
                         _check_arguments(whole, runs, sizes, ROUGH if low else EXACT)
+                        self._check_state(step, parts.pieces[0], whole, runs)
                     weights = _weights(whole, runs, outputs, ROUGH if low else EXACT)
                     _check_outside(whole, runs, weights, ROUGH if low else EXACT)
                 except _Differs as difference:
@@ -231,10 +236,9 @@ class Probe:
             if not is_known:
                 raise _Unknown("the loss has no gradient at the stack's output")
         except _Differs as difference:
-            can_be_cut = not isinstance(difference, _CannotBeCut)
-            return Verdict(difference=str(difference), can_be_cut=can_be_cut)
+            return Verdict(difference=str(difference))
         except _Unknown as reason:
-            return Verdict(unknown=str(reason))
+            return Verdict(unknown=str(reason), can_be_cut=not isinstance(reason, _CannotBeCut))
         tried = tuple(rule for rule in possible if made[rule] is not None)
         return Verdict(tuple(kept), {key: tuple(own) for key, own in logged.items()}, tried=tried)
 
@@ -259,6 +263,23 @@ class Probe:
         shapes = [[tuple(tensor.shape) for tensor in call.tensors] for call in whole.ran.calls]
         repeats = all(shapes[i] == shapes[i % 2] for i in range(len(shapes)))  # else later passes can't be cut
         return whole.ran.num_bytes / sum(sizes) if repeats else None
+
+    def _check_state(self, step: Callable[[Any], Any], samples: Any, whole: _Run, parts: Sequence[_Run]) -> None:
+        """Check that numbers and buffers that steps change are as after one step, once those of all parts have run.
+
+        So are sums over samples, and what further steps leave as it is.
+
+        Raises:
+            _Differs: they aren't.
+        """
+        first = parts[0].ran.after
+        for name in self.steps.run(step, own_copy(samples), after=first).after if first else ():
+            with suppress(KeyError, RuntimeError):  # a part leaves it as it is, or its shape changes
+                before, after = (torch.as_tensor(state[name]).double() for state in (whole.ran.before, whole.ran.after))
+                changes = [torch.as_tensor(one.ran.after[name]).double() - before for one in parts]
+                if torch.allclose(before + torch.stack(changes).sum(0), after):
+                    continue
+            raise _Differs(f"{name} differs, which each step changes")
 
     def _run(self, step: Callable[[Any], Any], samples: Any, given: Any) -> _Run:
         logged: dict[tuple[str, int], tuple[Any, Mapping[str, Any]]] = {}

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.strategy.batch_split import SplitBatch
+from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.losses.probe import Probe, Verdict
 from lightning_hanayo.strategy.losses.rules import EACH, SAMPLES, Named, Rule, are_close, named_tensors, possible_rules
@@ -67,6 +68,7 @@ class StepChoice:
         num_data: D, data ranks.
         group: of the data ranks; None if there is one.
         device: of this rank.
+        watch: looks at the losses of micro-batches, where nothing can be probed.
         names_rule: whether the user has named a rule, by which steps of micro-batches are weighed in training.
     """
 
@@ -74,6 +76,7 @@ class StepChoice:
     num_data: int
     group: dist.ProcessGroup | None
     device: torch.device
+    watch: LossWatch
     names_rule: bool = False
     runs_once: bool = field(default=False, init=False)
     """for good: no rule puts the losses of micro-batches together"""
@@ -81,6 +84,8 @@ class StepChoice:
     """for the loss; none before the first probe"""
     _logged: dict[str, Candidates] = field(default_factory=dict, init=False)
     _num_batches: int = field(default=0, init=False)
+    _once: bool = field(default=False, init=False)
+    """in the last batch"""
     _num_unknown: int = field(default=0, init=False)
     _has_given_up: bool = field(default=False, init=False)
     _evaluates_once: dict[str, bool] = field(default_factory=dict, init=False)
@@ -102,14 +107,17 @@ class StepChoice:
         number, self._num_batches = self._num_batches, self._num_batches + 1
         known, rests = bool(self.rules.rules), self._num_unknown >= PATIENCE  # then it would only cost time
         is_due = number % EVERY == 0 or not rests and (is_first or not known) or known and self._differ(split)
-        if not any(self._gathered(is_due)):
-            return not known
-        once = True
+        if any(self._gathered(is_due)):
+            self._once = self._probed(batch, split, source, step)
+        return self._once
+
+    def _probed(self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> bool:
+        """Probe a batch; return whether its step runs once. Of parts of it, several probes may be needed."""
         for _ in range(TRIES):
             verdicts = self._gathered(self.probe.probe(batch, split, source, step, self._fits, self._differ_by))
             fits = all(self._gathered(self._fits(2 * sum(split.sizes.parts[0]) * self.probe.sample_bytes)))
-            once = self._take(verdicts, fits=fits)
-            if once or fits or self._has_given_up or not any(self._gathered(self._differ(split))):
+            once, goes_on = self._take(verdicts, fits=fits)
+            if fits or not goes_on or not any(self._gathered(self._differ(split))):
                 break
         return once
 
@@ -149,8 +157,8 @@ class StepChoice:
             return 0
         return len({tuple(round(one, 6) for one in weights) for weights in made if weights is not None})
 
-    def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> bool:
-        """Take the verdicts of all data ranks; return whether the step of this batch runs once."""
+    def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> tuple[bool, bool]:
+        """Take the verdicts of all data ranks; return whether the step runs once, and whether rules are known."""
         difference = next((one.difference for one in verdicts if one.difference), "")
         unknown = next((one.unknown for one in verdicts if one.unknown), "")
         if not difference and not unknown:
@@ -162,31 +170,39 @@ class StepChoice:
                 fitting = _common([one.logged[name] for one in verdicts if name in one.logged])
                 if not self._logged.setdefault(name, Candidates()).take(fitting, tried):
                     difference = f"the logged value {name!r} follows different rules in different batches"
-        if difference:
-            self._say(difference, fits=fits, can_be_cut=all(one.can_be_cut for one in verdicts))
-            return self.runs_once
-        if unknown:
-            self._num_unknown += 1
-            return fits
-        return False
-
-    def _say(self, difference: str, *, fits: bool, can_be_cut: bool) -> None:
-        name = type(self.probe.trainer.lightning_module).__name__
-        what = f"the losses of micro-batches don't add up to {name}'s loss of the whole batch: {difference}"
-        if fits and can_be_cut:
+        if not all(one.can_be_cut for one in verdicts):
+            self._give_up(f"whether losses of micro-batches add up to that of the whole batch isn't known: {unknown}")
+        elif difference and fits:
             self.runs_once = True
             rank_zero_info(
-                f"{what}. So the step runs once on whole batches from now on, and only the stack is cut, which costs "
-                f"time (docs/concepts/losses.md). HanayoStrategy(step='microbatch') accepts the difference."
+                f"{self._differs(difference)}. So from now on the step runs once on whole batches, and only the stack "
+                f"is cut, which costs time (docs/concepts/losses.md). HanayoStrategy(step='microbatch') accepts the "
+                f"difference."
             )
-            return
+        elif difference:
+            self._give_up("")
+            warnings.warn(
+                f"{self._differs(difference)}. In one piece the step doesn't fit in memory, so the training depends on "
+                f"num_microbatches.",
+                stacklevel=2,
+            )
+        elif unknown:
+            self._num_unknown += 1
+            return fits, False
+        return self.runs_once, bool(self.rules.rules)
+
+    def _differs(self, difference: str) -> str:
+        name = type(self.probe.trainer.lightning_module).__name__
+        return f"the losses of micro-batches don't add up to {name}'s loss of the whole batch: {difference}"
+
+    def _give_up(self, why: str) -> None:
+        """From now on micro-batches are weighed by samples."""
         self._has_given_up = True
-        why = "doesn't fit in memory" if can_be_cut else "can't be cut: the blocks' arguments don't grow with samples"
-        warnings.warn(
-            f"{what}. The step can't run once on whole batches, which {why}; so the training depends on "
-            f"num_microbatches.",
-            stacklevel=2,
-        )
+        self.rules = Candidates()
+        self._logged = {}
+        if why:
+            self.watch.is_on = True
+            rank_zero_info(f"{why}. They are weighed by samples; set HanayoStrategy(loss_weight=...) if that is wrong.")
 
     def _fits(self, num_bytes: float) -> bool:
         if self.device.type == "cuda":

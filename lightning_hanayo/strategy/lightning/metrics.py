@@ -222,7 +222,7 @@ class MicrobatchLog:
         trainer: whose results take the merged values.
         split: the batch in pieces, some of which this rank runs.
         weights: of each piece in the mean; only their proportions matter.
-        own_weights: the same for some values, by their names.
+        own_weights: with which some values are added up, by their names.
         splitter: gathers from the ranks that run the other pieces.
         given: the batch sizes that steps gave for earlier batches of the run.
     """
@@ -342,8 +342,8 @@ class MicrobatchLog:
             if is_sum:
                 merged: Any = sum(values.values())
             elif metric.meta.is_mean_reduction:
-                weights = self._own_weights.get(key.rpartition(".")[2], self._weights)
-                merged = _mean(values, weights)
+                own = self._own_weights.get(key.rpartition(".")[2])
+                merged = _mean(values, self._weights) if own is None else sum(own[i] * values[i] for i in values)
             else:
                 merged = metric.meta.reduce_fx(torch.stack(list(values.values())))
             log(key, merged, batch_size)

@@ -52,7 +52,7 @@ class PieceWeights:
     is_sum: bool = False
     """whether the loss is a sum, in training"""
     logged: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """in means of logged values, by name, where they aren't `in_mean`"""
+    """with which logged values are added up, by name, where that isn't their mean"""
 
 
 class LossWeighting:

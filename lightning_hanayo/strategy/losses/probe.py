@@ -10,7 +10,7 @@ micro-batches, and so it is if blocks get other arguments, or logged values diff
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +94,7 @@ class _Run:
     """at parameters outside: some elements"""
     logged: dict[tuple[str, int], tuple[Any, Mapping[str, Any]]]
     is_random: bool
+    calls_logger: bool
 
 
 @dataclass
@@ -288,20 +289,20 @@ class Probe:
             number = sum(key == name for key, _ in logged)
             logged[name, number] = value, options
 
+        called: list[Any] = []
         results: Any = self.trainer._results
-        if results is not None:
-            results.log = log
         before = generator_states(self.device)
-        try:
-            ran = self.steps.run(step, own_copy(samples), given)
-        finally:
+        with ExitStack() as stack:
             if results is not None:
-                del results.log
+                stack.enter_context(_replaced(results, "log", log))
+            for logger in self.trainer.loggers:
+                stack.enter_context(_replaced(logger, "log_metrics", lambda *own, **_: called.append(own)))
+            ran = self.steps.run(step, own_copy(samples), given)
         after = generator_states(self.device)
         is_random = any(not torch.equal(before[name], after[name]) for name in before)
         loss = find_loss(ran.result)
         gradients, outside = self._gradients(ran, loss)
-        return _Run(ran, loss, gradients, outside, logged, is_random)
+        return _Run(ran, loss, gradients, outside, logged, is_random, bool(called))
 
     def _gradients(self, ran: Ran, loss: Tensor | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         leaves = [one for one in ran.tensors if one.requires_grad]
@@ -341,6 +342,19 @@ class Probe:
             set_generators(states, self.device)
             for metric, state in saved:
                 restore_state(metric, state)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside it, an object has this attribute of its own."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
 
 
 class _Outputs:
@@ -499,12 +513,17 @@ def _check_logged(
     Raises:
         _Differs: a value has none.
     """
+    if whole.calls_logger:
+        raise _Differs("the step calls log_metrics of a logger")
+    missing = [name for name, _ in whole.logged.keys() ^ {key for part in parts for key in part.logged}]
+    some = [name for part in parts for name, _ in whole.logged.keys() - part.logged.keys()]
+    if missing or some:
+        raise _Differs(f"the value {(missing or some)[0]!r} is logged for some samples alone")
     for key, (value, options) in whole.logged.items():
         name, number = key
-        found = [part.logged.get(key) for part in parts]
-        if isinstance(value, Metric) or any(one is None for one in found):
+        if isinstance(value, Metric):
             continue
-        values = [float(one[0]) for one in found if one is not None]
+        values = [float(part.logged[key][0]) for part in parts]
         expected = float(value)
         if str(options.get("reduce_fx", "mean")) not in ("mean", "avg"):
             reduce = options["reduce_fx"]

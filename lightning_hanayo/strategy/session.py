@@ -199,8 +199,6 @@ class Session(Run):
         if self.choice is None or not self.pipeline.may_run_once:
             return self.pipeline.must_run_once
         split = self.pipeline.split(batch, source, is_whole=False)
-        if trains and self.choice.names_rule:
-            return False
         if trains:
             return self.choice.trains_once(batch, split, source, step, is_first=is_first)
         if trainer.predicting or split.num_microbatches == 1:
@@ -209,7 +207,7 @@ class Session(Run):
 
     def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool, is_whole: bool = False) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""
-        if self.choice is not None and trains and not self.choice.names_rule:
+        if self.choice is not None and trains and not self.choice.named:
             if is_whole:
                 return PieceWeights((1.0,), (1.0,), (1 / self.topology.data,))
             return self.choice.weigh(pieces, sizes)
@@ -221,11 +219,20 @@ class Session(Run):
         if not isinstance(whole, WholeStep) or not module.automatic_optimization:
             return None
         outside = modules_outside(module, self.pipeline.ownership.stack)
-        probe = Probe(DrySteps(whole.user, module, outside), trainer, self.pipeline.splitter, outside, self.device)
-        names_rule = self.options.loss_weight != "auto"
-        self.loss_watch.is_on = names_rule
+        weighting = LossWeighting(self._loss_weight, 1, None)
+        names = self.options.loss_weight != "auto"
+        probe = Probe(
+            DrySteps(whole.user, module, outside),
+            trainer,
+            self.pipeline.splitter,
+            outside,
+            self.device,
+            (lambda pieces, sizes: weighting.for_training(pieces, sizes).in_loss) if names else None,
+        )
+        self.loss_watch.is_on = False
+        named = repr(getattr(self.options.loss_weight, "__name__", self.options.loss_weight)) if names else ""
         group = self.groups.data_control
-        return StepChoice(probe, self.topology.data, group, self.device, self.loss_watch, names_rule)
+        return StepChoice(probe, self.topology.data, group, self.device, self.loss_watch, named)
 
     def reseed(self, seed: int) -> None:
         """Let the random streams go on as those of the run that had this seed. Called by all ranks."""

@@ -46,7 +46,7 @@ def test_a_module_stays_as_it_is_even_after_a_training() -> None:
     ).fit(module, make_loader(VECTORS))  # fmt: skip
     before = {name: value.clone() for name, value in module.state_dict().items()}
     told: list[str] = []
-    strategy = HanayoStrategy(**WAVE, master_weights="fp32")  # of no use where all is in fp64
+    strategy = HanayoStrategy(**WAVE, master_weights="fp32", step="microbatch")  # of no use where all is in fp64
     verdict = check(module, VECTORS, strategy, depth=4, tell=told.append)
     assert verdict.outcome == "exact" and len(told) == 3
     assert module.dtype == torch.float32 and len(module.blocks) == 8  # type: ignore[arg-type]
@@ -107,8 +107,9 @@ class Contrastive(models.MLP):
 
 def test_a_step_on_whole_batches_is_compared_with_that_of_one_process() -> None:
     options = WAVE | {"num_microbatches": 4}
-    verdict = check(models.build(Contrastive), VECTORS, HanayoStrategy(**options), depth=4)
+    verdict = check(models.build(Contrastive), VECTORS, HanayoStrategy(**options, step="microbatch"), depth=4)
     assert verdict.outcome == "depends on micro-batches"
+    assert check(models.build(Contrastive), VECTORS, HanayoStrategy(**options), depth=4).outcome == "exact"
     verdict = check(models.build(Contrastive), VECTORS, HanayoStrategy(**options, step="batch"), depth=4)
     assert verdict.outcome == "exact"
     assert verdict.notes == ("dropout was off: the masks of blocks are those of micro-batches",)

@@ -155,14 +155,14 @@ DEPENDING: dict[str, tuple[Callable[[], LightningModule], list[Any]]] = {
 
 @pytest.mark.parametrize("name", covered(DEPENDING, by=["a mean over tokens"]))
 def test_a_loss_that_does_not_survive_being_cut(pool: Pool, name: str) -> None:
-    verdict = verdict_of(pool, *DEPENDING[name], WAVE)
+    verdict = verdict_of(pool, *DEPENDING[name], WAVE, step="microbatch")
     assert (verdict.outcome, verdict.exit_code) == ("depends on micro-batches", 1)
     assert verdict.summary.startswith("micro-batches change your loss by ")
     assert verdict.layout is not None and verdict.layout.is_exact
 
 
 def test_a_note_names_what_only_a_function_can_count(pool: Pool) -> None:
-    verdict = verdict_of(pool, WeighsClasses, VECTORS, WAVE, steps=1)
+    verdict = verdict_of(pool, WeighsClasses, VECTORS, WAVE, steps=1, step="microbatch")
     assert verdict.outcome == "depends on micro-batches"
     assert any("or the sum of their class weights" in note for note in verdict.notes)
 
@@ -263,7 +263,7 @@ class ReadsPrevious(models.MLP):
 
 
 def test_what_differs_is_named(pool: Pool) -> None:
-    verdict = verdict_of(pool, ReadsPrevious, VECTORS, WAVE)
+    verdict = verdict_of(pool, ReadsPrevious, VECTORS, WAVE, step="microbatch")
     assert verdict.outcome == "differs" and "the loss of batch 0 in step 0" in verdict.summary, verdict.summary
 
 

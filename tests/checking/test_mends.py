@@ -123,7 +123,7 @@ def test_what_is_no_longer_prevented_is_found(pool: Pool, name: str) -> None:
 
 def test_a_batch_that_is_cut_wrong_is_found(pool: Pool) -> None:
     batches = [{"x": torch.randn(8, 8, WIDTH)} for _ in range(2)]
-    check = partial(verdict_of, pool, SequenceFirst, batches, WAVE, batch_dim=1)
+    check = partial(verdict_of, pool, SequenceFirst, batches, WAVE, batch_dim=1, step="microbatch")
     assert check().outcome == "exact"
     verdict = check(without_batch_dim)
     assert (verdict.outcome, verdict.exit_code) == ("depends on micro-batches", 1)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource, children, with_children
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps, Ran
 from lightning_hanayo.pipeline_parallel.capture.whole_step import grown_dim, tensors_of_calls
@@ -28,7 +29,7 @@ from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generat
 from lightning_hanayo.pipeline_parallel.stages import find_loss
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metrics import copy_state, restore_state
-from lightning_hanayo.strategy.losses.rules import Named, Rule, named_tensors, possible_rules
+from lightning_hanayo.strategy.losses.rules import NAMED, Named, Rule, named_tensors, possible_rules
 
 DRAWS, WHOLE_DRAWS = 4, 2
 """of outputs of the stack: a loss of the largest values of few samples is a mean over samples in one of them"""
@@ -107,6 +108,7 @@ class Probe:
         splitter: cuts micro-batches.
         outside: the modules outside the stack.
         device: of this rank.
+        named: weighs pieces by the rule that the user has named, which is tried, too.
     """
 
     steps: DrySteps
@@ -114,6 +116,7 @@ class Probe:
     splitter: BatchSplitter
     outside: Sequence[nn.Module]
     device: torch.device
+    named: Callable[[Sequence[Any], PieceSizes], Sequence[float]] | None = None
     sample_bytes: float = field(default=0.0, init=False)
     """that the code outside the stack needs for each sample, at most"""
 
@@ -156,7 +159,7 @@ class Probe:
         fits: Callable[[float], bool],
         differ: Differ,
     ) -> Verdict:
-        with self.steps.running(), self._leaving_nothing():
+        with self.steps.running(), self._undone():
             try:
                 some = min(zip(split.num_samples, split.pieces, strict=True), key=lambda pair: pair[0])
                 self.sample_bytes = self._run(step, some[1], lambda _, made: made).ran.num_bytes / some[0]
@@ -191,7 +194,10 @@ class Probe:
     ) -> Verdict:
         named, sizes = list(map(named_tensors, parts.pieces)), list(parts.num_samples)
         possible = list(possible_rules(named))
-        made = {rule: rule.weights(named, sizes) for rule in possible}
+        made: dict[Rule, Sequence[float] | None] = {rule: rule.weights(named, sizes) for rule in possible}
+        if self.named is not None:
+            possible.append(NAMED)
+            made[NAMED] = self.named(parts.pieces, parts.sizes)
         logged: dict[str, list[Rule]] = {}
         kept, is_known = possible, False
         outputs = _Outputs(sizes)
@@ -255,7 +261,7 @@ class Probe:
             union, parts = found
             sizes = list(parts.num_samples)
             outputs = _Outputs(sizes)
-            with self.steps.running(), self._leaving_nothing():
+            with self.steps.running(), self._undone():
                 whole = self._run(step, union, outputs.of_union(0))
                 part = self._run(step, parts.pieces[0], outputs.of_part(0))
                 _check_arguments(whole, [part], sizes, Tolerance(float("inf"), 0.0))
@@ -331,7 +337,7 @@ class Probe:
         }
 
     @contextmanager
-    def _leaving_nothing(self) -> Iterator[None]:
+    def _undone(self) -> Iterator[None]:
         """Metrics and random numbers are as before afterwards."""
         metrics = [part for part in self.trainer.lightning_module.modules() if isinstance(part, Metric)]
         saved = [(metric, copy_state(metric)) for metric in metrics]

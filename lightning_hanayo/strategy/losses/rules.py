@@ -33,13 +33,14 @@ class Rule:
     """What a piece of a batch counts.
 
     Args:
-        kind: samples; 1 for each piece; labels in a tensor other than `ignored`; or the sum of a tensor.
+        kind: samples; 1 for each piece; labels in a tensor other than `ignored`; the sum of a tensor; or what the user
+            has named.
         path: of the tensor.
         ignored: the value of labels that don't count.
         is_shifted: whether the first of each sequence doesn't count.
     """
 
-    kind: Literal["samples", "each", "labels", "sum"]
+    kind: Literal["samples", "each", "labels", "sum", "named"]
     path: str = ""
     ignored: int = IGNORED_LABEL
     is_shifted: bool = False
@@ -82,7 +83,7 @@ class Rule:
         return (tensor != self.ignored).sum().double() if self.kind == "labels" else tensor.sum(dtype=torch.float64)
 
 
-SAMPLES, EACH = Rule("samples"), Rule("each")
+SAMPLES, EACH, NAMED = Rule("samples"), Rule("each"), Rule("named")
 
 
 def named_tensors(piece: Any) -> Named:

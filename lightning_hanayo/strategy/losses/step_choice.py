@@ -9,7 +9,7 @@ step="batch"          once                                       once
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,22 @@ from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.losses.probe import Probe, Verdict
-from lightning_hanayo.strategy.losses.rules import EACH, SAMPLES, Named, Rule, are_close, named_tensors, possible_rules
+from lightning_hanayo.strategy.losses.rules import (
+    EACH,
+    NAMED,
+    SAMPLES,
+    Named,
+    Rule,
+    are_close,
+    named_tensors,
+    possible_rules,
+)
 
-EVERY = 64
-"""batches, after which one is probed again"""
+ALWAYS, EVERY = 16, 64
+"""the first batches are all looked at; after so many, one is probed again"""
 TRIES = 4
 """probes of a batch of which only parts can be compared"""
-PATIENCE = 8
+MOST_UNKNOWN = 8
 """batches in a row of which nothing can be told"""
 
 
@@ -69,7 +78,7 @@ class StepChoice:
         group: of the data ranks; None if there is one.
         device: of this rank.
         watch: looks at the losses of micro-batches, where nothing can be probed.
-        names_rule: whether the user has named a rule, by which steps of micro-batches are weighed in training.
+        named: the rule that the user has named, by which steps of micro-batches are weighed in training.
     """
 
     probe: Probe
@@ -77,7 +86,7 @@ class StepChoice:
     group: dist.ProcessGroup | None
     device: torch.device
     watch: LossWatch
-    names_rule: bool = False
+    named: str = ""
     runs_once: bool = field(default=False, init=False)
     """for good: no rule puts the losses of micro-batches together"""
     rules: Candidates = field(default_factory=Candidates, init=False)
@@ -105,8 +114,16 @@ class StepChoice:
         if self.runs_once or self._has_given_up:
             return self.runs_once
         number, self._num_batches = self._num_batches, self._num_batches + 1
-        known, rests = bool(self.rules.rules), self._num_unknown >= PATIENCE  # then it would only cost time
-        is_due = number % EVERY == 0 or not rests and (is_first or not known) or known and self._differ(split)
+        rests = self._num_unknown >= MOST_UNKNOWN  # to probe would only cost time
+        if self.named:
+            if any(self._gathered(number % EVERY == 0 or (is_first and not rests))):
+                self._check_named(self._gathered(self.probe.probe(batch, split, source, step, self._fits, _by_number)))
+            return False
+        known = bool(self.rules.rules)
+        looks = self.device.type == "cpu" or number < ALWAYS  # else the host would wait in each batch
+        is_due = (
+            number % EVERY == 0 or not rests and (is_first or not known) or (known and looks and self._differ(split))
+        )
         if any(self._gathered(is_due)):
             self._once = self._probed(batch, split, source, step)
         return self._once
@@ -153,9 +170,7 @@ class StepChoice:
 
     def _differ_by(self, pieces: Sequence[Named], sizes: Sequence[int]) -> int:
         made = [weights for one in (self.rules, *self._logged.values()) for weights in one.weights(pieces, sizes)]
-        if any(weights is not None and 0.0 in weights for weights in made):
-            return 0
-        return len({tuple(round(one, 6) for one in weights) for weights in made if weights is not None})
+        return _num_different(made)
 
     def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> tuple[bool, bool]:
         """Take the verdicts of all data ranks; return whether the step runs once, and whether rules are known."""
@@ -195,6 +210,21 @@ class StepChoice:
         name = type(self.probe.trainer.lightning_module).__name__
         return f"the losses of micro-batches don't add up to {name}'s loss of the whole batch: {difference}"
 
+    def _check_named(self, verdicts: Sequence[Verdict]) -> None:
+        """Warn, once, if the named rule isn't one that puts losses together."""
+        self._num_unknown += any(one.unknown for one in verdicts)
+        wrong = next((one for one in verdicts if not one.unknown and NAMED not in one.rules), None)
+        if wrong is None:
+            self._has_given_up = not all(one.can_be_cut for one in verdicts)
+            return
+        self._has_given_up = True
+        why = wrong.difference or f"they are weighed by {wrong.rules[0]}"
+        warnings.warn(
+            f"loss_weight={self.named} doesn't add up the losses of micro-batches to the loss of the whole batch: "
+            f"{why}. Leave it out, so that a probe of the first batches decides what does.",
+            stacklevel=2,
+        )
+
     def _give_up(self, why: str) -> None:
         """From now on micro-batches are weighed by samples."""
         self._has_given_up = True
@@ -219,14 +249,17 @@ class StepChoice:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """What a resumed run goes on with."""
-        return {"runs_once": self.runs_once}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that was saved."""
-        self.runs_once = bool(state.get("runs_once", False))
-
 
 def _common(rows: Sequence[Sequence[Rule]]) -> list[Rule]:
     return [rule for rule in rows[0] if all(rule in row for row in rows)]
+
+
+def _by_number(pieces: Sequence[Named], sizes: Sequence[int]) -> int:
+    return _num_different([rule.weights(pieces, sizes) for rule in possible_rules(pieces)])
+
+
+def _num_different(made: Sequence[Sequence[float] | None]) -> int:
+    """How many different weights there are; 0 if a piece has none."""
+    if any(weights is not None and 0.0 in weights for weights in made):
+        return 0
+    return len({tuple(round(one, 6) for one in weights) for weights in made if weights is not None})

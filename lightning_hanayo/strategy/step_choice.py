@@ -23,7 +23,6 @@ from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
-from lightning_hanayo.strategy.losses.probe import Probe, Verdict
 from lightning_hanayo.strategy.losses.rules import (
     EACH,
     NAMED,
@@ -34,6 +33,7 @@ from lightning_hanayo.strategy.losses.rules import (
     named_tensors,
     possible_rules,
 )
+from lightning_hanayo.strategy.probe import Probe, Verdict
 
 ALWAYS, EVERY = 16, 64
 """the first batches are all looked at; after so many, one is probed again"""

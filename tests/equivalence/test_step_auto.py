@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 from torch.nn import functional
 
@@ -221,3 +222,65 @@ def test_rules_are_found_in_lower_precision(pool: Pool, precision: Any) -> None:
     training = Training(models.gpt2, batches, dtype=torch.float32, steps=3, precision=precision)
     ((_, found), *_) = pool.run(2, auto, training, P2)
     assert "the values of batch['labels'] other than -100, without the first of each sequence" in found["rules"], found
+
+
+def named(training: Training, layout: Layout, loss_weight: str) -> list[str]:
+    """The warnings of a training with a rule that the user has named."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, loss_weight, max_steps=training.steps)
+        trainer.fit(models.build(training.model, training.dtype), make_loader(training.share(0, 1)))
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_weight", "said"),
+    [
+        (models.MLP, "samples", ""), (whole.Constant, "sum", ""), (Summed, "samples", "they are weighed by nothing"),
+        (whole.Contrastive, "samples", "the gradient at the stack's output differs by"),
+    ],
+)  # fmt: skip
+def test_a_named_rule_is_checked(pool: Pool, model: Any, loss_weight: str, said: str) -> None:
+    training = Training(model, partial(models.vectors, (8, 8)), dtype=torch.float64, steps=2)
+    (texts, _) = pool.run(2, named, training, P2, loss_weight)
+    found = [text for text in texts if "doesn't add up" in text]
+    assert len(found) == bool(said) and said in "".join(found)
+
+
+class Leaves(models.MLP):
+    """All that a step may leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(models.CLASSES))
+        self.accuracy = torchmetrics.MeanMetric()
+        self.losses: list[float] = []
+        self.count = 0
+
+    def loss(self, batch: Batch) -> Tensor:
+        scores = self(batch["x"])
+        batch["x"].zero_()
+        self.mean = self.mean.lerp(scores.detach().mean(0), 0.5)
+        loss = functional.cross_entropy(scores, batch["y"])
+        self.losses.append(float(loss.detach()))
+        self.count += 1
+        self.accuracy(scores.argmax(1) == batch["y"])
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.log("noise", torch.rand(()))
+        return loss
+
+
+def left(layout: Layout) -> Any:
+    """What two steps leave on rank 0, and the number that torch draws next."""
+    strategy = {"strategy": make_strategy(layout)} if layout.world_size > 1 else {}
+    trainer = make_trainer(layout, **strategy, max_steps=2, max_epochs=1)
+    module: Any = models.build(Leaves, torch.float64)
+    trainer.fit(module, make_loader(models.vectors((8, 8), torch.float64)))
+    return module.mean, module.losses, module.count, float(trainer.callback_metrics["accuracy_epoch"])
+
+
+def test_a_dry_run_leaves_nothing(pool: Pool) -> None:
+    (expected,) = pool.run(1, left, Layout())
+    made = pool.run(2, left, P2)[0]
+    assert_close({"mean": made[0]}, {"mean": expected[0]}, 1e-12)
+    assert made[1] == pytest.approx(expected[1], rel=1e-12) and made[2:] == expected[2:]

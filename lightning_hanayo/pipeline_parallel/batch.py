@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -71,6 +72,11 @@ class Batch:
 
     def note_microbatch(self, error: Exception, microbatch: int) -> None:
         """Let an error of a step or a block say on which micro-batch it was: user code expects a whole batch."""
+        if self.is_whole and isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "The step runs once on the whole batch, so this rank holds the activations of all its micro-batches. "
+                "HanayoStrategy(step='microbatch') runs it on one after another."
+            )
         if self.num_microbatches == 1 or isinstance(error, PeerFailed):
             return
         samples = f"; number of samples: {self.num_samples[microbatch]}" if self.num_samples else ""

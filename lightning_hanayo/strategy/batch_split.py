@@ -76,6 +76,14 @@ class SplitBatch:
         return self.sizes.of(self.own).parts[0] if is_known else ()
 
     @property
+    def shares(self) -> Sequence[int]:
+        """What each of this rank's pieces has of the whole, in numbers of samples, also of several loaders.
+
+        Empty if it isn't known.
+        """
+        return self.sizes.of(self.own).parts[0] if self.sizes.are_known else ()
+
+    @property
     def present(self) -> list[int]:
         """The indices of the pieces that some rank has."""
         return [i for i, piece in enumerate(self.pieces) if piece is not None]

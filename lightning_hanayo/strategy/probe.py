@@ -150,6 +150,10 @@ class Probe:
                 return verdict
         return self._probe(batch, split, source, step, fits, differ)
 
+    def needed(self, samples: int) -> float:
+        """The bytes that a training step of so many samples needs outside the stack, at most."""
+        return 2 * samples * self.sample_bytes + sum(parameter.nbytes for parameter in self._names())
+
     def _probe(
         self,
         batch: Any,
@@ -159,14 +163,16 @@ class Probe:
         fits: Callable[[float], bool],
         differ: Differ,
     ) -> Verdict:
+        if not split.shares:
+            return Verdict(unknown="the samples of its micro-batches can't be counted", can_be_cut=False)
         with self.steps.running(), self._undone():
             try:
-                some = min(zip(split.num_samples, split.pieces, strict=True), key=lambda pair: pair[0])
+                some = min(zip(split.shares, split.pieces, strict=True), key=lambda pair: pair[0])
                 self.sample_bytes = self._run(step, some[1], lambda _, made: made).ran.num_bytes / some[0]
             except Exception as error:
                 unknown = f"a dry run of the step fails ({type(error).__name__}: {error})"
                 return Verdict(unknown=unknown, can_be_cut=not isinstance(error, UnsupportedError))
-            if fits(2 * self.sample_bytes * sum(split.num_samples)):
+            if fits(self.needed(sum(split.shares))):
                 union, parts, draws = batch, split, WHOLE_DRAWS
             else:
                 found = self._choose(split, source, differ)
@@ -181,8 +187,8 @@ class Probe:
         for piece in split.pieces:
             with suppress(HanayoError):
                 parts = self.splitter.split(own_copy(piece), 2, source)
-                if parts.num_microbatches == 2 and parts.num_samples:
-                    found.append((differ(list(map(named_tensors, parts.pieces)), parts.num_samples), piece, parts))
+                if parts.num_microbatches == 2 and parts.shares:
+                    found.append((differ(list(map(named_tensors, parts.pieces)), parts.shares), piece, parts))
         return max(found, key=lambda one: one[0])[1:] if found else None
 
     def _compare(
@@ -192,7 +198,7 @@ class Probe:
         step: Callable[[Any], Any],
         draws: int,
     ) -> Verdict:
-        named, sizes = list(map(named_tensors, parts.pieces)), list(parts.num_samples)
+        named, sizes = list(map(named_tensors, parts.pieces)), list(parts.shares)
         possible = list(possible_rules(named))
         made: dict[Rule, Sequence[float] | None] = {rule: rule.weights(named, sizes) for rule in possible}
         if self.named is not None:
@@ -203,43 +209,25 @@ class Probe:
         outputs = _Outputs(sizes)
         try:
             for draw in range(draws):
-                states = generator_states(self.device)
-                try:
-                    whole = self._run(step, union, outputs.of_union(draw))
-                except Exception as error:
-                    kind = _CannotBeCut if isinstance(error, UnsupportedError) else _Unknown
-                    raise kind(f"a dry run of the step fails ({type(error).__name__}: {error})") from error
-                runs = []
-                for number, piece in enumerate(parts.pieces):
-                    set_generators(states, self.device)
-                    try:
-                        runs.append(self._run(step, piece, outputs.of_part(number)))
-                    except UnsupportedError as error:
-                        raise _CannotBeCut(str(error)) from error
-                    except Exception as error:
-                        raise _Differs(f"the step fails on fewer samples ({type(error).__name__}: {error})") from error
-                low = any(one.dtype in _HALF for one in whole.gradients) or torch.is_autocast_enabled(self.device.type)
+                whole, runs = self._runs(step, union, parts, outputs, draw)
+                is_low = any(one.dtype in _HALF for one in whole.gradients)
+                tolerance = ROUGH if is_low or torch.is_autocast_enabled(self.device.type) else EXACT
                 try:
                     if not draw:
-                        _check_arguments(whole, runs, sizes, ROUGH if low else EXACT)
+                        _check_arguments(whole, runs, sizes, tolerance)
                         self._check_state(step, parts.pieces[0], whole, runs)
-                    weights = _weights(whole, runs, outputs, ROUGH if low else EXACT)
-                    _check_outside(whole, runs, weights, ROUGH if low else EXACT)
+                    weights = _weights(whole, runs, outputs, tolerance)
+                    _check_outside(whole, runs, weights, tolerance)
+                    if any(weight is not None for weight in weights):
+                        is_known = True
+                        kept = [rule for rule in kept if _fits(made[rule], weights, tolerance.weight)]
+                    if not kept:
+                        raise _Differs(f"{_shown(weights, sizes)}, which no rule explains")
+                    _check_logged(whole, runs, made, logged, tolerance.residual)
                 except _Differs as difference:
                     if whole.is_random:
                         raise _Unknown("the step draws random numbers, and its results differ") from difference
                     raise
-                if any(weight is not None for weight in weights):
-                    is_known = True
-                    tolerance = (ROUGH if low else EXACT).weight
-                    kept = [rule for rule in kept if _fits(made[rule], weights, tolerance)]
-                    if not kept:
-                        shown = ", ".join("?" if one is None else f"{one:.4g}" for one in weights[:8])
-                        raise _Differs(
-                            f"the losses of {', '.join(map(str, sizes[:8]))} samples have the weights {shown} in their "
-                            f"common loss, which no rule explains"
-                        )
-                _check_logged(whole, runs, kept, made, logged, sizes, (ROUGH if low else EXACT).residual)
             if not is_known:
                 raise _Unknown("the loss has no gradient at the stack's output")
         except _Differs as difference:
@@ -248,6 +236,27 @@ class Probe:
             return Verdict(unknown=str(reason), can_be_cut=not isinstance(reason, _CannotBeCut))
         tried = tuple(rule for rule in possible if made[rule] is not None)
         return Verdict(tuple(kept), {key: tuple(own) for key, own in logged.items()}, tried=tried)
+
+    def _runs(
+        self, step: Callable[[Any], Any], union: Any, parts: SplitBatch, outputs: "_Outputs", draw: int
+    ) -> tuple[_Run, list[_Run]]:
+        """Dry runs of the samples together, and of their parts, which begin with the same random numbers."""
+        states = generator_states(self.device)
+        try:
+            whole = self._run(step, union, outputs.of_union(draw))
+        except Exception as error:
+            kind = _CannotBeCut if isinstance(error, UnsupportedError) else _Unknown
+            raise kind(f"a dry run of the step fails ({type(error).__name__}: {error})") from error
+        runs = []
+        for number, piece in enumerate(parts.pieces):
+            set_generators(states, self.device)
+            try:
+                runs.append(self._run(step, piece, outputs.of_part(number)))
+            except UnsupportedError as error:
+                raise _CannotBeCut(str(error)) from error
+            except Exception as error:
+                raise _Differs(f"the step fails on fewer samples ({type(error).__name__}: {error})") from error
+        return whole, runs
 
     def needs(self, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> float | None:
         """The bytes that the code outside the stack needs for each sample of an evaluation's batch, at most.
@@ -259,7 +268,7 @@ class Probe:
             if found is None:
                 return None
             union, parts = found
-            sizes = list(parts.num_samples)
+            sizes = list(parts.shares)
             outputs = _Outputs(sizes)
             with self.steps.running(), self._undone():
                 whole = self._run(step, union, outputs.of_union(0))
@@ -338,13 +347,14 @@ class Probe:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Metrics and random numbers are as before afterwards."""
+        """Metrics, random numbers and the wish to stop are as before afterwards."""
         metrics = [part for part in self.trainer.lightning_module.modules() if isinstance(part, Metric)]
         saved = [(metric, copy_state(metric)) for metric in metrics]
-        states = generator_states(self.device)
+        states, stops = generator_states(self.device), self.trainer.should_stop
         try:
             yield
         finally:
+            self.trainer.should_stop = stops
             set_generators(states, self.device)
             for metric, state in saved:
                 restore_state(metric, state)
@@ -422,6 +432,11 @@ class _Outputs:
             order += torch.arange(each).repeat(sum(self._sizes))
             one = one.index_select(dim, order.to(one.device))
         return one + NOISE * one.std() * torch.randn(one.shape, generator=self._generator).to(one)
+
+
+def _shown(weights: Sequence[float | None], sizes: Sequence[int]) -> str:
+    numbers = ", ".join("?" if one is None else f"{one:.4g}" for one in weights[:8])
+    return f"the losses of {', '.join(map(str, sizes[:8]))} samples have the weights {numbers} in their common loss"
 
 
 def _weights(whole: _Run, parts: Sequence[_Run], outputs: _Outputs, tolerance: Tolerance) -> list[float | None]:
@@ -508,10 +523,8 @@ def _check_outside(whole: _Run, parts: Sequence[_Run], weights: Sequence[float |
 def _check_logged(
     whole: _Run,
     parts: Sequence[_Run],
-    kept: Sequence[Rule],
     made: Mapping[Rule, Sequence[float] | None],
     logged: dict[str, list[Rule]],
-    sizes: Sequence[int],
     tolerance: float,
 ) -> None:
     """Keep those rules by which logged and returned values of parts make those of all.
@@ -540,15 +553,13 @@ def _check_logged(
                 ):
                     continue
             raise _Differs(f"the logged value {name!r} of all samples isn't the {reduce} of its parts'")
-        fitting = [rule for rule in logged.get(name, made) if _gives(made[rule], values, expected, sizes, tolerance)]
+        fitting = [rule for rule in logged.get(name, made) if _gives(made[rule], values, expected, tolerance)]
         if not fitting:
             raise _Differs(f"the logged value {name!r} of all samples is no mean of its parts'")
         logged[name] = fitting
 
 
-def _gives(
-    weights: Sequence[float] | None, values: Sequence[float], expected: float, sizes: Sequence[int], tolerance: float
-) -> bool:
+def _gives(weights: Sequence[float] | None, values: Sequence[float], expected: float, tolerance: float) -> bool:
     if weights is None:
         return False
     made = sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)

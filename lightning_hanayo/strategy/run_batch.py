@@ -9,7 +9,7 @@ running       while the batch runs; at the end logged values are merged
 merge         afterwards: collected values, and the results of the steps
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -162,7 +162,7 @@ def _run_batch(
         loss_weights=[weights.in_gradient[piece] * state.share_of_step(trainer) for piece in split.own],
         loss_scale=loss_scale,
         num_microbatches=stack_split.num_microbatches,
-        num_samples=_shares(stack_split) if is_whole else split.num_samples,
+        num_samples=stack_split.shares if is_whole else split.num_samples,
         is_whole=is_whole,
         has_loss=has_loss,
     )
@@ -172,11 +172,6 @@ def _run_batch(
     if given:
         hide_changed(batch, given, split.step_inputs)
     return microbatch_steps.merge(running)
-
-
-def _shares(split: SplitBatch) -> Sequence[int]:
-    """What each micro-batch has of the whole, in numbers of samples, also of several loaders; empty if not known."""
-    return split.sizes.of(split.own).parts[0] if split.sizes.are_known else ()
 
 
 def _hand_over(session: Session, result: Any, batch: Any) -> Any:

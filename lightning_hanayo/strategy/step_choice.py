@@ -132,7 +132,7 @@ class StepChoice:
         """Probe a batch; return whether its step runs once. Of parts of it, several probes may be needed."""
         for _ in range(TRIES):
             verdicts = self._gathered(self.probe.probe(batch, split, source, step, self._fits, self._differ_by))
-            fits = all(self._gathered(self._fits(2 * sum(split.sizes.parts[0]) * self.probe.sample_bytes)))
+            fits = all(self._gathered(self._fits(self.probe.needed(sum(split.sizes.parts[0])))))
             once, goes_on = self._take(verdicts, fits=fits)
             if fits or not goes_on or not any(self._gathered(self._differ(split))):
                 break
@@ -203,6 +203,11 @@ class StepChoice:
             )
         elif unknown:
             self._num_unknown += 1
+            if self._num_unknown == MOST_UNKNOWN and fits:
+                rank_zero_info(
+                    f"it can't be told how losses of micro-batches add up ({unknown}), so the step runs once on whole "
+                    f"batches. HanayoStrategy(step='microbatch') or loss_weight=... takes less time, if that is right."
+                )
             return fits, False
         return self.runs_once, bool(self.rules.rules)
 

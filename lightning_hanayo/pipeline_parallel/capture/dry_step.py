@@ -6,9 +6,10 @@
 Nothing remains of it but what it has shown: buffers, attributes, logs, metrics and random numbers are as before.
 """
 
+import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +130,8 @@ class DrySteps:
 
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
         kept = kept_buffers(self._modules), _kept_hooks(self._model)
-        with warnings.catch_warnings(), kept[0], kept[1], torch.compiler.set_stance("force_eager"):
+        quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
+        with quiet[0], quiet[1], kept[0], kept[1], torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             result = copy_context().run(self._user.dry_run, batch, stand_in)
         changed = [name for name in before.keys() & now.keys() if not _is_same(before[name], now[name])]

@@ -1,0 +1,59 @@
+"""What rules count, and which ones a batch tells of."""
+
+import torch
+
+from lightning_hanayo.strategy.losses.rules import EACH, SAMPLES, Rule, are_close, named_tensors, possible_rules
+from lightning_hanayo.strategy.step_choice import Candidates
+
+LABELS = torch.tensor([[3, 7, -100, -100], [5, 2, 9, 4]])
+PIECES = [{"labels": one, "mask": (one > 0).float()} for one in LABELS.split(1)]
+NAMED = [named_tensors(piece) for piece in PIECES]
+
+
+def test_weights() -> None:
+    assert SAMPLES.weights(NAMED, [1, 3]) == [0.25, 0.75]
+    assert EACH.weights(NAMED, [1, 3]) == [1, 1]
+    assert Rule("labels", "batch['labels']").weights(NAMED, [1, 1]) == [2 / 6, 4 / 6]
+    assert Rule("labels", "batch['labels']", is_shifted=True).weights(NAMED, [1, 1]) == [1 / 4, 3 / 4]
+    assert Rule("sum", "batch['mask']").weights(NAMED, [1, 1]) == [2 / 6, 4 / 6]
+
+
+def test_what_a_piece_lacks_weighs_nothing() -> None:
+    assert Rule("sum", "batch['weights']").weights(NAMED, [1, 1]) is None
+    nothing = [{"batch['labels']": torch.full((1, 4), -100)}] * 2
+    assert Rule("labels", "batch['labels']").weights(nothing, [1, 1]) is None
+
+
+def test_values_at_the_ends_of_sequences_may_be_padding() -> None:
+    tokens = torch.tensor([[4, 4, 5, 6], [7, 5, 0, 0]])
+    values = {rule.ignored for rule in possible_rules([{"batch": tokens}]) if rule.kind == "labels"}
+    assert values == {-100, 4, 0}
+
+
+def test_each_class_may_be_ignored_unless_there_are_many() -> None:
+    few, many = torch.arange(3), torch.arange(100)
+    assert {rule.ignored for rule in possible_rules([{"y": few}]) if rule.kind == "labels"} == {-100, 0, 1, 2}
+    assert {rule.ignored for rule in possible_rules([{"y": many}]) if rule.kind == "labels"} == {-100}
+
+
+def test_a_rule_that_was_wrong_once_is_excluded() -> None:
+    labels, shifted = (Rule("labels", "batch['labels']", is_shifted=shifted) for shifted in (False, True))
+    rules = Candidates()
+    assert rules.take([SAMPLES, labels, shifted], tried=[SAMPLES, EACH, labels, shifted])
+    assert rules.rules[0] == SAMPLES and rules.differ(NAMED, [1, 1])
+    assert rules.take([shifted], tried=[SAMPLES, EACH, labels, shifted])
+    assert rules.rules == (shifted,)
+    assert not rules.take([SAMPLES], tried=[SAMPLES, labels, shifted])
+
+
+def test_a_value_that_was_not_there_is_a_candidate_when_it_comes() -> None:
+    rules = Candidates()
+    first = [{"y": torch.tensor([1, 2])}, {"y": torch.tensor([2, 3])}]
+    assert rules.take([SAMPLES], tried=list(possible_rules(first)))
+    assert not rules.differ(first, [2, 2])
+    assert rules.differ([{"y": torch.tensor([1, 0])}, {"y": torch.tensor([2, 3])}], [2, 2])
+
+
+def test_close_weights_are_the_same() -> None:
+    assert are_close([0.5, 0.5], [0.5 + 1e-9, 0.5]) and not are_close([0.5, 0.5], [0.501, 0.499])
+    assert are_close(None, None) and not are_close(None, [1.0])

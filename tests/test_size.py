@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
 MAX_LINES = 37_700
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 269
+MAX_FILES = 270
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

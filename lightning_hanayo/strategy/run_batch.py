@@ -28,7 +28,7 @@ from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_metrics_of
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
-from lightning_hanayo.strategy.probe import own_copy
+from lightning_hanayo.strategy.probing.probe import own_copy
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
 from lightning_hanayo.strategy.user_code.collected import hide_changed, keep_collected

@@ -43,7 +43,8 @@ from lightning_hanayo.strategy.nonfinite import NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.probe import Probe
+from lightning_hanayo.strategy.probing.probe import Probe
+from lightning_hanayo.strategy.probing.step_choice import StepChoice
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.adapt import adapt
 from lightning_hanayo.strategy.setup.build_pipeline import build_pipeline, examine_first_batch, whole_values
@@ -58,7 +59,6 @@ from lightning_hanayo.strategy.setup.step_checks import (
     replica_check,
 )
 from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
-from lightning_hanayo.strategy.step_choice import StepChoice
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
 from lightning_hanayo.strategy.user_code.collectives import Progress, connect_collectives

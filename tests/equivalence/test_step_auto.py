@@ -77,7 +77,7 @@ class Dropped(models.MLP):
 
 def auto(training: Training, layout: Layout) -> tuple[Outcome, dict[str, Any]]:
     found: dict[str, Any] = {}
-    from lightning_hanayo.strategy import step_choice
+    from lightning_hanayo.strategy.probing import step_choice
 
     take = step_choice.StepChoice._take
 
@@ -186,7 +186,7 @@ def test_single_samples(pool: Pool) -> None:
 
 def in_little_memory(training: Training, layout: Layout) -> tuple[Outcome, dict[str, Any]]:
     """No whole batch fits."""
-    from lightning_hanayo.strategy import step_choice
+    from lightning_hanayo.strategy.probing import step_choice
 
     fits = step_choice.StepChoice._fits
     step_choice.StepChoice._fits = lambda *_: False  # type: ignore[method-assign]

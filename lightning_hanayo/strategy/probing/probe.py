@@ -29,7 +29,7 @@ from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generat
 from lightning_hanayo.pipeline_parallel.stages import find_loss
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metrics import copy_state, restore_state
-from lightning_hanayo.strategy.losses.rules import NAMED, Named, Rule, named_tensors, possible_rules
+from lightning_hanayo.strategy.probing.rules import NAMED, Named, Rule, named_tensors, possible_rules
 
 DRAWS, WHOLE_DRAWS = 4, 2
 """of outputs of the stack: a loss of the largest values of few samples is a mean over samples in one of them"""

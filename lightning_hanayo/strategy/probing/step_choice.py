@@ -20,10 +20,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
-from lightning_hanayo.strategy.losses.rules import (
+from lightning_hanayo.strategy.probing.probe import Probe, Verdict
+from lightning_hanayo.strategy.probing.rules import (
     EACH,
     NAMED,
     SAMPLES,
@@ -33,7 +35,6 @@ from lightning_hanayo.strategy.losses.rules import (
     named_tensors,
     possible_rules,
 )
-from lightning_hanayo.strategy.probe import Probe, Verdict
 
 ALWAYS, EVERY = 16, 64
 """the first batches are all looked at; after so many, one is probed again"""
@@ -248,11 +249,7 @@ class StepChoice:
         return num_bytes <= free / 2
 
     def _gathered(self, value: Any) -> list[Any]:
-        if self.group is None:
-            return [value]
-        gathered: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        return [value] if self.group is None else all_gather_objects(self.group, value)
 
 
 def _common(rows: Sequence[Sequence[Rule]]) -> list[Rule]:

@@ -2,8 +2,8 @@
 
 import torch
 
-from lightning_hanayo.strategy.losses.rules import EACH, SAMPLES, Rule, are_close, named_tensors, possible_rules
-from lightning_hanayo.strategy.step_choice import Candidates
+from lightning_hanayo.strategy.probing.rules import EACH, SAMPLES, Rule, are_close, named_tensors, possible_rules
+from lightning_hanayo.strategy.probing.step_choice import Candidates
 
 LABELS = torch.tensor([[3, 7, -100, -100], [5, 2, 9, 4]])
 PIECES = [{"labels": one, "mask": (one > 0).float()} for one in LABELS.split(1)]

@@ -88,8 +88,9 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
 
 def _runs_step_once(case: Case) -> bool:
     """Whether the layout's steps run on whole batches, and so are compared with those of one process."""
-    is_whole = case.options.step == "batch" or (case.options.step == "auto" and prod(case.topology.cube) == 1)
-    return is_whole and case.options.loss_weight in ("auto", "samples") and case.topology.replica_size > 1
+    options, has_cube = case.options, prod(case.topology.cube) > 1
+    finds_out = options.step == "auto" and options.loss_weight == "auto" and not has_cube
+    return case.topology.replica_size > 1 and (options.step == "batch" or finds_out)
 
 
 def _notes(case: Case, quiet: Case, whole: RankResult, *, has_noise: bool) -> tuple[str, ...]:

@@ -120,8 +120,10 @@ def test_a_difference_gives_one_and_is_named(capsys: pytest.CaptureFixture[str])
 
 
 def test_micro_batches_that_make_a_difference_give_one_unless_they_are_accepted() -> None:
-    assert run("--config=recipe.yaml", "--model.padding=true") == 1
-    assert run("--config=recipe.yaml", "--model.padding=true", "--accept-microbatches") == 0
+    padded = "--config=recipe.yaml", "--model.padding=true", "--trainer.strategy.init_args.step=microbatch"
+    assert run("--config=recipe.yaml", "--model.padding=true") == 0
+    assert run(*padded) == 1
+    assert run(*padded, "--accept-microbatches") == 0
 
 
 def test_json_is_all_that_is_printed_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,7 +270,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
             sharding = self.session.steps.sharding
             load_optimizers(self.module, self.optimizers, checkpoint, self._names, sharding, self.options)
-        move_optimizers(self.optimizers, self._states_device)
+            move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
 
     @property

@@ -173,6 +173,7 @@ def _patched_maker(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, **kwargs: Any) -> Tensor:
         device, generator = kwargs.get("device"), kwargs.get("generator")
         where = "cuda" if _is_card(device) else "cpu"
+        kwargs.pop("pin_memory", None)  # no driver pins it
         if generator is not None and generator.device.type != where:
             raise DeviceMixError(f"{make.__name__}: expected a {where} generator, got one of {generator.device}")
         if where == "cpu":

@@ -222,16 +222,16 @@ class ResumableLoader(_LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         """Continue; a state at the end of the data is that of the epoch before."""
-        was_loaded, self._is_loaded = self._is_loaded, False
         random_state = torch.get_rng_state()
-        return self._continue(iter(self.loader), random_state if was_loaded else None)
+        return self._continue(iter(self.loader), random_state)
 
-    def _continue(self, batches: Iterator[Any], random_state: Tensor | None) -> Iterator[Any]:
+    def _continue(self, batches: Iterator[Any], random_state: Tensor) -> Iterator[Any]:
+        was_loaded, self._is_loaded = self._is_loaded, False  # only now: an iterator may be made, and never read
         is_empty = True
         for batch in self._read(batches):
             is_empty = False
             yield batch
-        if is_empty and random_state is not None:
+        if is_empty and was_loaded:
             torch.set_rng_state(random_state)
             yield from self._read(iter(self.loader))
 

@@ -8,6 +8,7 @@ all ranks          callback_metrics         `SharedMetrics` sends them from rank
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -460,3 +461,36 @@ def restore_state(metric: Metric, state: Any) -> None:
     values, (metric._update_count, metric._computed, metric._forward_cache) = state
     for name, value in values.items():
         setattr(metric, name, value)
+
+
+@dataclass
+class RecordedLogs:
+    """What a dry run has logged."""
+
+    logged: dict[tuple[str, int], tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    """values and options, by name, and how often the name was logged before"""
+    calls_logger: bool = False
+    """whether it has called `log_metrics` of a logger"""
+
+
+@contextmanager
+def recorded_logs(trainer: "pl.Trainer") -> Iterator[RecordedLogs]:
+    """Record what is logged inside it, instead of logging it."""
+    recorded = RecordedLogs()
+
+    def log(hook: str, name: str, value: Any, **options: Any) -> None:
+        number = sum(key == name for key, _ in recorded.logged)
+        recorded.logged[name, number] = value, options
+
+    def log_metrics(*_: Any, **__: Any) -> None:
+        recorded.calls_logger = True
+
+    attributes = TemporaryAttributes()
+    if trainer._results is not None:
+        attributes.set(trainer._results, "log", log)
+    for logger in trainer.loggers:
+        attributes.set(logger, "log_metrics", log_metrics)
+    try:
+        yield recorded
+    finally:
+        attributes.restore()

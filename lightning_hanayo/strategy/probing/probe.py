@@ -10,7 +10,7 @@ micro-batches, and so it is if blocks get other arguments, or logged values diff
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from lightning_hanayo.pipeline_parallel.capture.whole_step import grown_dim, ten
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.pipeline_parallel.stages import find_loss
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.lightning.metrics import copy_state, restore_state
+from lightning_hanayo.strategy.lightning.metrics import copy_state, recorded_logs, restore_state
 from lightning_hanayo.strategy.probing.rules import NAMED, Named, Rule, named_tensors, possible_rules
 
 DRAWS, WHOLE_DRAWS = 4, 2
@@ -298,26 +298,14 @@ class Probe:
             raise _Differs(f"{name} differs, which each step changes")
 
     def _run(self, step: Callable[[Any], Any], samples: Any, given: Any) -> _Run:
-        logged: dict[tuple[str, int], tuple[Any, Mapping[str, Any]]] = {}
-
-        def log(hook: str, name: str, value: Any, **options: Any) -> None:
-            number = sum(key == name for key, _ in logged)
-            logged[name, number] = value, options
-
-        called: list[Any] = []
-        results: Any = self.trainer._results
         before = generator_states(self.device)
-        with ExitStack() as stack:
-            if results is not None:
-                stack.enter_context(_replaced(results, "log", log))
-            for logger in self.trainer.loggers:
-                stack.enter_context(_replaced(logger, "log_metrics", lambda *own, **_: called.append(own)))
+        with recorded_logs(self.trainer) as recorded:
             ran = self.steps.run(step, own_copy(samples), given)
         after = generator_states(self.device)
         is_random = any(not torch.equal(before[name], after[name]) for name in before)
         loss = find_loss(ran.result)
         gradients, outside = self._gradients(ran, loss)
-        return _Run(ran, loss, gradients, outside, logged, is_random, bool(called))
+        return _Run(ran, loss, gradients, outside, recorded.logged, is_random, recorded.calls_logger)
 
     def _gradients(self, ran: Ran, loss: Tensor | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         leaves = [one for one in ran.tensors if one.requires_grad]
@@ -358,19 +346,6 @@ class Probe:
             set_generators(states, self.device)
             for metric, state in saved:
                 restore_state(metric, state)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside it, an object has this attribute of its own."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if before is not None:
-            setattr(owner, name, before)
 
 
 class _Outputs:

@@ -481,6 +481,8 @@ class Session(Run):
         """After `abandon`, when the process groups have been left: free the transfers that were under way."""
         if self.has_pipeline:
             self.pipeline.gradients.drop_transfers()
+        if self.cube is not None:
+            self.cube.drop_transfers()
 
     def guard_module(self) -> None:
         """The last act of a run: user code may use the whole tensors of the module on this rank, and no others."""

@@ -114,6 +114,14 @@ class StageContext:
         if self.closed:
             raise UnsupportedError(self.closed)
 
+    def drop_transfers(self) -> None:
+        """After a failure, when the process groups have been left: free what was under way, which keeps connections."""
+        self.pending_gradients.discard()
+        self.batch_weights.end_batch()
+        self._pair_weights.discard()
+        for order in self._prefetch_orders:
+            order.forget()
+
     def begin_batch(self) -> None:
         """A batch begins: drop all that a failure in the batch before may have left."""
         self.pending_gradients.discard()

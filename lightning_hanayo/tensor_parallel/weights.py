@@ -427,6 +427,12 @@ class PrefetchOrder:
         self._prefetched = expected
         return list(expected)
 
+    def forget(self) -> None:
+        """After a failure: free what was prefetched, and wait for nothing."""
+        for weight in self._prefetched:
+            weight._prefetched.clear()
+        self._prefetched = []
+
     def drop_prefetched(self) -> None:
         """A batch begins: free weights that were prefetched in the batch before, and may have changed."""
         for weight in self._prefetched:

@@ -110,6 +110,11 @@ class Cube:
         """The hooks that run before each forward and backward of a stage's blocks."""
         return self._contexts.get(stage) or StageContext(self.mesh)
 
+    def drop_transfers(self) -> None:
+        """After a failure, when the process groups have been left: free what was under way."""
+        for context in self._contexts.values():
+            context.drop_transfers()
+
     def partial_axes(self, parameter: nn.Parameter) -> str:
         """The axes over which its gradient is still to be summed after a batch."""
         return self._shards[parameter].partial

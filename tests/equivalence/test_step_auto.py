@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Outcome,
@@ -107,11 +109,16 @@ WHOLE: list[Any] = [
 ]  # fmt: skip
 
 
+LOSSES = [*RULES, *((model, "") for model in WHOLE)]
+
+
 @pytest.mark.parametrize(
-    ("model", "rule"), [*RULES, *((model, "") for model in WHOLE)], ids=lambda v: getattr(v, "__name__", None)
+    ("loss", "layout"),
+    covered(product(LOSSES, (P2, W2)), by=[(one, (P2, W2)[i % 2]) for i, one in enumerate(LOSSES)]),
+    ids=lambda v: getattr(v[0], "__name__", None) if type(v) is tuple else None,
 )
-@pytest.mark.parametrize("layout", [P2, W2], ids=["P2", "W2"])
-def test_equals_one_process(pool: Pool, model: Any, rule: str, layout: Layout) -> None:
+def test_equals_one_process(pool: Pool, loss: tuple[Any, str], layout: Layout) -> None:
+    model, rule = loss
     is_text = model in (models.gpt2, models.llama)
     batches = partial(models.padded, (8, 8, 6), (8,)) if is_text else partial(models.vectors, (8, 8, 6))
     training = Training(model, batches, dtype=torch.float64, steps=3)
@@ -149,7 +156,10 @@ def test_metrics_of_an_evaluation(pool: Pool) -> None:
     assert made == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("model", [models.MLP, Ignores, Summed, whole.Contrastive, Perplexity])
+DATA = [Ignores, whole.Contrastive, models.MLP, Summed, Perplexity]
+
+
+@pytest.mark.parametrize("model", covered(DATA, by=DATA[:2]))
 def test_data_ranks_count_as_in_ddp(pool: Pool, model: Any) -> None:
     """The mean of both data ranks' losses, whatever they count."""
     layout = Layout(2, 1, 2, step="auto")
@@ -197,7 +207,7 @@ def in_little_memory(training: Training, layout: Layout) -> tuple[Outcome, dict[
         step_choice.StepChoice._fits = fits  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("model", "rule"), RULES, ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.parametrize(("model", "rule"), covered(RULES, by=RULES[1:5:3]), ids=lambda v: getattr(v, "__name__", None))
 def test_halves_of_micro_batches_tell_rules(pool: Pool, model: Any, rule: str) -> None:
     is_text = model in (models.gpt2, models.llama)
     batches = partial(models.padded, (8, 8, 6), (8,)) if is_text else partial(models.vectors, (16, 16, 12))
@@ -209,7 +219,10 @@ def test_halves_of_micro_batches_tell_rules(pool: Pool, model: Any, rule: str) -
     assert_close(outcome.weights, expected.weights, 1e-4 if is_text else 1e-10)
 
 
-@pytest.mark.parametrize("model", [one for one in WHOLE if one is not whole.Counts], ids=lambda v: v.__name__)
+LARGE = [one for one in WHOLE if one is not whole.Counts]
+
+
+@pytest.mark.parametrize("model", covered(LARGE, by=LARGE[:2]), ids=lambda v: v.__name__)
 def test_where_no_whole_batch_fits_the_difference_is_warned_of(pool: Pool, model: Any) -> None:
     training = Training(model, partial(models.vectors, (16, 16, 12)), dtype=torch.float64, steps=3)
     ((_, found), *_) = pool.run(2, in_little_memory, training, P2)

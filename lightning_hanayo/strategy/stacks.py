@@ -22,6 +22,7 @@ from lightning_hanayo.monitor.waiting import Waiting, stated
 from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCall
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transfer, Transport
 from lightning_hanayo.schedule import Action, Kind
+from lightning_hanayo.strategy import patches
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collectives import Agreement
 from lightning_hanayo.strategy.waits import Wait
@@ -159,7 +160,8 @@ def find_wait(rank: int, stack: Stack) -> Wait | None:
     """The wait of the rank with this stack; None if it runs user code, or computes."""
     if (own := stated(stack.threads)) is not None:
         return _stated(rank, own)
-    frames = [frame for frame in stack.frames if name_of(frame)[0] != collectives.__name__]
+    wrappers = (collectives.__name__, patches.__name__)
+    frames = [frame for frame in stack.frames if name_of(frame)[0] not in wrappers]
     for i, frame in enumerate(frames):
         if not is_library(frame):
             return None

@@ -135,10 +135,8 @@ def _run_batch(
         with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
             return pipeline.run(trains=trains, reduce=reduce, is_first=is_first)
     source = source_of(trainer)
-    is_whole = session.runs_step_once(trainer, batch, source, step, trains=trains, is_first=is_first)
-    split = stack_split = pipeline.split(batch, source, is_whole=is_whole)
-    if is_whole:
-        split = whole(batch, pipeline.splitter.rule.batch_dim)
+    stack_split, is_whole = session.split(trainer, batch, source, step, trains=trains, is_first=is_first)
+    split = whole(batch, pipeline.splitter.rule.batch_dim) if is_whole else stack_split
     if trains:
         session.samples.note(pipeline.splitter.num_samples(batch, source))
         session.begin_training(trainer.lightning_module, stack_split, is_whole=is_whole)

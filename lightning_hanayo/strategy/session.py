@@ -182,7 +182,7 @@ class Session(Run):
         self._warned.update(new)
         warn_of_parts(new, num_microbatches)
 
-    def runs_step_once(
+    def split(
         self,
         trainer: "pl.Trainer",
         batch: Any,
@@ -191,19 +191,21 @@ class Session(Run):
         *,
         trains: bool,
         is_first: bool,
-    ) -> bool:
-        """Whether the step runs once on the whole batch, of which the stack alone gets micro-batches.
+    ) -> tuple[SplitBatch, bool]:
+        """The batch in micro-batches, and whether only the stack gets them, as the step runs once on the whole batch.
 
-        Called on pipeline rank 0 of all data ranks, in training.
+        Called on pipeline rank 0, in training of all data ranks.
         """
-        if self.choice is None or not self.pipeline.may_run_once:
-            return self.pipeline.must_run_once
-        split = self.pipeline.split(batch, source, is_whole=False)
+        must = self.pipeline.must_run_once
+        split = self.pipeline.split(batch, source, is_whole=must)
+        if self.choice is None:
+            return split, must
         if trains:
-            return self.choice.trains_once(batch, split, source, step, is_first=is_first)
-        if trainer.predicting or split.num_microbatches == 1:
-            return False
-        return self.choice.evaluates_once(str(trainer.state.stage), split, source, step)
+            once = self.choice.trains_once(batch, split, source, step, is_first=is_first)
+        else:
+            may = not trainer.predicting and split.num_microbatches > 1
+            once = may and self.choice.evaluates_once(str(trainer.state.stage), split, source, step)
+        return (self.pipeline.split(batch, source, is_whole=True) if once else split), once
 
     def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool, is_whole: bool = False) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""

@@ -75,12 +75,12 @@ class HanayoStrategy(CheckpointingStrategy):
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
             class that has the most parameters, or such blocks in a row in a `Sequential`.
-        loss_weight: a micro-batch's weight in the mean loss, where steps run per micro-batch: "auto", what a probe
-            finds (see `step`), or where nothing is probed (in a cube, on one pipeline rank, with step="microbatch")
-            "samples"; "samples"; "tokens" (labels that aren't -100; of causal
-            models of transformers those that the model counts), "shifted_tokens" (the same without each sequence's
-            first label, `labels[..., 1:]`), or a function of the micro-batch that returns a number; "sum" for a loss
-            that is a sum over samples. If the losses were means of something else, a warning says of what.
+        loss_weight: a micro-batch's weight in the mean loss, where steps run per micro-batch: "samples", "tokens"
+            (labels that aren't -100; of causal models of transformers those that the model counts), "shifted_tokens"
+            (the same without each sequence's first label, `labels[..., 1:]`), or a function of the micro-batch that
+            returns a number; "sum" for a loss that is a sum over samples. If the losses were means of something else,
+            a warning says of what. "auto": what a probe finds (see `step`), or "samples" where nothing is probed: in a
+            cube, on one pipeline rank, and with step="microbatch".
         step: how often the step runs: once for each "microbatch", as `loss_weight` puts their losses together; or once
             for the whole "batch", of which the stack alone gets micro-batches. Then all code outside the stack
             computes what one process does, whatever the loss is. It costs time where that code is slow, as other

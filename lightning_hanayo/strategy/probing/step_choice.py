@@ -95,7 +95,7 @@ class StepChoice:
     _logged: dict[str, Candidates] = field(default_factory=dict, init=False)
     _num_batches: int = field(default=0, init=False)
     _once: bool = field(default=False, init=False)
-    """in the last batch"""
+    """in the last batch that was probed"""
     _num_unknown: int = field(default=0, init=False)
     _has_given_up: bool = field(default=False, init=False)
     _evaluates_once: dict[str, bool] = field(default_factory=dict, init=False)
@@ -118,15 +118,18 @@ class StepChoice:
         rests = self._num_unknown >= MOST_UNKNOWN  # to probe would only cost time
         if self.named:
             if any(self._gathered(number % EVERY == 0 or (is_first and not rests))):
-                self._check_named(self._gathered(self.probe.probe(batch, split, source, step, self._fits, _by_number)))
+                self._check_named(
+                    self._gathered(self.probe.probe(batch, split, source, step, self._fits, self._differ_by))
+                )
             return False
         known = bool(self.rules.rules)
         looks = self.device.type == "cpu" or number < ALWAYS  # else the host would wait in each batch
         is_due = (
             number % EVERY == 0 or not rests and (is_first or not known) or (known and looks and self._differ(split))
         )
-        if any(self._gathered(is_due)):
-            self._once = self._probed(batch, split, source, step)
+        if not any(self._gathered(is_due)):
+            return self._once and not known
+        self._once = self._probed(batch, split, source, step)
         return self._once
 
     def _probed(self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> bool:
@@ -171,7 +174,9 @@ class StepChoice:
 
     def _differ_by(self, pieces: Sequence[Named], sizes: Sequence[int]) -> int:
         made = [weights for one in (self.rules, *self._logged.values()) for weights in one.weights(pieces, sizes)]
-        return _num_different(made)
+        if any(weights is not None and 0.0 in weights for weights in made):
+            return 0
+        return len({tuple(round(one, 6) for one in weights) for weights in made if weights is not None})
 
     def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> tuple[bool, bool]:
         """Take the verdicts of all data ranks; return whether the step runs once, and whether rules are known."""
@@ -192,7 +197,7 @@ class StepChoice:
             self.runs_once = True
             rank_zero_info(
                 f"{self._differs(difference)}. So from now on the step runs once on whole batches, and only the stack "
-                f"is cut, which costs time (docs/concepts/losses.md). HanayoStrategy(step='microbatch') accepts the "
+                f"is cut, which costs time (docs/guides/losses.md). HanayoStrategy(step='microbatch') accepts the "
                 f"difference."
             )
         elif difference:
@@ -254,14 +259,3 @@ class StepChoice:
 
 def _common(rows: Sequence[Sequence[Rule]]) -> list[Rule]:
     return [rule for rule in rows[0] if all(rule in row for row in rows)]
-
-
-def _by_number(pieces: Sequence[Named], sizes: Sequence[int]) -> int:
-    return _num_different([rule.weights(pieces, sizes) for rule in possible_rules(pieces)])
-
-
-def _num_different(made: Sequence[Sequence[float] | None]) -> int:
-    """How many different weights there are; 0 if a piece has none."""
-    if any(weights is not None and 0.0 in weights for weights in made):
-        return 0
-    return len({tuple(round(one, 6) for one in weights) for weights in made if weights is not None})

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
@@ -31,6 +32,10 @@ from lightning_hanayo.pipeline_parallel.message import Message
 State = dict[str, float | Tensor]
 Given = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """What the step is to get from the stack, by the number of the tensor, and the first block's output."""
+
+
+class RefusedAfterStack(Exception):
+    """Code after the stack does what a dry run can't, such as a collective. The step may run on a whole batch."""
 
 
 @dataclass
@@ -115,6 +120,10 @@ class DrySteps:
 
         `given`: makes what the step gets from the stack; else that is the first block's output. `after`: what another
         run has left, before this one.
+
+        Raises:
+            RefusedAfterStack: code after the stack does what a dry run can't.
+            UnsupportedError: so does code in front of it, or the blocks' arguments can't be cut.
         """
         counted, stand_in = _CountedBytes(), StandIn(self._user.blocks, given)
         before: State = {}
@@ -133,7 +142,12 @@ class DrySteps:
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
         with quiet[0], quiet[1], kept[0], kept[1], torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
-            result = copy_context().run(self._user.dry_run, batch, stand_in)
+            try:
+                result = copy_context().run(self._user.dry_run, batch, stand_in)
+            except UnsupportedError as error:
+                if stand_in.output is None:
+                    raise
+                raise RefusedAfterStack(str(error)) from error
         changed = [name for name in before.keys() & now.keys() if not _is_same(before[name], now[name])]
         states = ({name: state[name] for name in changed} for state in (before, now))
         return Ran(result, stand_in.calls, stand_in.tensors, counted.num_bytes, *states)

@@ -11,12 +11,16 @@ import tomllib
 from pathlib import Path
 from posixpath import join, normpath
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for autodoc
 
 from lightning_hanayo import __version__ as release  # noqa: E402
+from recipes.paper import explorer  # noqa: E402
 
 REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["lightning-hanayo"]["repository"]
 
@@ -24,9 +28,11 @@ project = "lightning_hanayo"
 author = copyright = "the lightning_hanayo contributors"
 version = release
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 
+myst_enable_extensions = ["dollarmath"]
+myst_dmath_allow_space = myst_dmath_allow_digits = False  # "$2 and $3" is no formula
 myst_heading_anchors = 4  # `page.md#a-heading`, as in a checkout
 suppress_warnings = ["myst.header"]  # the benchmarks' pages are the output of commands, which begin with a list
 
@@ -39,25 +45,49 @@ toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_use_rtype = False
 
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
+
 html_theme = "furo"
+html_math_renderer = "mathml"
 html_title = f"lightning_hanayo {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_copyright = False
 
 
 def setup(app: Sphinx) -> None:
     """Let Sphinx call the functions below for each page that it reads."""
+    app.add_html_math_renderer("mathml", (_formula, None), (_formula, None))
     app.connect("source-read", _with_title)
+    app.connect("source-read", _link_to_explorer)
+    app.connect("build-finished", _write_explorer)
     app.connect("source-read", _links_out_of_the_site)
     app.connect("autodoc-process-docstring", _drawings, priority=100)  # before napoleon reads the sections
+
+
+def _formula(translator: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
+    """Write a formula as MathML, which browsers show without a script."""
+    translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
 
 
 def _with_title(app: Sphinx, page: str, source: list[str]) -> None:
     """Give a benchmark's page without a title, as some print it, the name of its file."""
     if page.startswith("benchmarks/") and not re.search(r"^# ", source[0], re.MULTILINE):
         source[0] = f"# Benchmark: {page.rpartition('/')[2]}\n\n{source[0]}"
+
+
+def _link_to_explorer(app: Sphinx, page: str, source: list[str]) -> None:
+    """Link to the page of `recipes.paper.explorer`, which the site alone has."""
+    link = '<a href="../explore.html">Choose P, B and W</a>, and see the schedules side by side.'
+    source[0] = source[0].replace("<!-- explorer -->", link)
+
+
+def _write_explorer(app: Sphinx, error: Exception | None) -> None:
+    if error is None:
+        explorer.draw(Path(app.outdir, "explore.html"))
 
 
 def _links_out_of_the_site(app: Sphinx, page: str, source: list[str]) -> None:

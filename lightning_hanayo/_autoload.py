@@ -1,5 +1,7 @@
 """Registers `Trainer(strategy="hanayo")` with Lightning, so that users need no import of `lightning_hanayo`.
 
+Lets Lightning read checkpoints that are folders, and `torch.load` say how to make a file of one.
+
 Installed a second time as the top-level module `lightning_hanayo_autoload`, whose `activate` torch calls at the end of
 `import torch` (the entry-point group `torch.backends`). So it must never fail and never be slow: it imports only the
 standard library, and the rest of this package only when a user asks for the strategy.
@@ -7,11 +9,14 @@ standard library, and the rest of this package only when a user asks for the str
     import torch                        --> activate() puts a finder on sys.meta_path
     import lightning.pytorch.strategies --> the finder lets the other finders load it, then calls register()
     Trainer(strategy="hanayo")          --> the registry calls the factory, which imports lightning_hanayo.strategy
+    Model.load_from_checkpoint(folder)  --> Lightning's reader fails, then dist_checkpointing reads the folder
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -31,11 +36,64 @@ def activate() -> None:
 
 
 def register() -> None:
-    """Add the strategy to Lightning's registry. A second call, by either copy of this module, does nothing."""
+    """Do all this for the modules that are loaded. A second call, by either copy of this module, does nothing."""
     for host, factory in _FACTORIES.items():
         registry: Any = getattr(sys.modules.get(host), "StrategyRegistry", None)
         if registry is not None and NAME not in registry:
             registry.register(NAME, factory, description=DESCRIPTION)
+            for ending in ("spawn", "fork", "notebook", "find_unused_parameters_true"):
+                registry.register(f"{NAME}_{ending}", _refuse_name, description=f"use {NAME!r}", override=True)
+    for host in ("lightning.pytorch.core.saving", "lightning.fabric.plugins.io.torch_io"):
+        _wrap("pl_load", _reads_folders, host)  # of load_from_checkpoint, and of a plain Trainer's ckpt_path
+    _wrap("load", _names_export, "torch", "torch.serialization")  # both: a pickled function is found by its module
+
+
+def _wrap(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], *hosts: str) -> None:
+    """Replace a function in the modules that have it, unless a copy of this module has done so."""
+    function = getattr(sys.modules.get(hosts[0]), name, None)
+    if function is not None and not hasattr(function, "_of_hanayo"):
+        wrapped: Any = wraps(function)(wrapper(function))
+        wrapped._of_hanayo = True
+        for host in hosts:
+            setattr(sys.modules[host], name, wrapped)
+
+
+def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's reader of files, which also reads a checkpoint folder, one tensor at a time as it is used."""
+
+    def load_any(path_or_url: Any, map_location: Any = None, **options: Any) -> Any:
+        try:
+            return load(path_or_url, map_location=map_location, **options)
+        except OSError as error:
+            failure = error
+        from lightning_hanayo.dist_checkpointing.export import read_folder
+
+        content = read_folder(path_or_url, map_location)
+        if content is None:
+            raise failure
+        return content
+
+    return load_any
+
+
+def _names_export(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.load`, whose error says how to make a file of a checkpoint folder."""
+
+    def load_file(f: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return load(f, *args, **options)
+        except IsADirectoryError as error:
+            if not os.path.isfile(os.path.join(f, "manifest.json")):
+                raise
+            raise IsADirectoryError(
+                error.errno,
+                f"torch.load reads files, but several ranks have saved this checkpoint as a folder. Make a file of it: "
+                f"hanayo ckpt export {os.fspath(f)} whole.ckpt --to file. Or save files: "
+                f"HanayoStrategy(save_full=True), or ModelCheckpoint(save_weights_only=True)",
+                f,
+            ) from None
+
+    return load_file
 
 
 def _create(**options: Any) -> Any:
@@ -47,10 +105,17 @@ def _create(**options: Any) -> Any:
 
 def _refuse(**options: Any) -> Any:
     """The factory in the registry of `pytorch_lightning`, whose base classes are not those of `lightning.pytorch`."""
+    from lightning_hanayo.errors import OtherPackageError
+
+    raise OtherPackageError
+
+
+def _refuse_name(**options: Any) -> Any:
+    """The factory of names that resemble those of Lightning's DDP."""
     raise ValueError(
-        "strategy='hanayo' works with `lightning.pytorch`, but this Trainer comes from `pytorch_lightning`. These are "
-        "separate packages with separate classes. Import Trainer, LightningModule and callbacks from "
-        "`lightning.pytorch` (`import lightning as L`)."
+        "strategy='hanayo' is the only name of this strategy. It starts its processes by running the script again, not "
+        "by spawn or fork, and needs no option for parameters without a gradient. Its options are those of "
+        "lightning_hanayo.HanayoStrategy."
     )
 
 

@@ -1,6 +1,7 @@
 """Defines the errors of this package: a user's mistake is a `HanayoError`, which is always a `ValueError`."""
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from os import PathLike
@@ -22,6 +23,24 @@ class HanayoError(ValueError):
 
 class UnsupportedError(HanayoError):
     """The model or the options use a feature that a pipeline doesn't support, such as manual optimization."""
+
+
+ONE_PACKAGE = (
+    "put `import lightning_hanayo.pytorch_lightning` above all other imports: then it is another name of "
+    "`lightning.pytorch`."
+)
+"""how classes of `pytorch_lightning` become those of `lightning.pytorch`, for messages"""
+
+
+class OtherPackageError(HanayoError):
+    """A Trainer of `pytorch_lightning` was given the strategy, by name or as an object."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "HanayoStrategy is a strategy of `lightning.pytorch`, but this Trainer comes from `pytorch_lightning`, a "
+            "package with classes of its own. Import Trainer, LightningModule and callbacks from `lightning.pytorch` "
+            f"(`import lightning as L`). If a library imports `pytorch_lightning`, {ONE_PACKAGE}"
+        )
 
 
 class CheckpointError(HanayoError):
@@ -93,6 +112,24 @@ def with_notes(error: BaseException) -> str:
     for note in getattr(error, "__notes__", ()):
         text = f"{text.rstrip('.')}. {note}"
     return text
+
+
+def is_debugging() -> bool:
+    """Whether `HANAYO_DEBUG` is set, so that errors are shown with their traceback."""
+    return bool(os.environ.get("HANAYO_DEBUG"))
+
+
+def is_rank_zero(environment: Mapping[str, str]) -> bool:
+    """Whether this process is global rank 0, by the variables that torchrun, SLURM or Lightning's launcher set.
+
+    Example:
+        >>> is_rank_zero({}), is_rank_zero({"NODE_RANK": "1", "LOCAL_RANK": "0"})
+        (True, False)
+    """
+    for variable in ("RANK", "SLURM_PROCID"):
+        if variable in environment:
+            return environment[variable] == "0"
+    return all(environment.get(name, "0") == "0" for name in ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK"))
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def resolve(
     world_size: int,
     *,
     pipeline_parallel_size: int | str = "auto",
-    data_parallel_size: int | str = 1,
+    data_parallel_size: int | str = "auto",
     cube: int | tuple[int, int, int] = 1,
 ) -> Topology:
     """The topology of `world_size` ranks. A size of `"auto"` follows from the others; if both are, `data` is 1.
@@ -134,7 +134,7 @@ def _mismatch(world_size: int, pipe: int | str, data: int | str, cube_xyz: tuple
     valid.sort(key=lambda sizes: (abs(sizes[0] - wanted), sizes[0]))
     choices = ", ".join(f"pipeline_parallel_size={p} with data_parallel_size={d}" for p, d in valid[:3])
     advice = f"Nearest that do: {choices}." if choices else f"The cube alone needs a multiple of {cube} processes."
-    return (
-        f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={'x'.join(map(str, cube_xyz))} doesn't "
-        f"multiply to the {world_size} processes that are started (devices x num_nodes). {advice}"
-    )
+    sizes = f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={'x'.join(map(str, cube_xyz))}"
+    if world_size == 1 and (needed := prod(size for size in (pipe, data, cube) if isinstance(size, int))) > 1:
+        return f"{sizes} needs more than the one process that is started (devices x num_nodes): say devices={needed}."
+    return f"{sizes} doesn't multiply to the {world_size} processes that are started (devices x num_nodes). {advice}"

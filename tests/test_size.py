@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
-MAX_LINES = 37_700
+MAX_LINES = 38_406
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 270
+MAX_FILES = 273
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

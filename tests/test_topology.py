@@ -66,6 +66,8 @@ def test_every_rank_is_in_one_group(shape: Topology, axes: tuple[str, ...]) -> N
     [
         (4, {}, Topology(pipe=4)),
         (4, {"data_parallel_size": 2}, Topology(data=2, pipe=2)),
+        (4, {"pipeline_parallel_size": 2}, Topology(data=2, pipe=2)),
+        (8, {"pipeline_parallel_size": 2, "cube": (1, 2, 1)}, Topology(data=2, pipe=2, cube=(1, 2, 1))),
         (4, {"pipeline_parallel_size": 2, "data_parallel_size": "auto"}, Topology(data=2, pipe=2)),
         (4, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, Topology(data=2, pipe=2)),
         (6, {"data_parallel_size": "auto"}, Topology(pipe=6)),  # both "auto": no data parallelism
@@ -112,3 +114,8 @@ def test_topologies_are_immutable_and_hashable() -> None:
 
 def test_examples_run() -> None:
     assert doctest.testmod(topology).failed == 0
+
+
+def test_one_process_is_answered_with_the_number_of_devices() -> None:
+    with pytest.raises(HanayoError, match=r"one process that is started .*: say devices=4"):
+        resolve(1, pipeline_parallel_size=2, cube=(1, 2, 1))

@@ -82,9 +82,9 @@ class RankResult:
     num_microbatches: int = 1
     """of the layout"""
     draws_numbers: bool = False
-    """whether the step has drawn random numbers; only of one process"""
+    """whether the step has drawn random numbers; only of whole batches"""
     has_rounded: bool = False
-    """whether the step computes in a lower precision in places; only of one process"""
+    """whether the step computes in a lower precision in places; only of whole batches"""
     warnings: tuple[str, ...] = ()
 
 
@@ -153,13 +153,13 @@ def topology_of(options: Options, devices: int | None) -> Topology:
     """
     cube = (options.cube,) * 3 if isinstance(options.cube, int) else tuple(options.cube)
     if devices is None:
-        sizes = (options.pipeline_parallel_size, options.data_parallel_size, *cube)
-        devices = 1
+        data = 1 if options.data_parallel_size == "auto" else options.data_parallel_size
+        sizes, devices = (options.pipeline_parallel_size, data, *cube), 1
         for size in sizes:
             if not isinstance(size, int):
                 raise HanayoError(
                     "nothing says how many processes the layout has: give devices=, or HanayoStrategy's "
-                    "pipeline_parallel_size and data_parallel_size"
+                    "pipeline_parallel_size"
                 )
             devices *= size
     return resolve(

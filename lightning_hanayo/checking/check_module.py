@@ -13,12 +13,14 @@ from lightning.pytorch import Callback
 
 from lightning_hanayo.checking.case import Case, TrainerOptions, select_callbacks, take_batches, topology_of
 from lightning_hanayo.checking.examine import Tell, examine
-from lightning_hanayo.checking.trainings import layout
+from lightning_hanayo.checking.trainings import processes
 from lightning_hanayo.checking.trainings.layout import prepare
 from lightning_hanayo.checking.verdict import Verdict
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partition.stack import is_ambiguous
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
+from lightning_hanayo.strategy.setup.called_stacks import called_stacks
 from lightning_hanayo.strategy.setup.plan import plan_model
 
 MAX_STEPS = 1000
@@ -41,7 +43,7 @@ def check(
     timeout: float = 600.0,
     tell: Tell = lambda _: None,
 ) -> Verdict:
-    """Train a copy of `module` a few steps in one process and on a layout, on CPUs, and compare everything by name.
+    """Train copies of `module` a few steps in one process and on a layout, on CPUs, and compare everything by name.
 
     Example:
         >>> verdict = check(GPT(), TextData(), HanayoStrategy(pipeline_parallel_size=4, num_microbatches=8), steps=2)
@@ -88,6 +90,14 @@ def check(
     kept, left_out = select_callbacks(callbacks)
     trainer = TrainerOptions(accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, kept)
     taken = take_batches(module, data, steps * topology.data * accumulate_grad_batches, dtype)
+    if (
+        options.blocks is None
+        and topology.replica_size > 1
+        and (defines_configure_model(module) or is_ambiguous(module))
+        and (names := called_stacks(module, lambda: taken.batches[0]))
+        and (depth is None or ":" not in names[0])  # which counts the blocks in a row
+    ):
+        options = replace(options, blocks=names[0])  # of the one process, too
     case = Case(
         _copied(module), taken.batches, options, topology, trainer, steps, depth, dtype, seed,
         loaders=taken.loaders, are_collated=taken.are_collated,
@@ -99,7 +109,7 @@ def check(
         except UnsupportedError as error:
             return Verdict("refused", f"refused: {error}")
     notes = tuple(f"the callback {name} was left out: it can't be pickled" for name in left_out)
-    return examine(case, partial(layout.run, timeout=timeout), tell, notes)
+    return examine(case, partial(processes.run, timeout=timeout), tell, notes)
 
 
 def _copied(module: pl.LightningModule) -> pl.LightningModule:

@@ -1,20 +1,21 @@
-"""Trains a case three ways, and compares them: whole batches, micro-batches in one process, and the layout.
+"""Trains a case three ways, and compares them: whole batches, micro-batches on uncut models, and the layout.
 
-whole batches  <->  micro-batches    does the loss survive being cut?
-micro-batches  <->  the layout       is the layout right?
+whole batches  <->  micro-batches    does the loss survive being cut?      one process, a plain Trainer
+micro-batches  <->  the layout       are pipeline and cube right?          a process for each data rank, the strategy
 
 Dropout draws its masks per micro-batch, so it is switched off where whole batches are compared. The layout keeps it,
-and one process draws the same masks; but not in a cube, whose ranks draw their own.
+and uncut models draw the same masks; but not in a cube, whose ranks draw their own.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 
 from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Run
-from lightning_hanayo.checking.comparison import EXACT, ROUNDED, compare
+from lightning_hanayo.checking.comparison import EXACT, ROUNDED, Values, compare
 from lightning_hanayo.checking.trainings.layout import merge, run_rank
 from lightning_hanayo.checking.trainings.reference import run_reference
 from lightning_hanayo.checking.verdict import (
@@ -25,6 +26,7 @@ from lightning_hanayo.checking.verdict import (
     verdict_of_layout,
 )
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.topology import Topology
 
 Tell = Callable[[str], None]
 """Is told which run begins."""
@@ -37,19 +39,29 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         HanayoError: the module doesn't train in one process.
     """
 
-    def one_process(case: Case, num_microbatches: int) -> RankResult:
-        what = f"{num_microbatches} micro-batches" if num_microbatches > 1 else "whole batches"
-        tell(f"one process: {what}{'' if case.has_dropout else ', without dropout'}")
-        (result,) = run(1, run_reference, case, num_microbatches)
-        if isinstance(result, RankFailure):
-            raise HanayoError(f"the module fails in one process, on {what}: {result.kind}: {result.message}")
+    def train(what: str, world_size: int, function: Callable[..., Any], case: Case) -> list[RankResult]:
+        where = f"one process{' for each data rank' if world_size > 1 else ''}"
+        tell(f"{where}: {what}{'' if case.has_dropout else ', without dropout'}")
+        ranks = run(world_size, function, case)
+        for one in ranks:
+            if isinstance(one, RankFailure):
+                raise HanayoError(f"the module fails in {where}, on {what}: {one.kind}: {one.message}")
+        return [one for one in ranks if isinstance(one, RankResult)]
+
+    def whole_batches(case: Case) -> RankResult:
+        (result,) = train("whole batches", 1, run_reference, case)
         return result
 
-    whole = one_process(case, 1)
+    def micro_batches(case: Case) -> Values:
+        uncut = _uncut(case, num)
+        values, *_ = merge(train(f"{num} micro-batches", uncut.topology.world_size, run_rank, uncut), uncut.topology)
+        return values
+
+    whole = whole_batches(case)
     quiet, has_noise = case, False
     if whole.draws_numbers:
         quiet = replace(case, has_dropout=False)
-        whole = one_process(quiet, 1)
+        whole = whole_batches(quiet)
         has_noise = whole.draws_numbers
     has_cube, once = prod(case.topology.cube) > 1, _runs_step_once(case)
     of_layout = quiet if has_cube or once else case
@@ -62,19 +74,27 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         return verdict_of_failure(failures, notes)
     layout = [rank for rank in ranks if isinstance(rank, RankResult)]
     notes += tuple(dict.fromkeys(text for rank in layout for text in rank.warnings))
-    num = layout[0].num_microbatches
-    pieces = whole if once else one_process(of_layout, num)
-    tolerance = ROUNDED if case.dtype != torch.float64 or whole.has_rounded or pieces.has_rounded else EXACT
-    compared = compare(pieces.values, merge(layout, case.topology), tolerance)
+    num, values = layout[0].num_microbatches, merge(layout, case.topology)
+    tolerance = ROUNDED if case.dtype != torch.float64 or whole.has_rounded else EXACT
+    pieces = whole.values if once else values[0]
+    if not once and case.topology.replica_size > 1:  # else the layout itself trains uncut models
+        pieces = micro_batches(of_layout)
+    compared = compare(pieces, values, tolerance)
     verdict = verdict_of_layout(compared, layout[0], has_cube=has_cube, notes=notes)
+    if once and compared.is_exact:
+        return replace(verdict, microbatches=compared)
+    if once and case.options.step == "auto":  # no rule was found, and the whole batch can't make up for it
+        pieces = micro_batches(of_layout)
+        compared = compare(pieces, values, tolerance)
+        verdict = (
+            verdict_of_layout(compared, layout[0], has_cube=has_cube, notes=notes) if compared.is_exact else verdict
+        )
     if not compared.is_exact or has_noise:
         return verdict
-    if once:
-        return replace(verdict, microbatches=compared)
 
     if of_layout is not quiet:
-        pieces = one_process(quiet, num)
-    cut = compare(whole.values, [pieces.values], tolerance)
+        pieces = micro_batches(quiet)
+    cut = compare(whole.values, [pieces], tolerance)
     if cut.is_exact:
         return replace(verdict, microbatches=cut)
     return replace(
@@ -86,10 +106,19 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
     )
 
 
+def _uncut(case: Case, num_microbatches: int) -> Case:
+    """The same training on the same micro-batches, by data ranks that hold the whole model each."""
+    rule = "samples" if case.options.loss_weight == "auto" else case.options.loss_weight
+    plain: dict[str, Any] = {"num_waves": "auto", "schedule": "auto", "balance": "parameters", "recompute": "none"}
+    plain |= {"activation_budget": None, "costs": None, "pairs": False, "shard_optimizer": False}
+    plain |= {"cube_outside": "share", "num_microbatches": num_microbatches, "step": "microbatch", "loss_weight": rule}
+    return replace(case, topology=Topology(data=case.topology.data), options=replace(case.options, **plain))
+
+
 def _runs_step_once(case: Case) -> bool:
     """Whether the layout's steps run on whole batches, and so are compared with those of one process."""
-    options, has_cube = case.options, prod(case.topology.cube) > 1
-    finds_out = options.step == "auto" and options.loss_weight == "auto" and not has_cube
+    options = case.options
+    finds_out = options.step == "auto" and options.loss_weight == "auto"
     return case.topology.replica_size > 1 and (options.step == "batch" or finds_out)
 
 

@@ -4,7 +4,6 @@ Shows a verdict: one screen for a terminal, or everything as JSON.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_hanayo.checking.case import RankFailure, RankResult
-from lightning_hanayo.checking.comparison import KINDS, Comparison, Difference, Key, Kind
+from lightning_hanayo.checking.comparison import KINDS, Comparison, Difference, Key
 
 Outcome = Literal["exact", "depends on micro-batches", "differs", "refused", "failed"]
 
@@ -34,9 +33,9 @@ class Verdict:
     detail: str = ""
     """where the first value that differs is computed, or what the difference means"""
     layout: Comparison | None = None
-    """the layout, compared with one process that runs the same micro-batches"""
+    """the layout, compared with uncut models on the same micro-batches"""
     microbatches: Comparison | None = None
-    """one process that runs micro-batches, compared with one that runs whole batches"""
+    """uncut models on micro-batches, compared with one process that runs whole batches"""
     notes: tuple[str, ...] = ()
     """what was done to the module, and what wasn't compared"""
     trace: str = ""
@@ -58,7 +57,7 @@ def verdict_of_failure(failures: list[RankFailure], notes: tuple[str, ...] = ())
 
 
 def verdict_of_layout(compared: Comparison, rank: RankResult, *, has_cube: bool, notes: tuple[str, ...]) -> Verdict:
-    """The layout, of which `rank` is one, compared with one process that runs the same micro-batches."""
+    """The layout, of which `rank` is one, compared with uncut models on the same micro-batches."""
     if compared.is_exact:
         summary = f"the layout is exact (largest difference {compared.gap:.0e})"
         return Verdict("exact", summary, layout=compared, notes=notes)
@@ -98,8 +97,8 @@ def summary_of_microbatches(compared: Comparison) -> str:
 
 
 MICROBATCHES_DIFFER = (
-    "The layout itself is right: it equals one process that runs the same micro-batches. loss_weight says over what "
-    "your loss is a mean. If the samples of a batch depend on each other (BatchNorm, in-batch negatives), no "
+    "Pipeline and cube are right: without them, the same micro-batches give the same. loss_weight says over what your "
+    "loss is a mean. If the samples of a batch depend on each other (BatchNorm, in-batch negatives), no "
     "loss_weight makes it exact."
 )
 
@@ -108,13 +107,8 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.10g}"
 
 
-_PLURALS: Mapping[Kind, str] = {
-    "loss": "losses",
-    "gradient": "gradients",
-    "weight": "weights",
-    "buffer": "buffers",
-    "log": "logged values",
-}
+_PLURALS = {"loss": "losses", "log": "logged values"}
+"""of kinds that don't take an s"""
 _COLOURS = {"exact": "green", "depends on micro-batches": "yellow"}
 _NUM_SHOWN = 4
 """differences that a screen lists"""
@@ -139,16 +133,8 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
     """Everything that the check has found. A gap that can't be measured is null."""
-    return {
-        "outcome": verdict.outcome,
-        "exit_code": verdict.exit_code,
-        "summary": verdict.summary,
-        "detail": verdict.detail,
-        "layout": _comparison_json(verdict.layout),
-        "microbatches": _comparison_json(verdict.microbatches),
-        "notes": list(verdict.notes),
-        "trace": verdict.trace,
-    }
+    compared = {name: _comparison_json(getattr(verdict, name)) for name in ("layout", "microbatches")}
+    return {**vars(verdict), **compared, "exit_code": verdict.exit_code, "notes": list(verdict.notes)}
 
 
 def _table(layout: Comparison, microbatches: Comparison | None) -> Table:
@@ -164,7 +150,11 @@ def _table(layout: Comparison, microbatches: Comparison | None) -> Table:
     for kind in KINDS:
         if kind in layout.largest:
             gaps = [column.largest.get(kind, 0.0) for column in columns.values()]
-            table.add_row(_PLURALS[kind], str(layout.num_values[kind]), *(f"{gap:.0e}" if gap else "0" for gap in gaps))
+            table.add_row(
+                _PLURALS.get(kind, f"{kind}s"),
+                str(layout.num_values[kind]),
+                *(f"{gap:.0e}" if gap else "0" for gap in gaps),
+            )
     return table
 
 

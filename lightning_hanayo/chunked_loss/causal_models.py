@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -116,7 +117,8 @@ class Logits(Tensor):
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Logits":
         """Logits [..., V] of [..., H] and [V, H]."""
         shape, dtype = (*hidden.shape[:-1], weight.shape[0]), as_autocast(hidden).dtype
-        made: Logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Logits)
+        with unset_fake_temporarily():  # while a plan counts operations: a fake tensor can be of no other class
+            made: Logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Logits)
         made.hidden, made.weight, made.bias = hidden, weight, bias
         return made
 

@@ -6,8 +6,8 @@
 Of N tokens F.cross_entropy keeps [N, V] logits, and makes [N, V] more in fp32 on the way. Here two such tensors of one
 chunk exist at a time, and `hidden` and N numbers are kept, for one more product with the weight.
 
-In a cube whose ranks all have the same samples (cube_outside="replicate") each of them does this for its share of the
-tokens, in forward and backward; all get all losses, and the gradients of all of `hidden`.
+In a cube whose ranks run the step alike each of them does this for its share of the tokens, in forward and backward;
+all get all losses. There each loss counts 1/ranks, and gradients are summed: a rank gives those of its own tokens.
 """
 
 from collections.abc import Iterator
@@ -75,12 +75,8 @@ def chunked_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise HanayoError(f"chunked_cross_entropy: reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
     flat, targets = as_autocast(hidden).flatten(0, -2), labels.flatten()
-    operands = [weight, bias]
-    shares = token_shares()
-    if shares is not None:
-        operands = [None if one is None else _SummedGradient.apply(one, shares) for one in operands]  # type: ignore[no-untyped-call]
-    operands = [None if one is None else one.to(flat.dtype) for one in operands]
-    rule = _Rule(chunk, ignore_index, label_smoothing, shares)
+    operands = [None if one is None else one.to(flat.dtype) for one in (weight, bias)]
+    rule = _Rule(chunk, ignore_index, label_smoothing, token_shares())
     losses: Tensor = _TokenLosses.apply(flat, *operands, targets, rule)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(labels.shape)
@@ -156,10 +152,12 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        gradient = gradient[rule.own(ctx.num_tokens)]
+        tokens = rule.own(ctx.num_tokens)
+        gradient = gradient[tokens] * (1 if rule.shares is None else rule.shares.size)  # the others' are as large
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dtype = log_sums.dtype
-        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        dhidden = hidden.new_zeros(ctx.num_tokens, hidden.shape[1]) if needs_hidden else None
+        own_dhidden = None if dhidden is None else dhidden[tokens]
         dweight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         dbias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         for rows in rule.chunks(len(hidden)):
@@ -172,36 +170,16 @@ class _TokenLosses(torch.autograd.Function):
             dlogits.scatter_add_(1, labels[rows].where(counts, 0)[:, None], of_label[:, None])
             dlogits *= gradient[rows].where(counts, 0.0)[:, None]
             low = dlogits.to(hidden.dtype)
-            if dhidden is not None:
-                torch.mm(low, weight, out=dhidden[rows])
+            if own_dhidden is not None:
+                torch.mm(low, weight, out=own_dhidden[rows])
             if dweight is not None:
                 dweight += low.t().mm(hidden[rows])
             if dbias is not None:
                 dbias += dlogits.sum(0)
         return (
-            None if dhidden is None else rule.all_gather(dhidden, ctx.num_tokens),
+            dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
             None,
             None,
         )
-
-
-class _SummedGradient(torch.autograd.Function):
-    """A weight that each rank uses for its tokens: its gradient is the sum over the ranks.
-
-    Of a parameter the ranks' gradients are averaged after the batch, as all ranks compute the same of everything else.
-    So there its own part times the number of ranks does, without communication.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, shares: "MeshAxis") -> Tensor:
-        ctx.shares, ctx.is_parameter = shares, weight.is_leaf
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_parameter:
-            return gradient * ctx.shares.size, None
-        return ctx.shares.all_reduce(gradient.clone()).wait(), None

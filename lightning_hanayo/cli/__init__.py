@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from lightning_hanayo import __version__
-from lightning_hanayo.cli.common import fail, is_debugging
-from lightning_hanayo.errors import HanayoError, nearest, with_notes
+from lightning_hanayo.cli.common import fail
+from lightning_hanayo.errors import HanayoError, is_debugging, nearest, with_notes
 
 _TRAINER = "lightning_hanayo.cli.trainer_start"
 
@@ -65,7 +65,7 @@ def usage() -> str:
         "  2    a mistake in options, files or the model, in one line\n"
         "  75   stopped by SIGTERM, after a batch and with a checkpoint: start it again\n"
         "  130  interrupted by Ctrl-C, in the same way\n\n"
-        "With HANAYO_DEBUG=1 in the environment, errors are shown with their traceback.\n"
+        "With HANAYO_DEBUG=1 in the environment, errors are shown with their whole traceback.\n"
         "For the options of a command: hanayo <command> --help\n"
         "Example: hanayo init my-gpt && cd my-gpt && hanayo fit --config wave.yaml"
     )

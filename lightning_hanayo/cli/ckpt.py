@@ -8,13 +8,12 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from lightning_hanayo.cli.common import CommandGroup, fail, print_table, quantity
-from lightning_hanayo.dist_checkpointing.folder import Advance, CheckpointFolder
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.found import (
     Found,
     existing,
@@ -355,10 +354,6 @@ def _print(facts: Mapping[str, Any]) -> None:
         print_table(columns, [[str(one[key]) for key in keys] for one in largest])
 
 
-_LARGE = 2**30
-"""bytes from which on a terminal shows progress"""
-
-
 def verify_options(parser: ArgumentParser) -> None:
     """Add the checkpoints."""
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="checkpoint folders or plain files")
@@ -373,42 +368,29 @@ def run_verify(options: Namespace) -> int:
     Exit codes: 0 all whole, 1 one isn't, 2 if there is no such path.
     """
     found = {path: look_at_one(path) for path in options.checkpoints}
-    problems = {path: _problem(path, one, quiet=options.json) for path, one in found.items()}
+    problems = {}
+    for path, one in found.items():
+        problems[path] = problem = _problem(path, one)
+        if problem and not options.json:
+            fail(problem)
+        elif not options.json:
+            print(f"{path}: whole, {size_text(one.num_bytes if one else 0)}")
     if options.json:
         results = [{"path": path, "whole": not problem, "problem": problem} for path, problem in problems.items()]
         print(json.dumps(results))
     return int(any(problems.values()))
 
 
-def _problem(path: str, found: Found | None, *, quiet: bool) -> str:
-    """What is wrong with a checkpoint; "" if nothing. Prints it, too."""
+def _problem(path: str, found: Found | None) -> str:
+    """What is wrong with a checkpoint; "" if nothing."""
     try:
-        if found is not None and found.kind == "file":
-            verify_file(storage_of(path).path)
-        elif found is not None and storage_of(path).is_file():
-            raise CheckpointError(f"{path} isn't whole: {found.problem}")
-        else:
-            folder = CheckpointFolder(path)
-            with _progress(folder.manifest.num_bytes) as advance:
-                folder.verify(advance=advance)
+        with showing(f"verifying {path}"):
+            if found is not None and found.kind == "file":
+                verify_file(storage_of(path).path)
+            elif found is not None and storage_of(path).is_file():
+                raise CheckpointError(f"{path} isn't whole: {found.problem}")
+            else:
+                CheckpointFolder(path).verify()
     except CheckpointError as error:
-        if not quiet:
-            fail(str(error))
         return str(error)
-    if not quiet:
-        print(f"{path}: whole, {size_text(found.num_bytes if found else 0)}")
     return ""
-
-
-@contextmanager
-def _progress(num_bytes: int) -> Iterator[Advance]:
-    """Draw a bar in a terminal, if there is much to read. Yields what is called with the bytes of each piece."""
-    if num_bytes < _LARGE or not sys.stderr.isatty():
-        yield int
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("verifying", total=num_bytes)
-        yield lambda size: progress.advance(task, size)

@@ -21,7 +21,7 @@ from itertools import chain
 from keyword import iskeyword
 from typing import Any, NoReturn
 
-from lightning_hanayo.errors import nearest
+from lightning_hanayo.errors import is_debugging, is_rank_zero, nearest
 
 EXIT_CODE = 2
 OTHERS = "All other options are those of hanayo fit (hanayo fit --help), such as --config and --model.width=64."
@@ -53,24 +53,6 @@ def fail(message: str, *, failed_first: bool = False) -> int:
     return EXIT_CODE
 
 
-def is_debugging() -> bool:
-    """Whether `HANAYO_DEBUG` is set, so that errors are shown with their traceback."""
-    return bool(os.environ.get("HANAYO_DEBUG"))
-
-
-def is_rank_zero(environment: Mapping[str, str]) -> bool:
-    """Whether this process is global rank 0, by the variables that torchrun, SLURM or Lightning's launcher set.
-
-    Example:
-        >>> is_rank_zero({}), is_rank_zero({"NODE_RANK": "1", "LOCAL_RANK": "0"})
-        (True, False)
-    """
-    for variable in ("RANK", "SLURM_PROCID"):
-        if variable in environment:
-            return environment[variable] == "0"
-    return all(environment.get(name, "0") == "0" for name in ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK"))
-
-
 class OneLineErrors:
     """Mixin for a parser (the next base class): errors are one line, without usage, tips and nested reports."""
 
@@ -93,13 +75,24 @@ class OneLineErrors:
         action = getattr(self, "_subcommands_action", None)  # only jsonargparse's outermost parser has subcommands
         subcommands = action.choices if action is not None else {}
         parsers = [parser for name, parser in subcommands.items() if unknown["command"] in (None, name)] or [self]
-        return f"unknown option {option!r}; {hint(option, dict.fromkeys(chain(*map(_options, parsers))))}"
+        known = dict.fromkeys(chain(*map(_options, parsers)))
+        option = _first_unknown(option, known)
+        return f"unknown option {option!r}; {hint(option, known)}"
 
 
 def _options(parser: Any) -> list[str]:
     """The options of `parser`, dotted and without dashes, as a configuration file writes them."""
-    names = [action.option_strings[-1].lstrip("-") for action in parser._actions if action.option_strings]
+    names = [action.option_strings[-1].strip("-+") for action in parser._actions if action.option_strings]
     return [name for name in names if name not in ("help", "config", "print_config") and not name.endswith(".help")]
+
+
+def _first_unknown(name: str, known: Iterable[str]) -> str:
+    """A misspelt option up to the first part that is unknown: `trainer.stratgy` of `trainer.stratgy.class_path`."""
+    parts = name.split(".")
+    for beginning in (".".join(parts[:count]) for count in range(1, len(parts))):
+        if not any(option.startswith(f"{beginning}.") for option in known):
+            return name if beginning in known else beginning  # the options of a class are those that it has
+    return name
 
 
 def hint(name: str, known: Iterable[str]) -> str:
@@ -234,7 +227,7 @@ class CommandGroup:
 
 PIPE_COLUMNS = 120
 """characters per line of a table in a pipe, unless it has more"""
-_BETWEEN = 3
+_BETWEEN = 2
 """characters between two columns"""
 
 
@@ -248,7 +241,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: S
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", overflow="fold")
     for row, dim in zip(rows, is_dim or [False] * len(rows), strict=True):

@@ -43,7 +43,10 @@ def _parser() -> CommandParser:
     add("--nodes", type=whole_number, default=1, metavar="N", help="nodes (default: 1)")
     machine = parser.add_mutually_exclusive_group(required=True)
     machine.add_argument(
-        "--device", metavar="NAME", help="rates of a data sheet: h100, h200, a100; or nominal ones: cpu"
+        "--device",
+        metavar="NAME",
+        help="rates of a data sheet: h100, h200, b200, gb200, a100, mi300x, l40s, rtx4090, "
+        "rtx5090; or nominal ones: cpu",
     )
     machine.add_argument("--machine", metavar="FILE", help="measured rates, as hanayo doctor --measure writes them")
     add(
@@ -64,7 +67,11 @@ def _parser() -> CommandParser:
     meaning = "whether a cube's ranks work on two micro-batches at once (default: what is faster and fits)"
     add("--pairs", choices=("auto", "on", "off"), default="auto", help=meaning)
     add(
-        "--top", type=whole_number, default=5, metavar="N", help="how many layouts to simulate and to show (default: 5)"
+        "--top",
+        type=whole_number,
+        default=5,
+        metavar="N",
+        help="how many layouts to show, each of another pipeline size or cube (default: 5)",
     )
     add("--output", default="plan.yaml", metavar="FILE", help="the configuration to write (default: plan.yaml)")
     meaning = "time over memory of all layouts: an image, or a page (.html) that names them (default: plan.png)"

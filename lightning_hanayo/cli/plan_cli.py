@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -18,7 +18,7 @@ from lightning_hanayo.checking.case import take_batches, topology_of
 from lightning_hanayo.cli.common import condense, print_table
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
 from lightning_hanayo.planner.candidates import Choices
 from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.estimates import Measured, StepModel
@@ -36,9 +36,11 @@ from lightning_hanayo.strategy.model_facts import read_model
 from lightning_hanayo.strategy.options import Options
 
 COLUMNS = (
-    "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "weights", "pairs",
-    "step s", "samples/s", "bubble", "exposed", "memory", "products",
+    "#", "P", "W", "D", "cube", "batch", "schedule", "recompute", "sharded", "weights", "pairs", "step s",
+    "bubble", "waits", "memory", "MFU",
 )  # fmt: skip
+_CHOICES = range(COLUMNS.index("schedule"), COLUMNS.index("step s"))
+"""the columns that are left out where all rows are alike"""
 
 
 def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_batch_size: bool) -> None:
@@ -58,10 +60,15 @@ def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_bat
         f"{machine.source or 'rates of unknown origin'}\n"
         f"{plan.global_batch} samples per step; at most {bytes_of(plan.memory)} per device\n"
     )
-    print_table(COLUMNS, rows(plan))
+    table = rows(plan)
+    alike = [i for i in _CHOICES if len({row[i] for row in table}) == 1]
+    shown = [i for i in range(len(COLUMNS)) if i not in alike]
+    print_table([COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in table])
+    same = ", ".join(f"{COLUMNS[i]} {table[0][i]}" for i in alike if table[0][i] != "-")
+    rate = "peak of the data sheet" if machine.peak else "highest rate measured"
     print(
-        "samples: of a micro-batch. weights: how often a cube gathers them. pairs: two micro-batches at once. "
-        "exposed: waiting for other data ranks. products: the time of the model's own ones\n"
+        f"{f'in all: {same}. ' * bool(same)}batch: micro-batches x samples. waits: for other data ranks. "
+        f"MFU: the model's own products, compared with the {rate}\n"
     )
     print(
         f"{plan.num_considered:,} layouts considered: {len(plan.fitting):,} fit, "
@@ -107,7 +114,7 @@ def plain(plan: Plan) -> dict[str, Any]:
                 "bubble": one.bubble,
                 "exposed": one.exposed,
                 "memory": asdict(one.memory) | {"total": one.memory.total},
-                "of_peak": plan.flops_share(one),
+                "mfu": plan.mfu(one),
             }
             for one in plan.best
         ],
@@ -115,39 +122,35 @@ def plain(plan: Plan) -> dict[str, Any]:
 
 
 def rows(plan: Plan) -> list[list[str]]:
-    """The table of the fastest layouts."""
+    """The table of the fastest layouts, each the fastest of its pipeline size and cube."""
     found = []
     for number, one in enumerate(plan.best, 1):
         own = one.candidate
-        sizes = own.data, "x".join(map(str, own.mesh)) if own.cube_size > 1 else "-", own.num_microbatches
+        batch = f"{own.num_microbatches} x {own.samples}"
+        batch = f"{own.accumulate} x ({batch})" if own.accumulate > 1 else batch
+        sizes = own.data, "x".join(map(str, own.mesh)) if own.cube_size > 1 else "-", batch
         choices = (
             own.schedule if own.pipe > 1 else "-",
             "blocks" if own.recompute else "-",
             "yes" if own.shard_optimizer else "-",
-            f"per {own.cube_weights}" if own.mesh[0] > 1 else "-",
+            own.cube_weights if own.mesh[0] > 1 else "-",
             "yes" if own.pairs else "-",
         )
         predicted = (
             f"{one.seconds:.3g}",
-            f"{plan.global_batch / one.seconds:.4g}",
             f"{one.bubble:.1%}",
             f"{one.exposed / one.seconds:.1%}",
             bytes_of(one.memory.total),
-            f"{plan.flops_share(one):.1%}",
+            f"{plan.mfu(one):.1%}",
         )
         waves = own.num_waves if own.pipe > 1 else "-"
-        row = number, own.pipe, waves, *sizes, own.samples, own.accumulate, *choices, *predicted
+        row = number, own.pipe, waves, *sizes, *choices, *predicted
         found.append(list(map(str, row)))
     return found
 
 
-_WEIGHTS: dict[str, tuple[CubeWeights, ...]] = {
-    "auto": ("microbatch", "batch"),
-    "microbatch": ("microbatch",),
-    "batch": ("batch",),
-}
 _PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
-"""the values of the command's options -> what to choose from"""
+"""the values of --pairs -> what to choose from"""
 
 
 def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
@@ -199,7 +202,8 @@ class PlanCLI(WaveCLI):
             say("reading the data")
             own = self._strategy.options if isinstance(self._strategy, HanayoStrategy) else None
             batch = _first_batch(model, datamodule)
-            num_samples = WholeSplitter(BatchRule() if own is None else own.batch_rule).num_samples(batch)
+            rule = BatchRule() if own is None else own.batch_rule
+            num_samples = WholeSplitter(rule).num_samples(batch, BatchSource(module=model))
             if not num_samples:
                 raise HanayoError("the samples of a training batch can't be counted; a plan needs batches of tensors")
             say("counting what the model computes")
@@ -221,7 +225,11 @@ class PlanCLI(WaveCLI):
                 memory=options.memory,
                 top=options.top,
                 model=step_model,
-                choices=Choices(_WEIGHTS[options.cube_weights], _pairs(options.pairs, facts, own)),
+                choices=Choices(
+                    get_args(CubeWeights) if options.cube_weights == "auto" else (options.cube_weights,),
+                    _pairs(options.pairs, facts, own),
+                    runs_step_once=own is not None and own.step == "batch",
+                ),
             )
         self._write(plan)
 
@@ -287,6 +295,8 @@ def _pairs(given: str, facts: ModelFacts, options: Options | None) -> tuple[bool
         reason = f"the blocks of {facts.stack} aren't registered"
     elif options is not None and options.cube_outside == "tokens":
         reason = "cube_outside='tokens' starts collectives in user code"
+    elif options is not None and options.step == "batch":
+        reason = "step='batch' runs code outside the stack on whole batches"
     if reason and given == "on":
         raise HanayoError(f"--pairs on: {reason}, and HanayoStrategy refuses pairs then; leave --pairs out")
     return (False,) if reason else _PAIRS[given]

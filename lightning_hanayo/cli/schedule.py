@@ -41,7 +41,6 @@ from lightning_hanayo.schedule import (
 from lightning_hanayo.schedule.communication import messages_per_microbatch
 from lightning_hanayo.schedule.comparison import Comparison, compare
 from lightning_hanayo.schedule.cost import gather_compute_scatter
-from lightning_hanayo.schedule.schedule import check_csv
 from lightning_hanayo.schedule.text.timeline_text import Line, timeline_lines
 
 SUBCOMMANDS = {
@@ -228,11 +227,12 @@ def run_check(options: Options) -> int:
     """Check whether a CSV table is a valid schedule: each action once, on the rank of its stage, and no deadlock.
 
     The table has one row per rank, with cells like 0F0, 3I2, 3W2. This reads the tables of `hanayo schedule export` and
-    both formats of torch.distributed.pipelining: compute_only and compute_comms, whose sends and receives are checked,
-    too. The exit code is 0 if the table is valid, and 2 with an error that names the cell if not.
+    both formats of torch.distributed.pipelining: compute_only, and compute_comms without its sends and receives, which
+    follow from the compute actions. The exit code is 0 if the table is valid, and 2 with an error that names the cell
+    if not.
     """
     try:
-        schedule = check_csv(options.file)
+        schedule = Schedule.from_csv(options.file)
     except HanayoError as error:
         if options.json:
             print(json.dumps({"valid": False, "error": str(error)}))
@@ -299,7 +299,7 @@ def run_compare(options: Options) -> int:
         with showing(f"drawing {path}"):
             timelines = {one.name: one.timeline for one in comparison.candidates}
             if not _save(path, title, timelines, options):
-                save_ranking(path, comparison, title=title, budget=budget, unit=options.unit)
+                save_ranking(path, comparison, title=title, unit=options.unit)
     if options.json:
         schedules = [
             summary_dict(one.schedule, one.timeline, None if budget is None else one.within_budget)
@@ -406,7 +406,7 @@ def run_show(options: Options) -> int:
                 look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
                 save_timeline(path, timeline, title=title(schedule), **look)
     if options.json:
-        spans = json.loads(timeline.to_json())["spans"]
+        spans = [{"rank": s.rank, "action": str(s.action), "start": s.start, "end": s.end} for s in timeline.spans]
         print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))
         return 0
     print(title(schedule))

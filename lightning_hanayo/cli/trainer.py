@@ -6,9 +6,11 @@ Sets Weights & Biases to offline mode if the user has no account, so that a run 
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, MutableMapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -19,7 +21,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lightning_hanayo.cli.common import OneLineErrors, condense
 from lightning_hanayo.cli.trainer_start import check_config_files
-from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.plain_file import load_mapped
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
@@ -57,8 +58,24 @@ def run_cli(build: Callable[[], Command], *, is_quiet: bool = True) -> Command:
         raise mistake from error
 
 
+_MISPLACED = re.compile(
+    r"(?:NestedArg\(key='|(?:accept option '|arguments: --)(?!model\.|data\.)(?:\w+\.)*)(?P<option>\w+)"
+)
+"""an option of the strategy at another place; a model's may have its name"""
+
+
 class TrainerParser(OneLineErrors, LightningArgumentParser):
     """Parses YAML files and options, as LightningCLI does."""
+
+    def _one_line(self, message: str) -> str:
+        line = super()._one_line(message)
+        found = _MISPLACED.search(message)
+        if found is None or found["option"] not in signature(HanayoStrategy).parameters:
+            return line
+        name, cause = found["option"], line.partition(";")[0]
+        if "NestedArg" in line:
+            cause = "trainer.strategy has no class"
+        return f"{cause}; {name} is trainer.strategy.init_args.{name}, with class_path: lightning_hanayo.HanayoStrategy"
 
 
 class SaveConfig(SaveConfigCallback):
@@ -128,13 +145,6 @@ class WaveCLI(LightningCLI):
         is_listed = any(isinstance(one, WaveReport) and one is not report for one in callbacks)
         if is_listed:
             callbacks.remove(report)
-        path = self.config[self.subcommand].get("ckpt_path")
-        if path and Path(path, MANIFEST).is_file() and not isinstance(trainer.strategy, HanayoStrategy):
-            name = type(trainer.strategy).__name__
-            raise HanayoError(
-                f"ckpt_path={path}: a folder, which {name} can't read. Run with strategy: hanayo, or make a "
-                f"file of it: hanayo ckpt export --to file {path} FILE"
-            )
         return trainer
 
 

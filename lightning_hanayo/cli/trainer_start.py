@@ -5,7 +5,7 @@ Only then torch and Lightning are imported, which takes seconds.
 Checks the configuration files of a command before they are parsed: one line says which file is wrong, and where.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -119,7 +119,7 @@ def check_config_file(path: Path) -> None:
         raise HanayoError(f"{path} has more than {MAX_BYTES >> 20} MiB, and is no configuration")
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        keys = list(_keys(root))
+        _check_unique(path, root)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8, see byte {error.start}"
         raise HanayoError(f"{path} can't be read: {reason}") from None
@@ -130,33 +130,27 @@ def check_config_file(path: Path) -> None:
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "empty" if root is None else "a single value"
         raise HanayoError(f"{path} is {kind}; {_EXPECTED}")
-    _check_unique(path, keys)
     for key, value in root.value:
         if key.value in _SECTIONS and not isinstance(value, yaml.MappingNode):
             raise HanayoError(f"{path}, line {_line(key)}: {key.value} must be a mapping of its options")
 
 
-def _keys(node: yaml.Node | None) -> Iterator[tuple[int, yaml.Node]]:
-    """All keys, each with the number of the mapping that it is in. An anchor's node comes once."""
-    nodes, seen = [node], set()
-    for one in nodes:
-        if one is None or id(one) in seen:
+def _check_unique(path: Path, root: yaml.Node | None) -> None:
+    """Check that no mapping has a key twice."""
+    nodes, seen = [root], set()
+    for node in nodes:  # grows meanwhile; an anchor's node comes once
+        if node is None or id(node) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, yaml.MappingNode):
-            for key, value in one.value:
-                yield id(one), key
-                nodes.append(value)
-        elif isinstance(one, yaml.SequenceNode):
-            nodes.extend(one.value)
-
-
-def _check_unique(path: Path, keys: Sequence[tuple[int, yaml.Node]]) -> None:
-    first: dict[tuple[int, str], yaml.Node] = {}
-    for mapping, key in keys:
-        before = first.setdefault((mapping, str(key.value)), key)
-        if before is not key and key.value != "<<":
-            raise HanayoError(f"{path}, line {_line(key)}: {key.value} is given twice, first in line {_line(before)}")
+        seen.add(id(node))
+        first: dict[str, yaml.Node] = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            before = first.setdefault(str(key.value), key)
+            if before is not key and key.value != "<<":
+                lines = f"line {_line(key)}: {key.value} is given twice, first in line {_line(before)}"
+                raise HanayoError(f"{path}, {lines}")
+            nodes.append(value)
+        if isinstance(node, yaml.SequenceNode):
+            nodes.extend(node.value)
 
 
 def _line(node: yaml.Node) -> int:

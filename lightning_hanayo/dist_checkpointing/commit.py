@@ -182,6 +182,7 @@ class FolderSave:
                 self._target.prepare()
             return self._target, sum(one.tensor.nbytes for one in self._part.tensors) + sum(map(len, texts.values()))
 
+        # a rank that fails takes part all the same: the others wait for it
         begun = self._peers.all_gather((self._attempt(begin), self._part.about.get("step")))
         step = begun[0][1]
         self._name += "" if step is None else f" (step {step})"

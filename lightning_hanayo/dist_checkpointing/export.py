@@ -249,7 +249,53 @@ def export_checkpoint(
     return _to_huggingface(opened, target, module, config, max_shard_size)
 
 
+def read_folder(path: Any, map_location: Any = None) -> dict[str, Any] | None:
+    """Verify a checkpoint folder, and return what a file of Lightning would hold; None if there is no folder.
+
+    Called in one process. Tensors are read when they are used; those of the model at once if they are for a device.
+
+    Args:
+        path: of the folder, local or an fsspec URL, or anything else that Lightning reads checkpoints from.
+        map_location: as for `torch.load`.
+
+    Raises:
+        CheckpointError: the folder isn't a whole checkpoint.
+    """
+    if not isinstance(path, str | os.PathLike) or not storage_of(os.fspath(path)).is_folder():
+        return None
+    content, device = _as_in_a_file(open_checkpoint(os.fspath(path))), _device(map_location)
+    for state in content.get("optimizer_states", ()):  # torch's optimizers keep such numbers as they get them
+        for values in state["state"].values():
+            values.update((key, one.read()) for key, one in values.items() if _is_stored(one) and one.dim() == 0)
+    if device.type != "cpu":
+        state = content["state_dict"]
+        state.update((name, one.read().to(device)) for name, one in state.items() if _is_stored(one))
+    return content
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, StoredTensor)
+
+
+def _device(map_location: Any) -> torch.device:
+    """Where `torch.load` would put a tensor that was saved from the CPU."""
+    if callable(map_location):
+        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return torch.device("cpu") if moved is None else moved.device
+    return torch.device((map_location.get("cpu") if isinstance(map_location, dict) else map_location) or "cpu")
+
+
 def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
+    content = _as_in_a_file(opened)
+    write_file(target, lambda file: write_torch_file(file, content))
+    local = storage_of(target).is_local
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(target) if local else []  # which only code rebuilds
+    notes = [f"the Trainer reads {', '.join(sorted(unsafe))} with weights_only=False only"] if unsafe else []
+    return Exported(target, len(opened.content["state_dict"]), notes=notes)
+
+
+def _as_in_a_file(opened: OpenedCheckpoint) -> dict[str, Any]:
+    """The content as a file has it: tied entries are one tensor, and the parameters of optimizers have numbers."""
     content = dict(opened.content)
     if opened.folder is not None:
         state, tied = opened.content["state_dict"], opened.tied
@@ -257,11 +303,7 @@ def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
         vars(content["state_dict"]).update(vars(state))  # the versions of the modules' entries
     if opened.folder is not None and "optimizer_states" in content:
         content["optimizer_states"] = [_numbered(one) for one in content["optimizer_states"]]
-    write_file(target, lambda file: write_torch_file(file, content))
-    local = storage_of(target).is_local
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(target) if local else []  # which only code rebuilds
-    notes = [f"the Trainer reads {', '.join(sorted(unsafe))} with weights_only=False only"] if unsafe else []
-    return Exported(target, len(opened.content["state_dict"]), notes=notes)
+    return content
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:

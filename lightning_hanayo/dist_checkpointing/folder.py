@@ -8,7 +8,7 @@ Verifies a checkpoint on all ranks together: each hashes its share, and all hear
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,8 +44,6 @@ _TEMPORARY = ".tmp-"
 """stands between the name of a checkpoint and the id of the save that is writing it"""
 _HEADER_BYTES = 2**16
 """Most headers are shorter, and take one request."""
-Advance = Callable[[int], object]
-"""is called with the number of bytes that were read since its last call"""
 _Range = tuple[int, int, str]
 """where a part begins and ends in its file, in bytes, and its key"""
 
@@ -147,14 +145,13 @@ class CheckpointFolder:
         except (ValueError, RecursionError) as error:
             raise damaged(self.where(file), f"it is no JSON ({error})") from None
 
-    def verify(self, rank: int = 0, num_ranks: int = 1, *, kind: str = "", advance: Advance = int) -> None:
+    def verify(self, rank: int = 0, num_ranks: int = 1, *, kind: str = "") -> None:
         """Read every byte of its files, and compare the hashes. Of several ranks, each reads a share.
 
         Args:
             rank: of this process.
             num_ranks: how many verify the folder together.
             kind: the beginning of tensors' names, such as "model/": only these are read.
-            advance: is called with the number of bytes that were read since its last call.
 
         Raises:
             CheckpointError: a byte isn't what was written, or can't be read. The message names the file, and the tensor
@@ -166,15 +163,13 @@ class CheckpointFolder:
                 continue
             if file.endswith(".json"):
                 self.text(next(stem for stem, one in self.manifest.texts.items() if one == file))
-                advance(self.manifest.files[file].num_bytes)
                 continue
             self._headers.pop(file, None)  # so that it is read again
             header = self.header(file)
-            advance(min(entry.start for entry in header.values()))
             ranges = sorted((entry.start, entry.stop, key) for key, entry in header.items() if key in wanted)
             for parts in _adjacent(ranges):
                 with self._readable(file):
-                    self._verify_adjacent(file, parts, advance)
+                    self._verify_adjacent(file, parts)
 
     def header(self, file: str) -> Mapping[str, HeaderEntry]:
         """Returns where a file has its tensors, by key, in order. Its hash is checked before it is looked at."""
@@ -183,7 +178,7 @@ class CheckpointFolder:
                 self._headers[file] = self._read_header(file)
         return self._headers[file]
 
-    def _verify_adjacent(self, file: str, parts: Sequence[_Range], advance: Advance) -> None:
+    def _verify_adjacent(self, file: str, parts: Sequence[_Range]) -> None:
         """Read parts that follow each other in a file at one go, and compare the hash of each."""
         chunks = self._storage.chunks(file, parts[0][0], parts[-1][1])
         chunk = memoryview(b"")
@@ -192,7 +187,6 @@ class CheckpointFolder:
             while missing:
                 chunk = chunk or next(chunks)
                 hashed.update(chunk[:missing])
-                advance(min(missing, len(chunk)))
                 chunk, missing = chunk[missing:], max(0, missing - len(chunk))
             one = self.parts[file][key]
             if hashed.hexdigest() != one.part.xxh3_128:

@@ -299,6 +299,7 @@ def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, WholeTen
     for (file, key), number in keys.items():
         require(number == 1, f"{number} parts are the tensor {key!r} in {file}")
     for file, total in num_bytes.items():
+        # a header comes before them
         require(total < files[file].num_bytes, f"{file} is smaller than the tensors in it")
     require(len(set(texts.values())) == len(texts), "two documents are in one file")
     for file in texts.values():
@@ -349,7 +350,7 @@ def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapp
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    encoded += b" " * (-len(encoded) % 8)  # so that tensors are aligned
     return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
 
 

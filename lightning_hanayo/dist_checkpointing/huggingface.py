@@ -184,7 +184,7 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename and convert the tensors as save_pretrained does; none is read before it is used."""
     revert = _rules("revert_weight_conversion", "core_model_loading")
     on_meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()}
-    sources_of = {id(tensor): name for name, tensor in on_meta.items()}
+    sources_of = {id(tensor): name for name, tensor in on_meta.items()}  # what is only renamed is the same object
     on_disk = revert(model, dict(on_meta))
     renamed = {target: sources_of[id(tensor)] for target, tensor in on_disk.items() if id(tensor) in sources_of}
     result = {target: own[name] for target, name in renamed.items()}

@@ -15,7 +15,8 @@ Loads optimizer states by the names of parameters, each rank those of its own, a
 A plain file has numbers instead of names: they count the parameters of all groups, in order.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -105,7 +106,11 @@ def check_fit(
     dtypes = differing(lambda one, own: one.dtype not in (own.dtype, own.also))
     quantized = differing(lambda one, own: one.is_packed != own.is_packed)
     missing = {name: ("missing", str(entry or "no tensor")) for name, entry in expected.items() if name not in found}
-    extra = {name: (_text(value), "not in the model") for name, value in found.items() if name not in expected}
+    kinds = {
+        name: str(Entry.of(one)) if isinstance(one, Tensor) else f"a {type(one).__name__}"
+        for name, one in found.items()
+    }
+    extra = {name: (kind, "not in the model") for name, kind in kinds.items() if name not in expected}
     renamed = tuple(names_translated_in(model))
     missing, extra = ({name: one[name] for name in one if not name.startswith(renamed)} for one in (missing, extra))
     rows = {**quantized, **shapes}
@@ -148,10 +153,6 @@ def names_translated_in(module: nn.Module) -> list[str]:
         if one._load_state_dict_pre_hooks or type(one)._load_from_state_dict is not nn.Module._load_from_state_dict
     ]
     return [f"{name}." if name else "" for name in own]
-
-
-def _text(value: Any) -> str:
-    return str(Entry.of(value)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _table(rows: Mapping[str, tuple[str, str]]) -> str:
@@ -226,6 +227,17 @@ def load(
     Raises:
         CheckpointError: the module refuses them.
     """
+    try:
+        with own_parts_taken(module, sharding):
+            module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())  # torch writes a line per problem
+        raise CheckpointError(f"{source} can't be loaded into this {type(module).__name__}: {reason}") from None
+
+
+@contextmanager
+def own_parts_taken(module: nn.Module, sharding: Sharding | None) -> Iterator[None]:
+    """Inside it, `load_state_dict` of the module takes whole values, and keeps this rank's part of them."""
     shapes = {} if sharding is None else sharding.whole_shapes
     hooks = [
         one.register_load_state_dict_pre_hook(partial(_take_parts, sharding))  # type: ignore[no-untyped-call]
@@ -234,10 +246,7 @@ def load(
         if any(tensor.is_meta or tensor in shapes for tensor in _tensors(one).values())
     ]
     try:
-        module.load_state_dict(state, strict=strict)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())  # torch writes a line per problem
-        raise CheckpointError(f"{source} can't be loaded into this {type(module).__name__}: {reason}") from None
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -247,7 +256,8 @@ def _take_parts(sharding: Sharding | None, module: nn.Module, state: dict[str, A
     """The last hook before a module copies its values: leave what this rank has of them."""
     for name, here in _tensors(module).items():
         value = state.get(prefix + name)
-        if isinstance(value, Tensor) and here.is_meta:
+        # a value that doesn't fit stays: torch says so on all ranks
+        if isinstance(value, Tensor) and here.is_meta and (value.shape == here.shape or not here.dim()):
             state[prefix + name] = here.detach()
         elif isinstance(value, Tensor) and isinstance(here, nn.Parameter):
             state[prefix + name] = own_part(value, here, sharding)
@@ -350,7 +360,7 @@ class OptimizerState:
             self._optimizer.load_state_dict(dict(self._state))
             return
         states: dict[Any, Any] = dict(self._others)
-        groups, first = [], 0
+        groups, first = [], 0  # load_state_dict wants numbers, counted over all groups
         for number, now in enumerate(self._optimizer.param_groups):
             options = self._saved_groups[self._matches[number]] if number in self._matches else now
             groups.append({**options, "params": list(range(first, first + len(now["params"])))})

@@ -88,6 +88,7 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
     path = os.path.abspath(storage.path) if storage.is_local else path.rstrip("/")
     parent, _, name = path.rpartition("/")
     folder = storage_of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
+    # next to it, on the same file system: a rename is at once
     new, old = temporary_path(name, "tmp", save_id), temporary_path(path, "old", save_id)
     is_folder = storage.is_local and storage.is_folder() and not os.path.islink(path)
     try:

@@ -75,7 +75,7 @@ class LocalStorage:
                 raise OSError(f"{self._at(name)} ends at byte {size}, before {stop}")
             if start >= stop:
                 return memoryview(b"")
-            page = start - start % mmap.ALLOCATIONGRANULARITY
+            page = start - start % mmap.ALLOCATIONGRANULARITY  # maps begin at pages
             mapped = mmap.mmap(file.fileno(), stop - page, access=mmap.ACCESS_READ, offset=page)
         return memoryview(mapped)[start - page :]
 
@@ -141,7 +141,7 @@ class LocalStorage:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path)
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self) -> int:
         """Returns how much room the file system has for this user."""
         return shutil.disk_usage(self.path).free
 

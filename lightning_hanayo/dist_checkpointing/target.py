@@ -252,7 +252,7 @@ class Target:
         ready = f"manifest-{self.save_id}.json"
         self._write(ready, manifest)
         storage.remove(self._marker)
-        storage.sync()
+        storage.sync()  # the names of all files, before the one that counts
         at(Point.MANIFEST_READY)
         storage.replace(ready, MANIFEST)
         if self.folder != self.path:

@@ -431,7 +431,7 @@ class Verdicts:
     def decide_due(self) -> None:
         """Decide where it is this rank's turn. Called when proposals have come, and again while some are open."""
         now = time.monotonic()
-        turn = min(self._running().index(self._rank), MOST_WAITS)
+        turn = min(self._running().index(self._rank), MOST_WAITS)  # 0: the arbiter, which decides at once
         for topic, one in list(self._open.items()):
             if now >= max(one.since + self._takeover * turn, self._not_before):
                 self._tell("verdict", {"topic": topic, "verdict": one.proposal})

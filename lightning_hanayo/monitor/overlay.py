@@ -100,6 +100,7 @@ class Connection:
         if len(self._outgoing) > MOST_WAITING:
             self._fail()
         else:
+            # asking while there is nothing to write would wake the loop all the time
             self._loop.watch(self._file, self._on_ready, writes=bool(self._outgoing))
 
     def _read(self) -> None:
@@ -451,11 +452,11 @@ class Overlay:
         if rank not in self.neighbours or not hmac.compare_digest(token.encode(), self._token.encode()):
             self.drop(connection)
             return
-        if (older := self._links.pop(rank, None)) is not None:
+        if (older := self._links.pop(rank, None)) is not None:  # its end may not have been seen yet
             older.close()
         self._strangers.remove(connection)
         connection.rank, self._links[rank] = rank, connection
-        for line in list(self._repeated):
+        for line in list(self._repeated):  # what it may have missed; it knows again what it has
             connection.send(line)
         self._on_up(rank)
 

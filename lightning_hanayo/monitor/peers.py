@@ -139,6 +139,7 @@ class Peers:
         """Called with a rank's observation; return whether it is news to this one."""
         rank, state = content["rank"], content["state"]
         peer = self._peers[rank]
+        # of neighbours this rank sees itself whether they are silent
         sees_it_run = rank in self._overlay.neighbours and observer != self._rank and state in ("silent", "running")
         if rank == self._rank or peer.state == "ended" or peer.state == state or sees_it_run:
             return False

@@ -183,6 +183,7 @@ class LinkQueue:
         if (slot, ticket.number) not in self._plan:
             raise HanayoError(_unplanned(self._plan, self._numbers))
         self._held[slot, ticket.number] = ticket
+        # what was held up by this one may go now, too
         while self._next < len(self._plan) and self._plan[self._next] in self._held:
             self._put(self._held.pop(self._plan[self._next]))
             self._next += 1

@@ -158,7 +158,7 @@ class _Run:
             soonest = max(self._device, self._ready[number])
             if prefer is not None and prefer in left and self._ready[prefer] <= soonest:
                 number = prefer
-            if self._ready[number] == inf:
+            if self._ready[number] == inf:  # all wait for collectives that the link has yet to carry
                 if not self._waiting:
                     return [inf for _ in ends]
                 self._carry_next()

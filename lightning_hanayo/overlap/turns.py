@@ -82,7 +82,7 @@ class DeviceTurns:
         """
         self._partner = self._partner or _Partner()
         self._by_turns, self._prefer, self._failed = by_turns, prefer, False
-        self._waiting, self._is_free, self._ended = [0, 1], True, set()
+        self._waiting, self._is_free, self._ended = [0, 1], True, set()  # in this order: 0 begins
         self.slot, self.is_pair, self.are_twins = 0, True, are_twins
         self.number += 1
         results: dict[int, T] = {}
@@ -102,7 +102,7 @@ class DeviceTurns:
             self._give()
 
         done = self._partner.start(lambda: act(1, second))
-        act(0, first)
+        act(0, first)  # in this thread: user code outside of pairs runs here, too
         done.wait()
         self.slot, self.is_pair, self.are_twins = 0, False, False
         self.number += 1

@@ -132,9 +132,13 @@ class ParameterGuard:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While the user's step runs."""
-        with self.during("step"):
+        """While the user's step runs. Afterwards as before, as in `during`."""
+        before = self.scope, self.hook_name
+        self._enter("step", "")
+        try:
             yield
+        finally:
+            self._enter(*before)
         self.after_step()
 
     @contextmanager

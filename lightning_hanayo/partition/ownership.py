@@ -105,16 +105,11 @@ class Ownership:
                     f"Pass it to the block as an argument, or give the block a parameter of its own."
                 )
 
-    def check_cube(self, model: nn.Module, *, is_replicated: bool) -> None:
+    def check_cube(self, model: nn.Module) -> None:
         """Check that no rank of a cube uses a parameter inside blocks of which others may hold a part.
 
-        Args:
-            model: the user's module.
-            is_replicated: whether all ranks run the code outside the stack on the same samples.
-
         Raises:
-            UnsupportedError: a block uses another one's parameter; or one of code outside, where all ranks compute
-                equal gradients, which can't be added to the parts of blocks' gradients.
+            UnsupportedError: a block uses another one's parameter.
         """
         users, names = self._users(model), {parameter: name for name, parameter in model.named_parameters()}
         for parameter, _, place in self.kept:
@@ -122,13 +117,6 @@ class Ownership:
                 raise UnsupportedError(
                     f"{place} is {names[parameter]} of another block, and each rank of a cube may hold a part of it. "
                     f"Give the block a parameter of its own."
-                )
-        for parameter in self.tied_parameters(model) if is_replicated else ():
-            if -1 in users[parameter]:
-                raise UnsupportedError(
-                    f"{names[parameter]} is used in a block and outside the blocks: with cube_outside='replicate' "
-                    f"gradients outside are equal on all ranks of the cube, and those of a block are parts of a sum. "
-                    f"Use cube_outside='share'."
                 )
 
 
@@ -161,7 +149,8 @@ def on_meta(tensor: Tensor) -> Tensor:
     """A plain tensor on the meta device: one of a tensor subclass has another memory layout than its shape says."""
     if is_tensor_subclass(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return torch.empty_like(tensor, device="meta")
+    with torch._C.DisableTorchFunctionSubclass():  # a copy of a 3-D layer's parameter, say
+        return torch.empty_like(tensor, device="meta")
 
 
 def attributes_on_meta(parameter: Tensor) -> dict[str, Any]:

@@ -5,16 +5,21 @@ layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blo
 net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
+from operator import ge
+from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
+from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
 
 _TABLES = nn.Embedding | nn.EmbeddingBag
 _LISTS = nn.ModuleList | nn.Sequential
+_WITHOUT_FORWARD = nn.ModuleList | nn.ModuleDict
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,27 @@ class Stack:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self)} blocks: {listed(dict.fromkeys(one.__name__ for one in self._classes), 4)})"
+
+    @property
+    def _classes(self) -> dict[type[nn.Module], None]:
+        return dict.fromkeys(map(type, self.blocks))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all blocks are of one class."""
+        return len(self._classes) == 1
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether they look like blocks: several, with parameters, of one class or of few that repeat."""
+        if len(self) < 2 or self.is_uniform:
+            return len(self) > 1 and bool(self.parameters)
+        return 2 * len(self._classes) <= len(self) and all(
+            any(True for _ in block.parameters()) and not isinstance(block, _WITHOUT_FORWARD) for block in self.blocks
+        )
 
     def check_in(self, model: nn.Module) -> None:
         """Refuse a model that hasn't the same blocks under the same names."""
@@ -58,36 +84,114 @@ class Stack:
         return {parameter for block in self.blocks for parameter in block.parameters()}
 
 
-def find_stack(model: nn.Module, name: str | None = None) -> Stack:
+class Calls:
+    """The calls that a step makes of the modules in a model's lists: in which order, and what they hand on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._watched = {
+            child for module in model.modules() if isinstance(module, _LISTS) for child in module.children()
+        }
+        self._calls: list[tuple[nn.Module, dict[int, Any], dict[int, Any]]] = []
+        """modules, and their arguments and outputs by `id`: kept, so that no other object gets the same number"""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """In this context the step runs."""
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._calls.append((module, _objects((args, kwargs)), _objects(output)))
+
+        with ExitStack() as hooks:
+            for module in self._watched:
+                hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+            yield
+
+    def pass_through(self, stack: Stack) -> bool:
+        """Whether the blocks are called in order, each on the output of the one before, in one pass or several.
+
+        Blocks of one class may be left out, as by layer drop, which draws others in each step.
+        """
+        index = {block: i for i, block in enumerate(stack.blocks)}
+        own = [(index[module], given, made) for module, given, made in self._calls if module in index]
+        num_called = len({number for number, _, _ in own})
+        if num_called < (2 if stack.is_uniform else len(stack)):
+            return False
+        return all(
+            now == own[0][0] if now <= before else not made.keys().isdisjoint(given)
+            for (before, _, made), (now, given, _) in pairwise(own)
+        )
+
+
+def _objects(value: Any) -> dict[int, Any]:
+    return {id(leaf): leaf for leaf in tree_leaves(value) if not isinstance(leaf, bool | int | float | str | None)}
+
+
+def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = None) -> Stack:
     """The `ModuleList` or `Sequential` called `name`, whose blocks may differ.
 
     Without a name: the outermost list of two or more blocks of one class, or three or more of them in a row among
     other modules of a `Sequential`; of these the one that has the most parameters, a frozen one only if all are frozen.
+    If there is none, a list of few classes that repeat. With the `calls` of a step only what they pass through counts,
+    and a list of several classes counts if it has more parameters than those of one class.
 
     Raises:
         HanayoError: there is none, or the named module is no list of blocks.
         UnsupportedError: the stack contains one module twice, or lists, which no code calls.
     """
     lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
-    found = [*_outermost_stacks(model, ""), *_rows(model)]
     if name is not None and name in lists:
         stack = _whole(lists[name], name)
     elif name is not None:
+        found = _stacks(model)
         named = [stack for stack in found if stack.name == name]
         if not named:
             hint = nearest(name, {*lists, *(stack.name for stack in found)})
             raise HanayoError(f"blocks={name!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
         stack = named[0]
-    elif found:
-        stack = max(found, key=_size)
+    elif best := _best([] if calls is None else passed_stacks(model, calls), is_passed=True) or _best(_stacks(model)):
+        stack = best
     else:
         raise HanayoError(
             f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers'). "
-            f"If they are a list of lists, such as [attention, feed-forward], make a module with a forward of each."
+            f"one class, or of few that repeat.{other_lists(model)} Else build its layers as such a list. If they are "
+            f"a list of lists, such as [attention, feed-forward], make a module with a forward of each."
         )
     _check(stack)
     return stack
+
+
+def other_lists(model: nn.Module, stack: Stack | None = None, *, longer: bool = False) -> str:
+    """Sentences that name the lists of the model outside the stack, for errors; empty if there is none.
+
+    `longer`: those that have more blocks than the stack, also inside it.
+
+    Example:
+         VGG has lists: features (31 blocks: Conv2d, ReLU, MaxPool2d), classifier (7 blocks: Linear, ReLU, Dropout). If
+        its step calls the modules of one in order, name it: HanayoStrategy(blocks='features').
+    """
+    known = [_whole(module, name) for name, module in model.named_modules() if isinstance(module, _LISTS)]
+    inside = set() if stack is None or longer else _modules(stack)
+    least = len(stack) + 1 if stack is not None and longer else 2
+    others = [one for one in (*known, *_stacks(model)) if len(one) >= least and inside.isdisjoint(one.blocks)]
+    if not others:
+        return ""
+    others = sorted({one.name: one for one in others}.values(), key=_size, reverse=True)
+    return (
+        f" {type(model).__name__} has {'' if stack is None else 'other '}lists: {listed(map(str, others), 6)}. If its "
+        f"step calls the modules of one in order, name it: HanayoStrategy(blocks={others[0].name!r})."
+    )
+
+
+def is_ambiguous(model: nn.Module) -> bool:
+    """Whether it depends on a step's calls which of the model's lists is cut. Small ones don't count."""
+    found = _stacks(model)
+    best = _best(found)
+    if best is None:
+        return False
+    is_trained, _ = _size(best)
+    enough = _MAY_BE_ALL * sum(parameter.numel() for parameter in model.parameters())
+    sizes = [_size(one) for one in _outermost(found) if one is not best]
+    return any(trained >= is_trained and size >= enough for trained, size in sizes)
 
 
 def find_stack_if_any(model: nn.Module, name: str | None = None) -> Stack:
@@ -142,22 +246,44 @@ def _size(stack: Stack) -> tuple[bool, int]:
     return any(one.requires_grad for one in parameters), sum(one.numel() for one in parameters)
 
 
-def _outermost_stacks(module: nn.Module, name: str) -> Iterator[Stack]:
-    """The lists of blocks of one class in `module` that aren't inside another such list, or among blocks in a row."""
-    stack = _whole(module, name)
-    if len(stack) > 1 and len(set(map(type, stack.blocks))) == 1 and stack.parameters:
-        yield stack
-        return
-    in_rows = {block for row in _rows_of(module, name) for block in row.blocks}
-    for child_name, child in module.named_children():
-        if child not in in_rows:
-            yield from _outermost_stacks(child, _joined(name, child_name))
+def passed_stacks(model: nn.Module, calls: Calls) -> list[Stack]:
+    """The outermost stacks that the calls pass through."""
+    return _outermost([one for one in _stacks(model) if calls.pass_through(one)])
 
 
-def _rows(model: nn.Module) -> Iterator[Stack]:
-    """The blocks in a row in all Sequentials of `model`."""
+def _best(found: Sequence[Stack], *, is_passed: bool = False) -> Stack | None:
+    """The largest stack of one class; if a step passes through them, a heavier one of several classes."""
+    mixed = max((one for one in found if not one.is_uniform), key=_size, default=None)
+    best = max((one for one in found if one.is_uniform), key=_size, default=mixed)
+    is_heavier = mixed is not None and best is not None and all(map(ge, _size(mixed), _size(best)))
+    return mixed if is_passed and is_heavier else best
+
+
+def _stacks(model: nn.Module) -> list[Stack]:
+    """All that may be cut: lists, also those inside blocks of others, and blocks in a row in a Sequential."""
+    found: list[Stack] = []
     for name, module in model.named_modules():
-        yield from _rows_of(module, name)
+        found += [stack for stack in (_whole(module, name), *_rows_of(module, name)) if stack.may_be_cut]
+    return found
+
+
+def _outermost(found: Sequence[Stack]) -> list[Stack]:
+    """The stacks that aren't inside a block of another one.
+
+    Of a list of several classes, one inside that holds most of its parameters is the stack, or blocks in a row.
+    """
+    modules = {one: _modules(one) for one in found}
+
+    def is_better(inner: Stack, outer: Stack) -> bool:
+        is_row = inner.blocks[0] in outer.blocks
+        return (
+            inner is not outer
+            and inner.blocks[0] in modules[outer]
+            and (is_row or 2 * _size(inner)[1] > _size(outer)[1])
+        )
+
+    kept = [one for one in found if one.is_uniform or not any(is_better(other, one) for other in found)]
+    return [one for one in kept if not any(one is not other and one.blocks[0] in modules[other] for other in kept)]
 
 
 def _rows_of(module: nn.Module, name: str) -> Iterator[Stack]:
@@ -167,9 +293,8 @@ def _rows_of(module: nn.Module, name: str) -> Iterator[Stack]:
     for _, group in groupby(children, lambda child: type(child[1])):
         names, blocks = zip(*group, strict=True)
         stop = start + len(blocks)
-        row = Stack(f"{name}[{start}:{stop}]", blocks, names)
-        if 2 < len(blocks) < len(children) and row.parameters:
-            yield row
+        if 2 < len(blocks) < len(children):
+            yield Stack(f"{name}[{start}:{stop}]", blocks, names)
         start = stop
 
 
@@ -193,7 +318,7 @@ def _joined(name: str, child: str) -> str:
 
 def _check(stack: Stack) -> None:
     for name, block in zip(stack.block_names, stack.blocks, strict=True):
-        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+        if isinstance(block, _WITHOUT_FORWARD):
             raise UnsupportedError(
                 f"{name} is a {type(block).__name__}, which has no forward, but a pipeline runs each block of "
                 f"{stack.name} by calling it. Make a module with a forward of it, or name another stack with "
@@ -211,6 +336,8 @@ def _check(stack: Stack) -> None:
 
 _WORTH_SAYING = 0.05
 """a stack with a smaller share of the parameters in blocks costs little"""
+_MAY_BE_ALL = 0.01
+"""a list with a smaller share of the parameters isn't what a step calls in place of the largest one"""
 
 
 @dataclass(frozen=True)
@@ -223,10 +350,14 @@ class UncutStack:
     """of the parameters in the blocks of all stacks"""
 
 
-def uncut_stacks(model: nn.Module, cut: Stack) -> list[UncutStack]:
-    """The stacks that stay whole where `cut` is made into stages, the largest first; small ones are left out."""
+def uncut_stacks(model: nn.Module, cut: Stack, called: Collection[str] | None = None) -> list[UncutStack]:
+    """The stacks that stay whole where `cut` is made into stages, the largest first; small ones are left out.
+
+    `called`: the names of those that the step calls, if they are known.
+    """
     seen, others = _modules(cut), []
-    for other in sorted([*_outermost_stacks(model, ""), *_rows(model)], key=_size, reverse=True):
+    may_stay = (one for one in _stacks(model) if (one.is_uniform if called is None else one.name in called))
+    for other in sorted(may_stay, key=_size, reverse=True):
         if seen.isdisjoint(_modules(other)):  # they have no module in common with `cut`, or with a larger one
             seen |= _modules(other)
             others.append(other)
@@ -237,7 +368,7 @@ def uncut_stacks(model: nn.Module, cut: Stack) -> list[UncutStack]:
     return sorted((one for one in found if one.share >= _WORTH_SAYING), key=lambda one: -one.num_parameters)
 
 
-def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int) -> str:
+def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int, called: Collection[str] | None = None) -> str:
     """A message about the stacks that stay whole, with the way out; empty if there is none.
 
     Example:
@@ -246,7 +377,7 @@ def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int) -> str
         the same computation, 4 pipeline ranks are at most 2.3 times as fast as one, since rank 0 computes all that is
         whole. HanayoStrategy(blocks='encoder.block') cuts that stack instead.
     """
-    uncut = uncut_stacks(model, cut)
+    uncut = uncut_stacks(model, cut, called)
     if not uncut:
         return ""
     size = sum(parameter.numel() for parameter in cut.parameters)

@@ -1,13 +1,12 @@
 """The batch that is running, for the engine, the stages and the user's step."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from lightning_hanayo.errors import PeerFailed
 
@@ -33,8 +32,7 @@ class Batch:
             None before a dry run, whose logs and metrics do not count.
         on_whole_step: called when a step has ended that ran whole, on the only micro-batch, before its backward.
         in_step: entered while user code of a step runs, unless it runs whole on the only micro-batch.
-        on_loss: called before a micro-batch's backward with its index, its loss, and the nodes that end the graph of
-            the code after the stack.
+        on_loss: called before a micro-batch's backward with its index and its loss.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
         loss_weights: each micro-batch's weight in the gradient; only the rank with the loss reads them.
         loss_scale: a further factor of the weighted losses, on their device, so that small gradients in fp16
@@ -54,7 +52,7 @@ class Batch:
     on_user_code: Callable[[int | None], None] = lambda _: None
     on_whole_step: Callable[[], None] = lambda: None
     in_step: Callable[[], AbstractContextManager[None]] = nullcontext
-    on_loss: Callable[[int, Tensor, Collection[Node]], None] = lambda *_: None
+    on_loss: Callable[[int, Tensor], None] = lambda *_: None
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
     loss_scale: Tensor | None = None

@@ -60,6 +60,8 @@ class FirstBatch:
     is_cube: bool = False
     keeps_samples: bool = True
     """whether blocks have the step's samples; if not, they are known code, and aren't run again"""
+    num_shares: int = 1
+    """how many ranks' blocks share the samples of a micro-batch, where the step runs once"""
     carriers: Carriers = NO_CARRIERS
     share: Callable[[Findings], list[Findings]] = lambda own: [own]
     """gathers the findings of all ranks of the world"""
@@ -93,13 +95,18 @@ class FirstBatch:
             patched.register_hook = register
 
     def examine(self, batch: Batch, samples: int, whole: WholeStep | None = None) -> None:
-        """Run blocks again, between the forward of micro-batch 0 and the first backward. `samples`: 0 if not known.
+        """Run blocks again, between the forward of micro-batch 0 and the first backward.
 
-        `whole`: of a step that runs on the whole batch.
+        Args:
+            batch: it.
+            samples: of micro-batch 0 in the step; 0 if not known.
+            whole: of a step that runs on the whole batch.
 
         Raises:
             UnsupportedError: gradients wouldn't be those of the batch.
         """
+        if batch.is_whole:
+            samples = 0 if samples % self.num_shares else samples // self.num_shares
         self._samples, calls, self.values.calls = samples, self.values.calls, {}
         loss = find_loss(batch.results.get(0))
         before = [] if self.is_single or batch.step is None else tree_leaves(calls.get(0))

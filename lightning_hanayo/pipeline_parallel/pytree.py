@@ -14,11 +14,15 @@ Objects that blocks get as arguments become trees, too:
                             the numbers that are global in it
     jagged nested tensor    values and offsets                      sequences of several lengths
     Cache                   class and attributes                    keys and values that a prefix encoder has made
+    UserDict                class and content                       transformers' KVSharingDict
+
+A dictionary that several blocks get may be numbered, so that it is one object for all blocks of a stage, too.
 
 All ranks run the same program, so a function is sent as the place of its code in it.
 """
 
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -53,7 +57,9 @@ class OutputReference:
 class Flattener:
     """Flattens trees into skeletons that share one list of tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbered: list[Any] | None = None) -> None:
+        self.numbered = numbered
+        """the dictionaries among the arguments so far, which get their places in it as numbers; None: they get none"""
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
         self._objects: dict[int, tuple[Any, Skeleton | None]] = {}
@@ -82,10 +88,15 @@ class Flattener:
             parts = [self.flatten(item, f"{what}[{i}]", is_argument=is_argument) for i, item in enumerate(tree)]
             return (kind.__name__, *parts)
         if isinstance(tree, dict) and kind.__module__ in ("builtins", "collections"):
-            return ("dict", *(
+            items = [
                 (self.flatten(k, what), self.flatten(v, f"{what}[{k!r}]", is_argument=is_argument))
                 for k, v in tree.items()
-            ))  # fmt: skip
+            ]
+            if self.numbered is None or not is_argument:
+                return ("dict", *items)
+            if all(one is not tree for one in self.numbered):
+                self.numbered.append(tree)
+            return ("shared", next(i for i, one in enumerate(self.numbered) if one is tree), ("dict", *items))
         if kind is torch.Size:
             return ("size", *tree)
         if kind is torch.dtype:
@@ -101,7 +112,7 @@ class Flattener:
 
     def _object(self, value: Any, what: str) -> Skeleton:
         """The skeleton of an object, which is made once: all blocks may get the same mask."""
-        if id(value) not in self._objects:
+        if id(value) not in self._objects or isinstance(value, UserDict):  # whose content may be another one now
             self._objects[id(value)] = value, None  # until its parts are known, which may refer to it
             kind = next((kind for kind in KINDS.values() if kind.matches(value)), None)
             tree = None if kind is None else kind.to_tree(value)
@@ -133,28 +144,42 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
     )
 
 
-def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[..., Any] = OutputReference) -> Any:
-    """Put a tree together again. `fill` is called with path and block of each output reference, and replaces it."""
-    kind, *parts = skeleton
-    match kind:
-        case "tensor":
-            return tensors[parts[0]]
-        case "plain":
-            return parts[1]
-        case "proxy":
-            return fill(parts[1], parts[0])
-        case "tuple":
-            return tuple([unflatten(part, tensors, fill) for part in parts])
-        case "list":
-            return [unflatten(part, tensors, fill) for part in parts]
-        case "dict":
-            return {unflatten(key, tensors, fill): unflatten(value, tensors, fill) for key, value in parts}
-        case "size":
-            return torch.Size(parts)
-        case "object":
-            return KINDS[parts[0]].from_tree(unflatten(parts[1], tensors, fill))
-        case _:
-            return getattr(torch, parts[0])
+def unflatten(
+    skeleton: Skeleton,
+    tensors: Sequence[Tensor],
+    fill: Callable[..., Any] = OutputReference,
+    share: Callable[[int, Callable[[], Any]], Any] = lambda _, make: make(),
+) -> Any:
+    """Put a tree together again.
+
+    `fill` is called with path and block of each output reference, and replaces it. `share` is called with the number of
+    a dictionary and a function that makes it.
+    """
+    kind = skeleton[0]
+    if kind == "tensor":
+        return tensors[skeleton[1]]
+    if kind == "plain":
+        return skeleton[2]
+    if kind == "proxy":
+        return fill(skeleton[2], skeleton[1])
+    if kind == "object":
+        return KINDS[skeleton[1]].from_tree(unflatten(skeleton[2], tensors, fill, share))
+    if kind == "shared":
+        return share(skeleton[1], lambda: unflatten(skeleton[2], tensors, fill, share))
+    if kind == "size":
+        return torch.Size(skeleton[1:])
+    if kind == "dtype":
+        return getattr(torch, skeleton[1])
+    parts = [part for _, part in skeleton[1:]] if kind == "dict" else skeleton[1:]
+    # this runs for each call of a block: most parts are tensors and plain values, for which no function is called
+    values = [
+        tensors[p[1]] if p[0] == "tensor" else p[2] if p[0] == "plain" else unflatten(p, tensors, fill, share)
+        for p in parts
+    ]
+    if kind == "dict":
+        keys = [key[2] if key[0] == "plain" else unflatten(key, tensors, fill, share) for key, _ in skeleton[1:]]
+        return dict(zip(keys, values, strict=True))
+    return values if kind == "list" else tuple(values)
 
 
 VALUE: Skeleton = ("value",)
@@ -194,7 +219,7 @@ def nodes(skeleton: Skeleton) -> Iterator[Skeleton]:
     kind, *parts = skeleton
     if kind == "dict":
         parts = [node for pair in parts for node in pair]
-    elif kind == "object":
+    elif kind in ("object", "shared"):
         parts = parts[1:]
     elif kind not in ("tuple", "list"):
         return
@@ -210,7 +235,7 @@ def map_leaves(skeleton: Skeleton, change: Callable[[Skeleton], Skeleton]) -> Sk
             return change(skeleton)
         case "tuple" | "list":
             return (kind, *(map_leaves(part, change) for part in parts))
-        case "object":
+        case "object" | "shared":
             return (kind, parts[0], map_leaves(parts[1], change))
         case "dict":
             return ("dict", *((map_leaves(key, change), map_leaves(value, change)) for key, value in parts))
@@ -237,6 +262,8 @@ def holds(skeleton: Skeleton, *kinds: str) -> bool:
 def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
     """The lists, dictionaries and functions in `tree`, without those in an output that it refers to."""
     kind, *parts = skeleton
+    if kind == "shared":  # it may have another content than the skeleton by now
+        yield from _containers_in(tree)
     if kind in ("list", "dict") or isinstance(tree, FunctionType):
         yield tree
     if kind == "object" and parts[0] != "cache":  # blocks fill caches where they run
@@ -247,6 +274,14 @@ def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, 
     elif kind in ("tuple", "list"):
         for part, value in zip(parts, tree, strict=True):
             yield from containers(part, value)
+
+
+def _containers_in(tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
+    if isinstance(tree, list | dict | FunctionType):
+        yield tree
+    if isinstance(tree, list | tuple | dict):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _containers_in(value)
 
 
 _NUMBERS = (bool, int, float)
@@ -266,7 +301,13 @@ class ObjectKind:
 
 def is_cache(value: Any) -> bool:
     """Whether it is a key/value cache of transformers."""
-    return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in type(value).__mro__)
+    kind: Any = type(value)
+    return _is_cache_class(kind)
+
+
+@lru_cache(maxsize=1024)
+def _is_cache_class(kind: type) -> bool:
+    return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in kind.__mro__)
 
 
 def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
@@ -385,6 +426,16 @@ def _instance_of(parts: tuple[Any, ...]) -> Any:
     return instance
 
 
+def _user_dict_parts(value: UserDict[Any, Any]) -> Any:
+    place = _class_place(type(value))
+    return (*place, value.data) if place is not None and vars(value).keys() == {"data"} else None
+
+
+def _user_dict_of(parts: tuple[str, str, dict[Any, Any]]) -> Any:
+    module, name, data = parts
+    return _instance_of((_named(import_module(module), name), {"data": data}))
+
+
 def _is_of_cache(value: Any) -> bool:
     return is_cache(value) or any(kind.__name__.endswith("CacheLayerMixin") for kind in type(value).__mro__)
 
@@ -412,6 +463,7 @@ KINDS = {
         ObjectKind("cache", _is_of_cache, lambda value: (type(value), vars(value)), _instance_of),
         ObjectKind("class", lambda value: isinstance(value, type), _class_place,
                    lambda place: _named(import_module(place[0]), place[1])),
+        ObjectKind("UserDict", lambda value: isinstance(value, UserDict), _user_dict_parts, _user_dict_of),
         ObjectKind("device", lambda value: isinstance(value, torch.device), lambda d: d.type, torch.device),
     )
 }  # fmt: skip

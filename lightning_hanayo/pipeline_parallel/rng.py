@@ -38,7 +38,7 @@ class RandomStreams:
 
     def __init__(self, seed: int, data_rank: int, device: torch.device, *, cube_rank: int = 0) -> None:
         self._fixed = seed, data_rank
-        self._cube_rank = cube_rank
+        self._own_rank = self._cube_rank = cube_rank
         self.num_local = 0
         """how many of the first blocks the batch's steps run themselves"""
         devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
@@ -59,10 +59,14 @@ class RandomStreams:
         self._fixed = seed, data_rank
 
     @contextmanager
-    def batch(self, key: str) -> Iterator[None]:
-        """Make the random numbers of one batch depend on `key`, which is the same on all ranks and after a resume."""
+    def batch(self, key: str, *, has_shares: bool = True) -> Iterator[None]:
+        """Make the random numbers of one batch depend on `key`, which is the same on all ranks and after a resume.
+
+        `has_shares`: the ranks of a cube have their own samples, where they ever do.
+        """
         before = self._states()
         self._batch = key
+        self._cube_rank = self._own_rank if has_shares else 0
         try:
             yield
         finally:

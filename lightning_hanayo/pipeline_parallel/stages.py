@@ -266,7 +266,7 @@ class LastStage(Stage):
         """
         if batch.loss_weights[microbatch]:  # with weight 0 not even a NaN counts: the mean over no tokens is one
             loss = loss_of(batch.results[microbatch])
-            batch.on_loss(microbatch, loss, outputs)
+            batch.on_loss(microbatch, loss)
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
             weighted = batch.weighted(microbatch, loss)
@@ -297,7 +297,7 @@ class SingleStage(Stage):
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         loss = find_loss(batch.results[microbatch])  # None: skipped, or refused by the Trainer
         if batch.has_loss and loss is not None and batch.loss_weights[microbatch]:  # 0: not even a NaN counts
-            batch.on_loss(microbatch, loss, ())
+            batch.on_loss(microbatch, loss)
             with graph_boundary.without_autocast():
                 torch.autograd.backward(batch.weighted(microbatch, loss))  # Lightning calls the loss's method
         batch.results[microbatch] = detach_tree(batch.results[microbatch])

@@ -28,7 +28,7 @@ from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput, c
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.pipeline_parallel.pytree import tensor_indices
+from lightning_hanayo.pipeline_parallel.pytree import Flattener, tensor_indices, unflatten
 from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage
 
 if TYPE_CHECKING:
@@ -118,7 +118,10 @@ class ShardedCalls:
         position = {index: i for i, index in enumerate(new)}
         outside = [self.cut.cut(calls.tensors[i]) for i in new]
         positions = [position[i] for i in streams]
-        inside = self.boundary.shard_arguments(self.microbatch, outside, positions, calls.skeleton)
+        dims = None
+        if isinstance(self.user, WholeStep):
+            dims = self.user.dims_of_parts(self.batch, [calls.tensors[i] for i in new])
+        inside = self.boundary.shard_arguments(self.microbatch, outside, positions, calls.skeleton, dims)
         if inside is None:
             return None
         for i, tensor in zip(new, inside, strict=True):
@@ -195,7 +198,7 @@ class TensorParallelLastStage(LastStage):
         length = stage_input.sequence_length
         self.hooks.before_forward(length)
         made = stage_input.run(self.blocks, self.carriers).message
-        whole = tuple(self.boundary.unshard_output(microbatch, tensor) for tensor in made.tensors)
+        whole = tuple(self.boundary.unshard_outputs(microbatch, made.tensors))
         sequence_number = self._resume(batch, microbatch, cut, Message(made.skeleton, whole))
         if torch.is_grad_enabled():
             self._under_way[microbatch].append((inputs, cut, sequence_number, length))
@@ -211,11 +214,38 @@ class TensorParallelLastStage(LastStage):
         return gradient_message(inputs.gradients)
 
 
+@dataclass(eq=False)
+class DryFirstBlock:
+    """Runs the first block in dry runs, for which all ranks of a cube have the same samples, and call it together."""
+
+    stage: TensorParallelFirstStage
+    boundary: "MicrobatchReshard"
+
+    def __call__(self, call: Message, num_samples: int) -> Any:
+        """Run it, and return its output outside."""
+        stage, boundary = self.stage, self.boundary
+        boundary.begin([boundary.shares_of(num_samples)])
+        inside = boundary.shard_arguments(0, call.tensors, stage._streams_of(call), call.skeleton)
+        assert inside is not None
+        length = boundary.sequence_length(0)
+        stage.hooks.before_forward(length)
+        given = StageInput.from_message(Message(call.skeleton, tuple(inside)))._replace(sequence_length=length)
+        flattener = Flattener()
+        output = given.run(stage.blocks[:1], is_last=stage.user.num_blocks == 1).output
+        skeleton = flattener.flatten(output, "the output of a block")
+        return unflatten(skeleton, boundary.unshard_outputs(0, flattener.tensors))
+
+
 class NoReshard:
     """The boundary of a stack that one rank per stage holds: nothing is converted."""
 
     def shard_arguments(
-        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+        self,
+        microbatch: int,
+        tensors: Sequence[Tensor],
+        streams: Collection[int],
+        structure: Hashable,
+        dims: Sequence[int | None] | None = None,
     ) -> list[Tensor]:
         """The tensors themselves."""
         return list(tensors)
@@ -228,9 +258,9 @@ class NoReshard:
         """True: there are no other ranks."""
         return True
 
-    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
-        return tensor
+    def unshard_outputs(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors themselves."""
+        return list(tensors)
 
     def sequence_length(self, microbatch: int) -> int:
         """0: no block asks for it."""

@@ -8,13 +8,14 @@ The order is that of `tensor_parallel/product.py`; a test holds it against what 
 
 from collections import deque
 from dataclasses import dataclass, replace
+from math import prod
 from operator import add
 from typing import NamedTuple
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.communication_volume import CubeWeights
-from lightning_hanayo.planner.machine import Link, Machine
-from lightning_hanayo.planner.model_facts import BlockFacts, Product
+from lightning_hanayo.planner.machine import Machine
+from lightning_hanayo.planner.model_facts import BlockFacts
 
 MAX_AT_ONCE = 2
 """weights that are gathered ahead, and gradients of weights that are summed while a backward goes on"""
@@ -31,6 +32,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = self.computing = self.receiving = self._free = 0.0
+        self._sums: deque[float] = deque()
+        """the ends of sums of weights' gradients that are under way"""
 
     def compute(self, seconds: float) -> None:
         """Compute for so long."""
@@ -48,6 +51,16 @@ class Clock:
     def wait(self, end: float) -> None:
         """Wait until then."""
         self.now = max(self.now, end)
+
+    def sum_later(self, seconds: float) -> None:
+        """Start a sum of a weight's gradients, after an earlier one has ended if too many are under way."""
+        self._sums.append(self.start(seconds))
+        if len(self._sums) > MAX_AT_ONCE:
+            self.wait(self._sums.popleft())
+
+    def finish(self) -> None:
+        """Wait for all sums."""
+        self.wait(max(self._sums, default=0.0))
 
 
 class PartTimes(NamedTuple):
@@ -123,16 +136,30 @@ def time_block(
         element: bytes of a number in it.
         weights: how often weights are gathered. If once a batch, these times are without it.
     """
-    x, y, z = mesh
-    num_ranks = x * y * z
+    num_ranks = prod(mesh)
     # of the first cube, as all of them lie alike
-    links = machine.link(0, y * z, x), machine.link(0, z, y), machine.link(0, 1, z)
+    x, y, z = links = [
+        machine.link(stride, size) for stride, size in zip((mesh[1] * mesh[2], mesh[2], 1), mesh, strict=True)
+    ]
     between = samples / num_ranks * block.traffic / machine.memory_bandwidth / max(1, len(block.products))
     steps = []
     for product in block.products:
-        flops = samples * product.flops / num_ranks
-        seconds = flops / machine.matmul_rate(dtype, (flops / 2) ** (1 / 3))
-        steps.append(_Step.of(product, samples, mesh, links, element, seconds, between))
+        flops, volume = samples * product.flops / num_ranks, product.volume(samples, mesh)
+        of_x, of_y, of_w = (z, y, x) if product.layer.row_parallel else (y, z, x)
+        if product.is_generic:  # its weight may be gathered over all axes: the slowest link counts
+            used = [link for link, size in zip(links, mesh, strict=True) if size > 1]
+            of_w = min(used or links, key=lambda link: link.bandwidth)
+        step = _Step(
+            flops / machine.matmul_rate(dtype, (flops / 2) ** (1 / 3)),
+            between,
+            gather_w=of_w.seconds(element * volume.gather_w),
+            gather_x=of_x.seconds(element * volume.gather_x) + z.seconds(element * volume.exchange_x),
+            scatter_y=of_y.seconds(element * volume.scatter_y) + y.seconds(element * volume.exchange_y),
+            gather_dy=of_y.seconds(element * volume.gather_dy) + y.seconds(element * volume.exchange_dy),
+            scatter_dx=of_x.seconds(element * volume.scatter_dx) + z.seconds(element * volume.exchange_dx),
+            scatter_dw=of_w.seconds(element * volume.scatter_dw),
+        )
+        steps.append(step)
     first, *others = steps or [_Step(behind=between)]
     attention = samples / num_ranks * block.attention_flops / machine.matmul_rate(dtype, float("inf"))
     steps = [replace(first, behind=first.behind + attention), *others]
@@ -170,34 +197,6 @@ class _Step:
     scatter_dx: float = 0.0
     scatter_dw: float = 0.0
 
-    @classmethod
-    def of(
-        cls,
-        product: Product,
-        samples: int,
-        mesh: MeshSizes,
-        links: tuple[Link, Link, Link],
-        element: int,
-        seconds: float,
-        behind: float,
-    ) -> "_Step":
-        x, y, z = links
-        of_x, of_y, of_w = (z, y, x) if product.layer.row_parallel else (y, z, x)
-        if product.is_generic:  # its weight may be gathered over all axes: the slowest link counts
-            used = [link for link, size in zip(links, mesh, strict=True) if size > 1]
-            of_w = min(used or links, key=lambda link: link.bandwidth)
-        volume = product.volume(samples, mesh)
-        return cls(
-            seconds,
-            behind,
-            gather_w=of_w.seconds(element * volume.gather_w),
-            gather_x=of_x.seconds(element * volume.gather_x) + z.seconds(element * volume.exchange_x),
-            scatter_y=of_y.seconds(element * volume.scatter_y) + y.seconds(element * volume.exchange_y),
-            gather_dy=of_y.seconds(element * volume.gather_dy) + y.seconds(element * volume.exchange_dy),
-            scatter_dx=of_x.seconds(element * volume.scatter_dx) + z.seconds(element * volume.exchange_dx),
-            scatter_dw=of_w.seconds(element * volume.scatter_dw),
-        )
-
 
 def _host(steps: list[_Step], block: BlockFacts, machine: Machine) -> PartTimes:
     """Seconds of the host for one block: operations, and the collectives that it starts and waits for."""
@@ -219,11 +218,10 @@ def _clocks(steps: list[_Step], num_blocks: int) -> tuple[Clock, Clock, Clock, C
     _forward(forward, steps)
     _backward(backward, steps, weights=True)
     _backward(of_input, steps, weights=False)
-    sums = _Sums(of_weight)
     for one in reversed(steps):
         of_weight.compute(one.product)
-        sums.add(one.scatter_dw)
-    sums.finish()
+        of_weight.sum_later(one.scatter_dw)
+    of_weight.finish()
     return forward, backward, of_input, of_weight
 
 
@@ -243,7 +241,6 @@ def _forward(clock: Clock, steps: list[_Step]) -> None:
 
 
 def _backward(clock: Clock, steps: list[_Step], *, weights: bool) -> None:
-    sums = _Sums(clock)
     for one in reversed(steps):
         clock.compute(2 * one.behind)
         clock.wait(clock.start(one.gather_dy))
@@ -251,25 +248,6 @@ def _backward(clock: Clock, steps: list[_Step], *, weights: bool) -> None:
         of_dx = clock.start(one.scatter_dx)
         if weights:
             clock.compute(one.product)
-            sums.add(one.scatter_dw)
+            clock.sum_later(one.scatter_dw)
         clock.wait(of_dx)
-    sums.finish()
-
-
-class _Sums:
-    """Gradients of weights that ranks add up while others are computed."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._pending: deque[float] = deque()
-
-    def add(self, seconds: float) -> None:
-        """Start one, after an earlier one has ended if too many are under way."""
-        self._pending.append(self._clock.start(seconds))
-        if len(self._pending) > MAX_AT_ONCE:
-            self._clock.wait(self._pending.popleft())
-
-    def finish(self) -> None:
-        """Wait for all."""
-        for end in self._pending:
-            self._clock.wait(end)
+    clock.finish()

@@ -46,6 +46,8 @@ class Candidate:
     """how often a cube gathers its weights"""
     pairs: bool = False
     """whether ranks work on two micro-batches at once"""
+    runs_step_once: bool = False
+    """whether code outside the stack runs on the whole batch, while the other ranks wait"""
 
     @cached_property
     def cube_size(self) -> int:
@@ -81,6 +83,7 @@ class Candidate:
             "optimizer sharded": self.shard_optimizer,
             "weights gathered once a batch": self.cube_weights == "batch",
             "two micro-batches at once": self.pairs,
+            "the step once on whole batches": self.runs_step_once,
         }
         batches = f" x {self.accumulate} batches" if self.accumulate > 1 else ""
         return ", ".join([f"{self}{batches}", *(name for name, holds in choices.items() if holds)])
@@ -93,10 +96,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan chooses from in a cube. One value is what has been decided."""
+    """What a plan chooses from in a cube. One value is what has been decided.
+
+    `runs_step_once`: with `step="batch"`; that excludes pairs.
+    """
 
     cube_weights: tuple[CubeWeights, ...] = ("microbatch", "batch")
     pairs: tuple[bool, ...] = (False, True)
+    runs_step_once: bool = False
 
 
 ALL = Choices()
@@ -149,18 +156,22 @@ def _of_topology(
             if pipe > 1 and count < pipe:
                 refused["fewer micro-batches than pipeline ranks"] += 1
                 continue
+            if choices.runs_step_once and pipe == 1 and mesh == (1, 1, 1) and count > 1:
+                refused["one rank alone runs whole batches in one piece"] += 1
+                continue
             in_cube = mesh != (1, 1, 1) and count > 1
             gathers = in_cube and facts.gathers_weights(size, mesh)
             weights: Sequence[CubeWeights] = choices.cube_weights if gathers else ("microbatch",)
             for recompute, sharded in product((False, True), (False, True) if data > 1 else (False,)):
+                # recomputed blocks keep the backward in one piece
                 schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
-                may_pair = facts.is_registered and not recompute
+                may_pair = facts.is_registered and not recompute and not choices.runs_step_once
                 pairs = [pairs for pairs in choices.pairs if may_pair or not pairs] if in_cube else [False]
                 if not pairs:
                     refused["pairs need registered blocks, and no recomputation"] += 1
                 sizes = data, pipe, mesh, num_waves, size, count, accumulate
                 for weight, at_once in product(weights, pairs):
-                    yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once)
+                    yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once, choices.runs_step_once)
 
 
 def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:

@@ -154,24 +154,32 @@ class StepModel:
         work = self._work(candidate)
         stages, pipe, count = candidate.stages_per_rank, candidate.pipe, candidate.num_microbatches
         waves, batch = candidate.num_waves, count * work.slowest
-        if pipe > 1 and candidate.schedule == SPLIT:
+        if pipe > 1 and candidate.runs_step_once:  # forwards fill the pipeline, and so do backwards
+            fills = stages if candidate.schedule == SPLIT else waves
+            batch += (pipe - 1) * work.unevenness * (work.forward + work.backward) / fills
+            batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * work.message
+        elif pipe > 1 and candidate.schedule == SPLIT:
             batch += (pipe - 1) * (work.unevenness * work.forward / stages + (1 + 2 * waves) * work.message)
         elif pipe > 1:
             batch += (pipe - 1) * work.unevenness * work.backward / waves
             batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * work.message
-            batch += -count % pipe * (1 - 1 / waves) * work.backward
+            batch += -count % pipe * (1 - 1 / waves) * work.backward  # a wave that isn't full
         # long messages aren't hidden, as a rank has only so many micro-batches under way
         batch = max(batch, _NOT_HIDDEN * count / pipe * work.round_trip)
-        reduction = self._reduction(candidate)
-        exposed = max(reduction / stages, reduction - work.window)
+        # the last stage to get its gradients hides none of its own reduction
+        reduction, window = self._reduction(candidate), work.window
+        if candidate.runs_step_once and candidate.schedule == SPLIT:  # no backward of another stage was waited for
+            window = count * work.backward * (stages - 1) / stages
+        exposed = max(reduction / stages, reduction - window)
         return self._estimate(candidate, batch, count * work.mean, exposed, self.memory(candidate))
 
     def simulated(self, candidate: Candidate) -> Estimate:
         """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
         sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
         order = RECOMPUTING["blocks"] if candidate.recompute else COSTS
-        table = Layout(candidate.schedule, *sizes, costs=order).table(candidate.num_microbatches)
-        blocks = self._cut(table.stage_ranks)
+        layout = Layout(candidate.schedule, *sizes, costs=order, runs_step_once=candidate.runs_step_once)
+        table = layout.table(candidate.num_microbatches)
+        blocks = self._cut(table.stage_ranks, once=candidate.runs_step_once)
         reduction = self._reduction(candidate) / candidate.stages_per_rank
         costs = replace(self._costs(candidate, blocks), gradient_reduce=(reduction,) * table.num_stages)
         timeline = simulate(table, costs)
@@ -198,6 +206,9 @@ class StepModel:
         paired = candidate.num_microbatches - candidate.pipe
         hidden = candidate.pairs * max(0.0, paired * (1.0 if candidate.pipe == 1 else _PAIRED)) * work.saved_by_a_pair
         batch += work.gathering_once - hidden
+        if candidate.runs_step_once:  # while the other ranks wait
+            batch += (serial := 3 * candidate.num_microbatches * self._outside(candidate))
+            busy += serial / candidate.pipe
         own = self._most_trained(candidate)
         if candidate.shard_optimizer:  # updated parameters are gathered: the first stage waits for its own
             num_bytes = (1 - 1 / candidate.data) * facts.parameter_bytes * own
@@ -205,7 +216,8 @@ class StepModel:
             exposed += link.seconds(num_bytes, candidate.stages_per_rank) / candidate.stages_per_rank
         if candidate.cube_size > 1:  # parameters outside the stack are gathered, and their gradients summed
             num_bytes = (1 - 1 / candidate.cube_size) * facts.outside_bytes
-            exposed += self.machine.link(0, 1, candidate.cube_size).seconds(num_bytes, 2) * candidate.accumulate
+            exposed += self.machine.link(1, candidate.cube_size).seconds(num_bytes, 2) * candidate.accumulate
+        # parameters and states are read and written, gradients are read
         each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
         updated = own / (candidate.data if candidate.shard_optimizer else 1)
         optimizer = each * updated / self.machine.memory_bandwidth
@@ -240,9 +252,12 @@ class StepModel:
         return time + PartTimes(host, host, host / _BACKWARD_ACTIONS, host / _BACKWARD_ACTIONS)
 
     def _outside(self, candidate: Candidate) -> float:
-        """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples."""
+        """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples.
+
+        But not where the step runs once: there all of them have the whole batch.
+        """
         facts, machine = self.facts, self.machine
-        samples = max(1.0, candidate.samples / candidate.cube_size)
+        samples = max(1.0, candidate.samples / (1 if candidate.runs_step_once else candidate.cube_size))
         if self._measured is not None:
             return samples * self._measured.outside
         flops = samples * facts.outside_flops
@@ -251,17 +266,21 @@ class StepModel:
         host = machine.host_call * facts.outside_calls
         return max(device, host) if machine.is_asynchronous else device + host
 
+    def _in_actions(self, candidate: Candidate) -> float:
+        """The same, as far as it is part of the last stage's actions."""
+        return 0.0 if candidate.runs_step_once else self._outside(candidate)
+
     def _work(self, candidate: Candidate) -> _Work:
         """Of one micro-batch; many candidates share it."""
         own = candidate
-        key = own.pipe, own.num_waves, own.mesh, own.samples, own.cube_weights, own.recompute
+        key = own.pipe, own.num_waves, own.mesh, own.samples, own.cube_weights, own.recompute, own.runs_step_once
         if key not in self._works:
             self._works[key] = self._count_work(candidate)
         return self._works[key]
 
     def _count_work(self, candidate: Candidate) -> _Work:
         stages, pipe, total = candidate.stages_per_rank, candidate.pipe, len(self.facts.blocks)
-        split, outside = candidate.schedule == SPLIT, self._outside(candidate)
+        split, outside = candidate.schedule == SPLIT, self._in_actions(candidate)
         blocks = total / (pipe * stages)
         block = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
         mean, slowest, others = (
@@ -311,7 +330,7 @@ class StepModel:
         return within, between, per_node
 
     def _data_link(self, candidate: Candidate) -> Link:
-        return self.machine.link(0, candidate.pipe * candidate.cube_size, candidate.data)
+        return self.machine.link(candidate.pipe * candidate.cube_size, candidate.data)
 
     def _reduction(self, candidate: Candidate) -> float:
         """Seconds in which the slowest rank's gradients are summed over the data ranks."""
@@ -323,15 +342,16 @@ class StepModel:
 
     # simulation
 
-    def _cut_blocks(self, stage_ranks: tuple[int, ...]) -> list[range]:
+    def _cut_blocks(self, stage_ranks: tuple[int, ...], *, once: bool) -> list[range]:
         """The blocks of each stage."""
         facts, sizes = self.facts, [float(block.parameters) for block in self.facts.blocks]
-        loads = [Load(sizes, one) for one in (facts.computing_parameters, facts.outside_parameters)]
+        outside = 0 if once else facts.computing_parameters, facts.outside_parameters
+        loads = [Load(sizes, one) for one in outside]
         return cut(loads, stage_ranks) if len(stage_ranks) > 1 else [range(len(facts.blocks))]
 
     def _costs(self, candidate: Candidate, stages: Sequence[range]) -> CostModel:
         """Seconds of each stage, which has these blocks."""
-        facts, outside = self.facts, self._outside(candidate)
+        facts, outside = self.facts, self._in_actions(candidate)
         mean = facts.mean(lambda block: block.flops)
         works = [block.flops / mean if mean else 1.0 for block in facts.blocks]
         time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
@@ -354,16 +374,17 @@ class StepModel:
 
     def _shares(self, candidate: Candidate) -> tuple[_Share, _Share]:
         """Of pipeline rank 0, and of the rank that holds most of the others."""
-        return self._shares_of(candidate.pipe, candidate.stages_per_rank, candidate.mesh)
+        own = candidate
+        return self._shares_of(own.pipe, own.stages_per_rank, own.mesh, once=own.runs_step_once)
 
     def _most_trained(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
         return max(share.trained for share in self._shares(candidate))
 
-    def _count_shares(self, pipe: int, stages: int, mesh: MeshSizes) -> tuple[_Share, _Share]:
+    def _count_shares(self, pipe: int, stages: int, mesh: MeshSizes, *, once: bool) -> tuple[_Share, _Share]:
         facts = self.facts
         outside, frozen = facts.outside_parameters, facts.outside_frozen
-        loads = [one / facts.parameters_per_block for one in (facts.computing_parameters, outside)]
+        loads = [one / facts.parameters_per_block for one in (0 if once else facts.computing_parameters, outside)]
         own, others = _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
         stored = facts.mean(lambda one: one.parameters_of_a_rank(mesh))
         trained = facts.mean(lambda one: one.trained_by_a_rank(mesh))
@@ -377,16 +398,19 @@ class StepModel:
         Args:
             candidate: the layout.
             held: for each rank, of how many blocks it holds activations at most, without pairs; if none is given, of
-                as many micro-batches as there are pipeline ranks.
+                as many micro-batches as there are pipeline ranks, or of all if the step runs once.
         """
         own, others = self._shares(candidate)
-        peak = min(candidate.num_microbatches, candidate.pipe)
+        once, count = candidate.runs_step_once, candidate.num_microbatches
+        peak = count if once else min(count, candidate.pipe)
         first, *rest = held or (peak * own.blocks, peak * others.blocks)
         more = candidate.pairs / candidate.stages_per_rank * (candidate.num_microbatches > peak)
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
         saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
         kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
         message, own_samples = facts.message * samples / ranks, max(1.0, samples / ranks)
+        if once:
+            own_samples = samples * count
         has_messages = candidate.pipe > 1
         workspace = saved if candidate.recompute else 2 * message
 

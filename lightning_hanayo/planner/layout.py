@@ -20,7 +20,11 @@ RECOMPUTING = {"blocks": replace(COSTS, backward_input=2.0), "attention": replac
 PAIR_SEGMENTS = gather_compute_scatter()
 """the guess for pairs: a cube whose link is busy as long as its devices"""
 SINGLE_STAGE = "1f1b"
-"""has one stage per rank; `"auto"` on one rank, where micro-batches run one after another"""
+"""has one stage per rank; `"auto"` on one rank, where micro-batches run one after another, and for short stacks"""
+
+
+class TooFewBlocks(HanayoError):
+    """A schedule has more stages than the stack has blocks."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +95,18 @@ class Layout:
         }
         return replace(self, costs=replace(self.costs, **own))
 
-    def simulate(self) -> Timeline:
-        """A whole batch under these costs."""
-        return simulate(self.table(self.num_microbatches), self.stage_costs)
+    def simulate(self, num_microbatches: int | None = None) -> Timeline:
+        """A batch under these costs: a whole one, or one of fewer micro-batches."""
+        return simulate(self.table(num_microbatches or self.num_microbatches), self.stage_costs)
 
     def step_time(self) -> float:
         """The time of one step under these costs; if steps are steady, the time that each of many steps adds."""
         table = self.table(self.num_microbatches)
         return simulate(table, self.stage_costs, steps=2 if self.steady else 1).step_times[-1]
 
-    def predict(self) -> float:
-        """The simulated bubble ratio of a whole batch."""
-        return self.simulate().bubble_ratio
+    def predict(self, num_microbatches: int | None = None) -> float:
+        """The simulated bubble ratio of a batch."""
+        return self.simulate(num_microbatches).bubble_ratio
 
 
 @cache
@@ -166,7 +170,8 @@ def choose(
 ) -> Layout:
     """Choose everything that is `"auto"`: the wave schedule and W that simulate best, two micro-batches per rank.
 
-    One rank has nothing to overlap with: unless waves are asked for, its stack is one stage.
+    One rank has nothing to overlap with: unless a schedule is named, its stack is one stage, whatever `num_waves`. On
+    several, a stack of fewer than 2P blocks has one stage per rank.
 
     Args:
         num_ranks: P, pipeline ranks.
@@ -184,14 +189,15 @@ def choose(
         runs_step_once: let no backward begin before the last forward.
 
     Raises:
-        HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
-            nearest sizes that fit.
+        HanayoError: an unknown schedule, or costs of other stages.
+        TooFewBlocks: than stages; the message names the nearest sizes that fit.
     """
     check_schedule(schedule)
     names = [schedule]
-    if schedule == AUTO:  # of equally fast ones the first is taken
-        is_one_stage = (num_ranks, num_waves) == (1, "auto")
-        names = [SINGLE_STAGE] if is_one_stage else [one for one in schedule_names() if _depth(one) == "waves"]
+    if schedule == AUTO and num_ranks == 1:
+        names, num_waves = [SINGLE_STAGE], 1
+    elif schedule == AUTO:  # of equally fast ones the first is taken
+        names = [one for one in schedule_names() if _depth(one) == "waves"]
     if num_microbatches == "auto":
         num_microbatches = 2 * num_ranks if num_ranks > 1 else 1
         if _is_file(schedule):
@@ -206,8 +212,10 @@ def choose(
     others = num_microbatches, activation_budget, relative, steady, separate_loss_stage, pairs, runs_step_once
     layouts = [Layout(name, num_ranks, wave, *others) for wave in waves for name in names]
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
+    if not fitting and (schedule, num_waves) == (AUTO, "auto") and num_ranks <= num_blocks < 2 * num_ranks:
+        fitting = [Layout(SINGLE_STAGE, num_ranks, 1, *others)]
     if not fitting:
-        raise HanayoError(_too_few(layouts[0], num_blocks))
+        raise TooFewBlocks(_too_few(layouts[0], num_blocks))
     return min(_with_costs(fitting), key=Layout.step_time)
 
 
@@ -229,10 +237,11 @@ def _with_costs(layouts: list[Layout]) -> list[Layout]:
     return fitting
 
 
-_CHIMERA = (
-    "it holds two copies of the model, with losses on two ranks at once, but training_step runs on one. A wave "
-    "(schedule='hanayo-zb') has a smaller bubble, and one copy of the weights."
-)
+_ANSWERS = {
+    "chimera": "it holds two copies of the model, with losses on two ranks at once, but training_step runs on one. A "
+    "wave (schedule='hanayo-zb') has a smaller bubble, and one copy of the weights.",
+    "zero-bubble": "zero-bubble schedules are 'zb-h1', 'zbv', 'interleaved-zb', and as a wave 'hanayo-zb'",
+}
 
 
 def check_schedule(name: str) -> None:
@@ -245,7 +254,7 @@ def check_schedule(name: str) -> None:
         if not Path(name).is_file():
             raise HanayoError(f"schedule={name!r}: there is no such file")
     elif name not in (*schedule_names(), AUTO):
-        why = _CHIMERA if name == "chimera" else nearest(name, [*schedule_names(), AUTO])
+        why = _ANSWERS.get(name.lower().replace("_", "-")) or nearest(name, [*schedule_names(), AUTO])
         raise HanayoError(f"schedule={name!r} is unknown; {why}")
 
 

@@ -49,7 +49,7 @@ class Machine:
 
     Example:
         >>> round(machine("h100").matmul_rate("bfloat16", 4096) / 1e12)
-        692
+        732
     """
 
     name: str
@@ -70,6 +70,8 @@ class Machine:
     """of the host, for a collective that it starts and waits for"""
     host_action: float = 0.0
     """of the host, for a forward or backward of a stage besides: engine, messages"""
+    peak: float = 0.0
+    """operations per second of products in 16 bits by the data sheet; 0: not known"""
     source: str = ""
     """where the figures are from"""
 
@@ -81,9 +83,9 @@ class Machine:
         for name, value in numbers:
             if not is_number(value) or not value:
                 raise HanayoError(f"machine {self.name!r}: {name} is {value!r}; expected a number above 0")
-        for name in ("host_call", "host_collective", "host_action"):
+        for name in ("host_call", "host_collective", "host_action", "peak"):
             if not is_number(getattr(self, name)):
-                raise HanayoError(f"machine {self.name!r}: {name} is {getattr(self, name)!r}; expected seconds")
+                raise HanayoError(f"machine {self.name!r}: {name} is {getattr(self, name)!r}; expected 0 or more")
         if not is_size(self.ranks_per_node):
             raise HanayoError(f"machine {self.name!r}: ranks_per_node is {self.ranks_per_node!r}; expected 1 or more")
         if not any(self.matmul.values()) or not set(self.matmul) <= set(DTYPES):
@@ -102,10 +104,9 @@ class Machine:
         (low, slow), (high, fast) = table[place - 1 : place + 1]
         return slow + (fast - slow) * log(size / low) / log(high / low)
 
-    def link(self, first: int, stride: int, size: int) -> Link:
-        """The link that limits a group of ranks first, first + stride, ...: within a node if all are on one."""
-        last = first + stride * (size - 1)
-        return self.within_node if first // self.ranks_per_node == last // self.ranks_per_node else self.between_nodes
+    def link(self, stride: int, size: int) -> Link:
+        """The link that limits a group of so many ranks 0, stride, ...: within a node if all are on one."""
+        return self.within_node if stride * (size - 1) < self.ranks_per_node else self.between_nodes
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON.
@@ -136,35 +137,56 @@ class Machine:
 
 
 def _data_sheet(
-    name: str, *, flops: float, memory: float, bandwidth: float, nvlink: float, network: float, source: str
+    name: str,
+    source: str,
+    *,
+    flops: float,
+    memory: float,
+    bandwidth: float,
+    link: float,
+    network: float,
+    ranks: int = 8,
 ) -> Machine:
-    """A GPU by its data sheet, and the shares of its peaks that are assumed."""
+    """A GPU by its data sheet, and the shares of its peaks that an H200 has reached (docs/benchmarks/gpu.md)."""
     return Machine(
         name,
-        ranks_per_node=8,
+        ranks_per_node=ranks,
         memory=memory,
-        matmul={"bfloat16": ((1.0, 0.7 * flops),), "float32": ((1.0, 0.35 * flops),)},  # TF32 has half of the peak
-        memory_bandwidth=0.8 * bandwidth,
-        within_node=Link(15e-6, 0.8 * nvlink),
+        matmul={"bfloat16": ((1.0, 0.74 * flops),), "float32": ((1.0, 0.37 * flops),)},  # TF32 has half of the peak
+        memory_bandwidth=0.5 * bandwidth,  # of operations between products, as eager PyTorch runs them
+        within_node=Link(15e-6, 0.8 * link),
         between_nodes=Link(15e-6, 0.8 * network),
         is_asynchronous=True,
         host_call=10e-6,
         host_collective=25e-6,
         host_action=280e-6,
-        source=f"{source}; assumed: 0.7 of its peak for products, 0.8 for memory and links, 15 us per message, and the "
-        "host's times; nothing was measured",
+        peak=flops,
+        source=f"{source}; 0.74 of its peak for products, 0.5 for memory, as measured on an H200; assumed: 0.8 of its "
+        "links, 15 us per message, and the host's times",
     )
 
 
 KNOWN = {
     one.name: one
     for one in (
-        _data_sheet("h100", flops=989e12, memory=80e9, bandwidth=3.35e12, nvlink=450e9, network=50e9,
-                    source="NVIDIA H100 SXM5 data sheet, bf16 without sparsity; DGX H100, 400 Gbit/s per GPU"),
-        _data_sheet("h200", flops=989e12, memory=141e9, bandwidth=4.8e12, nvlink=450e9, network=50e9,
-                    source="NVIDIA H200 SXM data sheet, bf16 without sparsity; DGX H200, 400 Gbit/s per GPU"),
-        _data_sheet("a100", flops=312e12, memory=80e9, bandwidth=2.039e12, nvlink=300e9, network=25e9,
-                    source="NVIDIA A100 80GB SXM data sheet, bf16 without sparsity; DGX A100, 200 Gbit/s per GPU"),
+        _data_sheet("h100", "NVIDIA H100 SXM5 data sheet, bf16 without sparsity; DGX H100, 400 Gbit/s per GPU",
+                    flops=989e12, memory=80e9, bandwidth=3.35e12, link=450e9, network=50e9),
+        _data_sheet("h200", "NVIDIA H200 SXM data sheet, bf16 without sparsity; DGX H200, 400 Gbit/s per GPU",
+                    flops=989e12, memory=141e9, bandwidth=4.8e12, link=450e9, network=50e9),
+        _data_sheet("gb200", "NVIDIA GB200 NVL72 data sheet, bf16 without sparsity; 400 Gbit/s per GPU",
+                    flops=2500e12, memory=186e9, bandwidth=8e12, link=900e9, network=50e9, ranks=72),
+        _data_sheet("b200", "NVIDIA HGX B200 data sheet, bf16 without sparsity; DGX B200, 400 Gbit/s per GPU",
+                    flops=2250e12, memory=180e9, bandwidth=7.7e12, link=900e9, network=50e9),
+        _data_sheet("a100", "NVIDIA A100 80GB SXM data sheet, bf16 without sparsity; DGX A100, 200 Gbit/s per GPU",
+                    flops=312e12, memory=80e9, bandwidth=2.039e12, link=300e9, network=25e9),
+        _data_sheet("mi300x", "AMD Instinct MI300X data sheet, bf16 without sparsity; 7 links, 400 Gbit/s per GPU",
+                    flops=1307e12, memory=192e9, bandwidth=5.3e12, link=448e9, network=50e9),
+        _data_sheet("l40s", "NVIDIA L40S data sheet, bf16 without sparsity; PCIe 4.0 x16, 200 Gbit/s per GPU",
+                    flops=362e12, memory=48e9, bandwidth=864e9, link=32e9, network=25e9),
+        _data_sheet("rtx4090", "NVIDIA Ada architecture paper, bf16, fp32 sums; PCIe 4.0 x16, 25 Gbit/s per GPU",
+                    flops=165e12, memory=24e9, bandwidth=1.008e12, link=32e9, network=3e9),
+        _data_sheet("rtx5090", "NVIDIA Blackwell architecture paper, bf16, fp32 sums; PCIe 5.0 x16, 25 Gbit/s per GPU",
+                    flops=209e12, memory=32e9, bandwidth=1.792e12, link=64e9, network=3e9),
         Machine("cpu", 8, 16e9, {"float32": ((1.0, 5e10),)}, 1e10, Link(3e-4, 1e9), Link(1e-3, 1e8), host_action=3e-4,
                 source="a nominal core: 50 GFLOP/s, 10 GB/s, links of 1 GB/s and 100 MB/s; nothing was measured"),
     )
@@ -173,7 +195,7 @@ KNOWN = {
 
 
 def machine(name: str) -> Machine:
-    """One of the machines that are known by their data sheets: "h100", "h200", "a100"; or a nominal "cpu".
+    """One of the machines that are known by their data sheets, such as "h100"; or a nominal "cpu".
 
     Raises:
         HanayoError: it is another one.

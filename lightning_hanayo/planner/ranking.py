@@ -1,6 +1,6 @@
 """Plan: all layouts of a model on so many devices, ranked by the time of a step among those that fit into memory."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,8 @@ TOO_LARGE = "need more memory than a device has"
 """a reason in `Plan.refused`"""
 USABLE = 0.9
 """of a device's memory, unless the user says how much: the rest is for the allocator, libraries and fragments"""
+_TRIES = 4
+"""layouts of one pipeline size and cube that are simulated"""
 _MOST_DOUBLED = 6
 """times that the number of devices is doubled for a model that doesn't fit"""
 _NAMES = {
@@ -53,11 +55,13 @@ class Plan:
         """The fastest."""
         return self.best[0]
 
-    def flops_share(self, estimate: Estimate) -> float:
-        """The part of the devices' fastest rate that the model's own products use."""
-        flops = self.facts.flops * self.global_batch
-        peak = self.machine.matmul_rate(self.facts.dtype, float("inf"))
-        return flops / (estimate.seconds * self.num_devices * peak)
+    def mfu(self, estimate: Estimate) -> float:
+        """Model FLOPs utilization: the part of the devices' peak that the model's own products use.
+
+        The peak is that of the data sheet, in 16 bits; else the fastest rate that was measured.
+        """
+        peak = self.machine.peak or self.machine.matmul_rate(self.facts.dtype, float("inf"))
+        return self.facts.flops * self.global_batch / (estimate.seconds * self.num_devices * peak)
 
 
 def make_plan(
@@ -81,7 +85,7 @@ def make_plan(
         num_devices: of all nodes; a node has `machine.ranks_per_node`.
         global_batch: samples of an optimizer step.
         memory: bytes that a rank may need; None: 0.9 of the device's.
-        top: how many to simulate and to return, each another topology, number of waves or size of micro-batches.
+        top: how many to return, each of another pipeline size or cube: the fastest of those that are simulated.
         model: estimates steps; None: one without measured times.
         accept: which layouts to consider.
         batch_size: samples of a data rank's batch; None: whatever divides.
@@ -111,13 +115,17 @@ def make_plan(
         counts = (2**power * num_devices for power in range(1, _MOST_DOUBLED + 1))
         enough = next((more for more in counts if fitting_of(considered(more, Counter()))), None)
         raise HanayoError(_nearest_miss(facts, least, model.memory(least), num_devices, limit, enough))
-    # those that differ in more than recomputation, sharding, pairs, and how often weights are gathered
-    distinct: dict[tuple[object, ...], Estimate] = {}
-    for one in fitting:
-        own = one.candidate
-        distinct.setdefault((own.data, own.pipe, own.mesh, own.num_waves, own.samples), one)
-    simulated = map(model.simulated, (one.candidate for one in distinct.values()))
-    best = sorted(islice((one for one in simulated if one.memory.total <= limit), top), key=_order) or fitting[:1]
+    # of each pipeline size and cube: those that differ in more than recomputation, sharding, pairs, and cube_weights
+    alike: dict[tuple[object, ...], dict[tuple[object, ...], Candidate]] = defaultdict(dict)
+    for own in (one.candidate for one in fitting):
+        alike[own.pipe, own.mesh].setdefault((own.num_waves, own.samples), own)
+    best: list[Estimate] = []
+    for group in alike.values():
+        simulated = [model.simulated(one) for one in islice(group.values(), _TRIES)]
+        best += sorted((one for one in simulated if one.memory.total <= limit), key=_order)[:1]
+        if len(best) == top:
+            break
+    best = sorted(best, key=_order) or fitting[:1]
     return Plan(facts, machine, num_devices, global_batch, limit, tuple(best), tuple(fitting), len(found), refused)
 
 

@@ -8,8 +8,6 @@ process "hanayo"          thread "rank 0"  |0F0|0F1|...           a slice per ac
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,95 +60,60 @@ def chrome_trace(
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items()):
-        awaited = (waits or {}).get(name, ())
-        compute = [span for span in timeline.spans if span.action.kind.is_compute]
-        own = _TimelineEvents(process, timeline, 1e6 * seconds, awaited, span_lanes([*awaited, *compute]))
-        events += own.events(name, first_flow=len(events))
+        events += _events(process, name, timeline, 1e6 * seconds, (waits or {}).get(name, ()), len(events))
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-@dataclass(frozen=True)
-class _TimelineEvents:
+def _events(
+    process: int, name: str, timeline: Timeline, microseconds: float, waits: Sequence[Span], first_flow: int
+) -> Iterator[Event]:
     """The events of one timeline, whose unit of time is `microseconds` long."""
+    compute = [span for span in timeline.spans if span.action.kind.is_compute]
+    lanes = span_lanes([*waits, *compute])  # slices of one thread must not overlap
+    num_lanes, idle = 1 + max(lanes.values(), default=0), idle_before(timeline)
 
-    process: int
-    timeline: Timeline
-    microseconds: float
-    waits: Sequence[Span]
-    lanes: Mapping[Span, int]
-    """of waits and compute actions: slices of one thread must not overlap"""
+    def length(time: float) -> float:
+        return round(time * microseconds, 3)
 
-    def events(self, name: str, first_flow: int) -> Iterator[Event]:
-        yield self._meta("process_name", None, name)
-        yield from self._threads()
-        for span in self.waits:
-            yield self._slice(span, f"wait {span.action}", "wait", {})
-        idle = idle_before(self.timeline)
-        for step in self.timeline.steps:
-            for span in step.spans:
-                details: Event = {"stage": span.action.stage, "microbatch": span.action.microbatch}
-                if span in idle:
-                    details["idle_before_us"] = self._length(idle[span])
-                category = KIND_NAMES.get(span.action.kind, "message")
-                yield self._slice(span, str(span.action), category, details)
-        yield from self._flows(first_flow)
-        yield from self._counters()
+    def at(time: float) -> Event:
+        return {"ts": length(time - timeline.begin)}
 
-    def _threads(self) -> Iterator[Event]:
-        with_communication = {span.rank for span in self.timeline.spans if not span.action.kind.is_compute}
-        lanes = {(span.rank, lane) for span, lane in self.lanes.items()}
-        for rank in range(self.timeline.num_ranks):
-            threads = {0: f"rank {rank}"}
-            for lane in range(1, self._num_lanes):
-                if (rank, lane) in lanes:
-                    threads[lane] = f"rank {rank}, at the same time"
-            if rank in with_communication:
-                threads[self._num_lanes] = f"rank {rank}, communication"
-            for thread, name in threads.items():
-                number = self._thread_number(rank, thread)
-                yield self._meta("thread_name", number, name)
-                yield self._meta("thread_sort_index", number, number)
-
-    def _meta(self, event_name: str, thread: int | None, value: str | int) -> Event:
-        argument = "sort_index" if event_name.endswith("sort_index") else "name"
-        target = {"pid": self.process} if thread is None else {"pid": self.process, "tid": thread}
-        return {"ph": "M", **target, "name": event_name, "args": {argument: value}}
-
-    def _slice(self, span: Span, name: str, category: str, details: Mapping[str, Any]) -> Event:
-        event = {"ph": "X", **self._thread(span), "name": name, "cat": category, "ts": self._time(span.start)}
-        event |= {"dur": self._length(span.end - span.start), "args": dict(details)}
-        if category != "wait" and span.action.kind in _COLOURS:
-            event["cname"] = _COLOURS[span.action.kind]
-        return event
-
-    def _flows(self, first: int) -> Iterator[Event]:
-        """The arrows of messages. An arrow's end belongs to the slice that contains its time."""
-        for number, (producer, consumer) in enumerate(timeline_messages(self.timeline), first):
-            name = "activation" if consumer.action.kind is Kind.F else "gradient"
-            common = {"cat": "message", "name": name, "id": number}
-            sent = producer.start + 0.999 * (producer.end - producer.start)
-            yield {"ph": "s", **self._thread(producer), **common, "ts": self._time(sent)}
-            yield {"ph": "f", "bp": "e", **self._thread(consumer), **common, "ts": self._time(consumer.start)}
-
-    def _counters(self) -> Iterator[Event]:
-        for rank in range(self.timeline.num_ranks):
-            for time, held in self.timeline.activations(rank):
-                event = {"ph": "C", "pid": self.process, "tid": self._thread_number(rank, 0)}
-                yield {**event, "name": f"activations, rank {rank}", "ts": self._time(time), "args": {"M_a": held}}
-
-    def _thread(self, span: Span) -> Event:
-        return {"pid": self.process, "tid": self._thread_number(span.rank, self.lanes.get(span, self._num_lanes))}
-
-    def _thread_number(self, rank: int, thread: int) -> int:
+    def thread(span: Span) -> Event:
         """The lanes of a rank have the first numbers, its communication has the last one."""
-        return rank * (self._num_lanes + 1) + thread
+        return {"pid": process, "tid": span.rank * (num_lanes + 1) + lanes.get(span, num_lanes)}
 
-    @cached_property
-    def _num_lanes(self) -> int:
-        return 1 + max(self.lanes.values(), default=0)
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    threads = {rank * (num_lanes + 1): f"rank {rank}" for rank in range(timeline.num_ranks)}
+    threads |= {thread(span)["tid"]: f"rank {span.rank}, at the same time" for span, lane in lanes.items() if lane}
+    others = (span for span in timeline.spans if not span.action.kind.is_compute)
+    threads |= {thread(span)["tid"]: f"rank {span.rank}, communication" for span in others}
+    for number, label in sorted(threads.items()):
+        common: Event = {"ph": "M", "pid": process, "tid": number}
+        yield {**common, "name": "thread_name", "args": {"name": label}}
+        yield {**common, "name": "thread_sort_index", "args": {"sort_index": number}}
 
-    def _time(self, time: float) -> float:
-        return self._length(time - self.timeline.begin)
+    def piece(span: Span, text: str, category: str, details: Event) -> Event:
+        event = {"ph": "X", **thread(span), "name": text, "cat": category, **at(span.start)}
+        return {**event, "dur": length(span.end - span.start), "args": details}
 
-    def _length(self, length: float) -> float:
-        return round(length * self.microseconds, 3)
+    for span in waits:
+        yield piece(span, f"wait {span.action}", "wait", {})
+    for span in timeline.spans:
+        action = span.action
+        details: Event = {"stage": action.stage, "microbatch": action.microbatch}
+        if span in idle:
+            details["idle_before_us"] = length(idle[span])
+        colour = {"cname": _COLOURS[action.kind]} if action.kind in _COLOURS else {}
+        yield piece(span, str(action), KIND_NAMES.get(action.kind, "message"), details) | colour
+    for number, (producer, consumer) in enumerate(timeline_messages(timeline), first_flow):
+        kind = "activation" if consumer.action.kind is Kind.F else "gradient"
+        common = {"cat": "message", "name": kind, "id": number}
+        sent = producer.start + 0.999 * (
+            producer.end - producer.start
+        )  # an arrow's end belongs to the slice at its time
+        yield {"ph": "s", **thread(producer), **common, **at(sent)}
+        yield {"ph": "f", "bp": "e", **thread(consumer), **common, **at(consumer.start)}
+    for rank in range(timeline.num_ranks):
+        counter: Event = {"ph": "C", "pid": process, "tid": rank * (num_lanes + 1), "name": f"activations, rank {rank}"}
+        for time, held in timeline.activations(rank):
+            yield {**counter, **at(time), "args": {"M_a": held}}

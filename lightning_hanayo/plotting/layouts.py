@@ -7,10 +7,11 @@ time   :   .  .
 
 Draws the schedules of a comparison in one image, the fastest on top, on one time axis.
 
-hanayo-zb      | small timeline, all ranks       |  activations ===      |  messages ====
-bubble 3.0 %   |                                 |                 ¦     |
-1f1b           | ...                             |  activations =====    |  messages ==
-                 time ->                                     budget
+hanayo-zb          | small timeline, all ranks
+24.8, bubble 3.0 % |
+4 M_a, 14 messages |
+1f1b               | ...
+                     time ->
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,13 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_hanayo.plotting.palette import ACTIVATION_COLOUR, DARK, KIND_COLOURS, KIND_NAMES, num_legs, wave_legs
+from lightning_hanayo.plotting.palette import DARK, KIND_COLOURS, KIND_NAMES, num_legs, wave_legs
 from lightning_hanayo.plotting.timeline import draw_actions, image_file, time_label
 from lightning_hanayo.schedule.communication import messages_per_microbatch
-from lightning_hanayo.schedule.comparison import Candidate, Comparison
+from lightning_hanayo.schedule.comparison import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 POINT, FRONTIER, NUMBERED = "#a3c9ee", "#4484c6", "#b8483c"
@@ -108,90 +108,58 @@ def _write_numbers(axes: "Axes", numbered: Sequence[Dot], near: float) -> None:
                       va="top", fontsize=8, color=NUMBERED)  # fmt: skip
 
 
-_WIDTH, _NAME, _BARS, _GAP = 15.0, 1.75, 1.5, 0.3
-_TIMELINE = _WIDTH - _NAME - 2 * (_BARS + _GAP) - 0.15
+_WIDTH, _NAME = 15.0, 2.2
 _ABOVE, _BELOW, _BETWEEN = 0.65, 0.75, 0.16
 """inches"""
 _MAX_ROW = 12.0
 """inches of one schedule, however many ranks it has: no image has more than 65,536 pixels"""
-_MESSAGE_COLOUR, _GREY = "#a89bb8", "#8a867d"
+_GREY = "#8a867d"
 
 
-def save_ranking(
-    path: str | Path, comparison: Comparison, *, title: str, budget: float | None = None, unit: str = ""
-) -> None:
+def save_ranking(path: str | Path, comparison: Comparison, *, title: str, unit: str = "") -> None:
     """Save the image.
 
     Args:
         path: the file, ending in .png, .svg or .pdf.
-        comparison: at least one candidate.
+        comparison: at least one candidate; schedules that exceed its activation budget are grey.
         title: at the top.
-        budget: the activation budget, in M_a, drawn as a line; schedules that exceed it are grey.
         unit: of time.
 
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
     """
+    from matplotlib.patches import Patch
+
     candidates = comparison.candidates
-    row = min(_MAX_ROW, max(0.42, 0.075 * max(one.timeline.num_ranks for one in candidates)))
+    row = min(_MAX_ROW, max(0.45, 0.075 * max(one.timeline.num_ranks for one in candidates)))
     height = _ABOVE + len(candidates) * (row + _BETWEEN) + _BELOW + 0.15 * len(comparison.refused)
+    until = max(one.timeline.makespan for one in candidates)
     with image_file(path, _WIDTH, height) as figure:
         figure.text(0.1 / _WIDTH, 1 - 0.1 / height, title, va="top", fontsize=11, weight="bold")
-        until = max(one.timeline.makespan for one in candidates)
         for number, one in enumerate(candidates):
             bottom = height - _ABOVE - number * (row + _BETWEEN) - row
-            right, middle = (_NAME - 0.08) / _WIDTH, bottom + row / 2
+            right, middle = (_NAME - 0.08) / _WIDTH, (bottom + row / 2) / height
             look: Any = {"ha": "right", "color": DARK if one.within_budget else _GREY}
-            figure.text(right, (middle + 0.02) / height, one.name, va="bottom", weight="bold", fontsize=10, **look)
+            figure.text(right, middle + 0.1 / height, one.name, va="bottom", weight="bold", fontsize=10, **look)
             words = f"{one.timeline.makespan:.4g}, bubble {one.timeline.bubble_ratio:.1%}"
-            figure.text(right, (middle - 0.02) / height, words, va="top", fontsize=8, **look)
-            axes = figure.add_axes((_NAME / _WIDTH, bottom / height, _TIMELINE / _WIDTH, row / height))
+            figure.text(right, middle + 0.07 / height, words, va="top", fontsize=8, **look)
+            words = f"{one.peak:.4g} M_a, {messages_per_microbatch(one.schedule)} messages"
+            figure.text(right, middle - 0.08 / height, words, va="top", fontsize=8, **look)
+            box = _NAME / _WIDTH, bottom / height, (_WIDTH - _NAME - 0.15) / _WIDTH, row / height
+            axes = figure.add_axes(box)
             draw_actions(one.timeline, axes, window=(0.0, until), numbers=False)
             axes.axvline(one.timeline.makespan, color=DARK, linewidth=0.8)
+            is_last = number == len(candidates) - 1  # at the bottom, with the time axis
             axes.set_yticks([])
-            axes.tick_params(axis="x", labelbottom=False, bottom=False)
-            axes.spines["bottom"].set_visible(False)
-        # The last one, at the bottom, has the time axis.
-        axes.tick_params(axis="x", labelbottom=True, bottom=True, labelsize=8)
-        axes.spines["bottom"].set_visible(True)
+            axes.tick_params(axis="x", labelbottom=is_last, bottom=is_last, labelsize=8)
+            axes.spines["bottom"].set_visible(is_last)
         axes.set_xlabel(time_label(unit), fontsize=8)
-        _draw_bars(figure, candidates, row, budget)
         for number, (name, reason) in enumerate(comparison.refused.items()):
             text = shorten(f"{name} is left out: {reason}", 190)
             figure.text(0.1 / _WIDTH, (0.3 + 0.15 * number) / height, text, fontsize=7, color=_GREY)
-        _draw_legend(figure, candidates)
-
-
-def _draw_legend(figure: "Figure", candidates: Sequence[Candidate]) -> None:
-    """Without legs, since each candidate has its own."""
-    from matplotlib.patches import Patch
-
-    kinds = {span.action.kind for one in candidates for span in one.timeline.spans}
-    handles = [Patch(facecolor=KIND_COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in KIND_COLOURS if kind in kinds]
-    if any(num_legs(wave_legs(one.timeline)) > 1 for one in candidates):
-        handles.append(Patch(facecolor="none", label="(lighter: odd legs)"))
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)
-
-
-def _draw_bars(figure: "Figure", candidates: Sequence[Candidate], row: float, budget: float | None) -> None:
-    height, total = figure.get_figheight(), len(candidates) * (row + _BETWEEN)
-    bottom = (height - _ABOVE - total + _BETWEEN / 2) / height
-    columns: tuple[tuple[str, Sequence[float], str], ...] = (
-        ("peak activations [M_a]", [one.peak for one in candidates], ACTIVATION_COLOUR),
-        ("messages per micro-batch", [messages_per_microbatch(one.schedule) for one in candidates], _MESSAGE_COLOUR),
-    )
-    for number, (title, values, colour) in enumerate(columns):
-        left = _WIDTH - 0.15 - (2 - number) * _BARS - (1 - number) * _GAP
-        axes = figure.add_axes((left / _WIDTH, bottom, _BARS / _WIDTH, total / height))
-        axes.barh(range(len(values)), values, height=0.5, color=colour)
-        largest = max(values) or 1.0
-        for position, value in enumerate(values):
-            axes.text(value + 0.02 * largest, position, f"{value:.4g}", va="center", fontsize=8)
-        axes.set_ylim(len(values) - 0.5, -0.5)
-        axes.set_xlim(0, 1.25 * largest)
-        axes.set(xticks=[], yticks=[])
-        axes.set_title(title, fontsize=8, loc="left", pad=10)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        if budget is not None and number == 0:
-            axes.axvline(budget, color=DARK, linewidth=0.9, linestyle=":")
-            axes.text(budget, len(candidates) - 0.48, "budget", ha="center", va="top", fontsize=7)
+        kinds = {span.action.kind for one in candidates for span in one.timeline.spans}
+        handles = [Patch(facecolor=colours[0], label=KIND_NAMES[kind])
+                   for kind, colours in KIND_COLOURS.items() if kind in kinds]  # fmt: skip
+        if any(num_legs(wave_legs(one.timeline)) > 1 for one in candidates):  # each candidate has legs of its own
+            handles.append(Patch(facecolor="none", label="(lighter: odd legs)"))
+        figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)

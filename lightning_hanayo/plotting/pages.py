@@ -86,7 +86,14 @@ MAX_SPANS = 100_000
 """more make a browser slow"""
 
 
-def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *, unit: str = "") -> None:
+def save_page(
+    path: str | Path,
+    title: str,
+    timelines: Mapping[str, Timeline],
+    *,
+    unit: str = "",
+    choices: Mapping[str, Sequence[str | None]] | None = None,
+) -> None:
     """Write the page.
 
     Args:
@@ -94,6 +101,8 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
         title: at the top of the page.
         timelines: simulated or measured, by name; drawn to one scale.
         unit: of time, e.g. `"s"`.
+        choices: what the reader chooses, by name: the value for each timeline, or None for one that is there with any
+            value. Those with all the chosen values are drawn.
 
     Raises:
         HanayoError: there are too many spans for a page, or the file can't be written.
@@ -104,10 +113,10 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
             f"{path}: a page shows at most {MAX_SPANS} actions, got {count}; draw fewer micro-batches or ranks, or "
             "write a trace (.json) and open it in ui.perfetto.dev"
         )
-    save_filled(path, "timelines.html", title, _data(timelines, unit))
+    save_filled(path, "timelines.html", title, _data(timelines, unit, choices or {}))
 
 
-def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
+def _data(timelines: Mapping[str, Timeline], unit: str, choices: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
     entries = palette.legend_entries(timelines.values())
     colours = {colour: number for number, colour in enumerate(dict.fromkeys(entries.values()))}
     return {
@@ -118,7 +127,11 @@ def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
         "kinds": palette.KIND_NAMES,
         "colours": [(colour, palette.text_colour(colour)) for colour in colours],
         "legend": [(label, colours[colour]) for label, colour in entries.items()],
-        "timelines": [_timeline(name, timeline, colours) for name, timeline in timelines.items()],
+        "choices": list(choices),
+        "timelines": [
+            _timeline(name, timeline, colours) | {"choice": [values[number] for values in choices.values()]}
+            for number, (name, timeline) in enumerate(timelines.items())
+        ],
     }
 
 

@@ -75,19 +75,15 @@ def text_colour(background: str) -> str:
     return DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 115 else LIGHT
 
 
-def legend_label(action: Action, legs: WaveLegs) -> str:
-    """The legend's text for the action's colour."""
+def legend_label(action: Action, legs: WaveLegs, count: int) -> str:
+    """The legend's text for the action's colour, in pictures of stages on `count` legs."""
     name, leg = KIND_NAMES[action.kind], legs[action.stage]
     if action.kind is Kind.REDUCE_GRAD:
         return name
     if leg is None:
         return "head and loss"
-    count = num_legs(legs)
-    if count == 1:
-        return name
-    numbers = [number for number in range(count) if number % 2 == leg % 2]
-    shown = ", ".join(map(str, numbers if action.kind is Kind.F else numbers[::-1]))
-    return f"{name}, leg {shown}"
+    numbers = range(leg % 2, count, 2)
+    return name if count == 1 else f"{name}, leg{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def drawn_spans(timeline: Timeline) -> list[Span]:
@@ -102,11 +98,11 @@ def box_lengths(timeline: Timeline) -> list[float]:
 
 def legend_entries(timelines: Iterable[Timeline]) -> dict[str, str]:
     """The meaning of each colour in these timelines, as label -> colour, forwards first."""
-    entries: dict[str, str] = {}
+    labels: dict[str, str] = {}
     order = list(Kind)
-    for timeline in timelines:
-        legs = wave_legs(timeline)
-        actions = {span.action for span in drawn_spans(timeline)}
-        for action in sorted(actions, key=lambda action: (order.index(action.kind), action.stage)):
-            entries.setdefault(legend_label(action, legs), action_colour(action, legs))
-    return entries
+    drawn = [(timeline, wave_legs(timeline)) for timeline in timelines]
+    count = max((num_legs(legs) for _, legs in drawn), default=1)
+    found = ((span.action, legs) for timeline, legs in drawn for span in drawn_spans(timeline))
+    for action, legs in sorted(found, key=lambda one: (order.index(one[0].kind), one[0].stage)):
+        labels.setdefault(action_colour(action, legs), legend_label(action, legs, count))
+    return {label: colour for colour, label in labels.items()}

@@ -183,6 +183,7 @@ def _bands(timelines: Sequence[Timeline], width: float, height: float) -> list[t
 def _ideal_width(timeline: Timeline) -> float:
     """The width in inches at which a number fits into all compute boxes but the shortest tenth."""
     lengths = box_lengths(timeline)
+    # a few short actions, such as those of a small last stage, shouldn't widen the image
     narrowest = lengths[len(lengths) // 10] if lengths else 1.0
     return _BOX_WIDTH * (timeline.makespan or 1.0) / narrowest
 
@@ -229,8 +230,7 @@ def timeline_messages(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
     for step in timeline.steps:
         span_of = {span.action: span for span in step.spans if span.action.kind.is_compute}
         num_stages = 1 + max((action.stage for action in span_of), default=0)
-        num_microbatches = 1 + max((action.microbatch or 0 for action in span_of), default=0)
-        waits = waits_in([list(span_of)], num_stages, num_microbatches)
+        waits = waits_in([list(span_of)], num_stages)
         for action, span in span_of.items():
             for other in waits[action]:
                 if span_of[other].rank != span.rank:

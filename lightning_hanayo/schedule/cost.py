@@ -170,7 +170,7 @@ class CostModel:
     def _of_stage(self, name: str, table: Table, stage: int) -> float:
         values: tuple[float, ...] = getattr(self, name)
         wanted = table.num_stages - table.loss_stage
-        fitting = {wanted, table.num_stages}
+        fitting = {wanted, table.num_stages}  # the loss stage takes no time unless a value says so
         if name == "message":
             fitting.add(wanted - 1)  # one per pair of neighbouring stages
         if len(values) not in fitting:

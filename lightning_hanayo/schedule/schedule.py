@@ -5,7 +5,6 @@ from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.communication import complete
-from lightning_hanayo.schedule.completeness import check_communication
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.table import Table
 from lightning_hanayo.schedule.text.csv_table import locate_error, read_table, write_rows
@@ -65,18 +64,5 @@ class Schedule(Table):
         try:
             validate(schedule)
         except HanayoError as error:
-            raise locate_error(path, error, compute_only=True) from None
+            raise locate_error(path, error) from None
         return schedule
-
-
-def check_csv(path: str | Path) -> Schedule:
-    """The schedule in the file. Its communication, if it has any, must be complete too.
-
-    Raises `HanayoError` if the file holds no valid schedule, or a message is missing, superfluous or misplaced.
-    """
-    schedule = Schedule.from_csv(path)
-    try:
-        check_communication(schedule, read_table(Path(path))[0])
-    except HanayoError as error:
-        raise locate_error(Path(path), error, compute_only=False) from None
-    return schedule

@@ -1,6 +1,5 @@
 """Simulation: runs a schedule under a cost model and returns its timeline, with figures such as the bubble."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,7 +136,7 @@ class Timeline:
                 changes.append((span.end, -sizes[span.action.stage]))
         now = 0.0
         curve = [(self.begin, now)]
-        for time, size in sorted(changes):  # at equal times, frees come first
+        for time, size in sorted(changes):  # at equal times, frees come first: they are negative
             now += size
             if time == curve[-1][0]:
                 curve.pop()
@@ -164,34 +163,6 @@ class Timeline:
         for span in self.spans:
             rows[span.rank].append(span)
         return tuple(map(tuple, rows))
-
-    def to_json(self) -> str:
-        """The timeline as JSON text. The derived figures are included for readers without this package."""
-        figures = ("makespan", "bubble_ratio", "peak_activations", "num_steps", "step_times", "shares")
-        spans = [{"rank": s.rank, "action": str(s.action), "start": s.start, "end": s.end} for s in self.spans]
-        return json.dumps({name: getattr(self, name) for name in figures} | {"spans": spans})
-
-    @classmethod
-    def from_json(cls, text: str) -> "Timeline":
-        """The timeline that `to_json` wrote.
-
-        Raises:
-            HanayoError: the text is not such JSON.
-        """
-        try:
-            data = json.loads(text)
-            spans = tuple(
-                Span(int(one["rank"]), Action.parse(one["action"]), float(one["start"]), float(one["end"]))
-                for one in data["spans"]
-            )
-            return cls(spans, tuple(map(float, data.get("shares", ()))), int(data.get("num_steps", 1)))
-        except HanayoError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise HanayoError(
-                f'this is no timeline: {error!r}; expected {{"spans": [{{"rank": 0, "action": "0F0", "start": 0.0, '
-                '"end": 1.0}, ...]}}'
-            ) from None
 
 
 def _idle(busy: tuple[float, ...], time: float) -> float:

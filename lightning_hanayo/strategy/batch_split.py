@@ -7,7 +7,7 @@ a cube               0: rank 0's share | rank 1's | ... 1: rank 0's | ... each r
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -51,6 +51,10 @@ class SplitBatch:
     """called before user code runs: raises an error if that of another micro-batch has changed what all share"""
     tensors: Sequence[Sequence[Tensor]] = ()
     """the tensors in each of `step_inputs`, where other ranks run the steps on other pieces"""
+    num_alike: int = 1
+    """how many ranks run the same steps: their losses add up to that of the batch"""
+    counts: bool = True
+    """whether metrics that the steps update, and what they give to collectives, count on this rank"""
 
     def changes(self, microbatch: int) -> dict[int, Tensor]:
         """The tensors that the step has changed in place, of those that other ranks have, too."""
@@ -84,6 +88,11 @@ class SplitBatch:
         return self.sizes.of(self.own).parts[0] if self.sizes.are_known else ()
 
     @property
+    def counted(self) -> tuple[list[Any], list[int]]:
+        """The pieces that some rank has, and their samples."""
+        return [self.pieces[i] for i in self.present], list(self.sizes.of(self.present).parts[0])
+
+    @property
     def present(self) -> list[int]:
         """The indices of the pieces that some rank has."""
         return [i for i, piece in enumerate(self.pieces) if piece is not None]
@@ -95,6 +104,7 @@ class SplitBatch:
         *,
         in_loss: Sequence[float] | None = None,
         has_loss: bool,
+        numbers: microbatches.HostNumbers | None = None,
     ) -> Any:
         """Merge what the step returned for each piece. `has_loss` says whether it was a training step.
 
@@ -104,9 +114,8 @@ class SplitBatch:
         if not kept:
             return None
         in_mean, in_loss = ([of[i] for i in kept] for of in (weights, in_loss or weights))
-        return microbatches.merge(
-            [results[i] for i in kept], self.sizes.of(kept), in_mean, in_loss=in_loss, has_loss=has_loss
-        )
+        found, sizes = [results[i] for i in kept], self.sizes.of(kept)
+        return microbatches.merge(found, sizes, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=numbers)
 
 
 class BatchSplitter(ABC):
@@ -129,6 +138,10 @@ class BatchSplitter(ABC):
         if self.rule.split is not None:
             return self._split_by_user(batch, self._call_user(batch, limit), source)
         return self._split_by_plan(batch, self._reader.plan(batch, source), limit)
+
+    def whole(self, batch: Any) -> SplitBatch:
+        """A batch in one piece."""
+        return whole(batch, self.rule.batch_dim)
 
     @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
@@ -194,7 +207,7 @@ class WholeSplitter(BatchSplitter):
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
         if limit > 1:
             return super().split(batch, limit, source)
-        return whole(batch, self.rule.batch_dim)  # nothing is cut, so nothing is refused
+        return self.whole(batch)  # nothing is cut, so nothing is refused
 
     @override
     def all_gather(self, value: Any) -> list[Any]:
@@ -244,7 +257,14 @@ class ReplicatedSplitter(WholeSplitter):
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
         made = BatchSplitter.split(self, batch, limit, source)
         self._boundary.begin([sample_shares(samples, self._mesh.sizes) for samples in made.sizes.parts[0]])
-        return made
+        return self._alike(made)
+
+    @override
+    def whole(self, batch: Any) -> SplitBatch:
+        return self._alike(super().whole(batch))
+
+    def _alike(self, split: SplitBatch) -> SplitBatch:
+        return replace(split, num_alike=self._mesh.num_ranks, counts=self._mesh.index("xyz") == 0)
 
 
 class SharedSplitter(BatchSplitter):

@@ -180,6 +180,8 @@ class CheckpointingStrategy(MeshParallelStrategy):
             self._prepared_module.check(module)
             if session is None or not session.has_pipeline:
                 return module.state_dict()
+            if not session.is_running:
+                self._prepared_module.check_loads()
             return self._state_of(module, session.steps.sharding_in_use)
 
     def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:

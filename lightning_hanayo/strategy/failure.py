@@ -23,18 +23,16 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _get_default_store
 
-from lightning_hanayo.errors import HanayoError, PeerFailed, with_notes
+from lightning_hanayo.errors import PeerFailed, with_notes
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.processes import Member, lost_parent
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.strategy.joining import close_monitor, forget_monitor, is_lost_connection, what_was_lost
+from lightning_hanayo.tracebacks import MISTAKES
 
 _BEGUN, _ENDED = (0, 0, 0, 0), (1 << 62, 0, 0, 0)
-_MISTAKES = (HanayoError, MisconfigurationException)
-"""errors that the user can correct"""
 _WITHOUT_TRACEBACK = (SystemExit, KeyboardInterrupt)
 """raised by user code to end its process: neither Python nor Lightning shows where"""
 PAUSE = 0.05
@@ -183,7 +181,7 @@ class Failures:
                 code = error.code or 1
         else:
             message = f"{self.name(rank)}: {type(error).__name__}: {with_notes(error)}"
-            code, is_shown = 2 if isinstance(error, _MISTAKES) else 1, True
+            code, is_shown = 2 if isinstance(error, MISTAKES) else 1, True
         own = Failure(rank, message[:_LONGEST], code, self.rank, is_shown)
         return Failure(**self.monitor.decide(self._topic, asdict(own)))
 
@@ -213,6 +211,8 @@ class Failures:
         if first.rank != self.rank or not first.is_shown:
             first.follow()
         error.failed_first = True  # type: ignore[attr-defined]
+        if self.monitor.num_ranks > 1 and not isinstance(error, MISTAKES):
+            error.add_note(f"This was on {self.name(self.rank)}.")
 
     def check_peers(self) -> None:
         """Look whether another rank has failed.

@@ -332,7 +332,7 @@ class ProcessGroups:
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
     metrics: dist.ProcessGroup
-    """over which torchmetrics syncs: ranks that see different samples, or this one alone (None would mean the world)"""
+    """over which torchmetrics syncs: all ranks that run steps, or this one alone (None would mean the world)"""
     replica_ranks: tuple[int, ...]
     """all ranks that train one copy of the model: pipeline and cube"""
     replica: dist.ProcessGroup
@@ -343,9 +343,7 @@ class ProcessGroups:
     """for gradients that are partial over these axes of the cube: the ranks, data ranks too, that sum them"""
 
     @staticmethod
-    def create(
-        topology: Topology, rank: int, factory: GroupFactory, *, shares_samples: bool = True, pairs: bool = False
-    ) -> "ProcessGroups":
+    def create(topology: Topology, rank: int, factory: GroupFactory, *, pairs: bool = False) -> "ProcessGroups":
         """Create all groups. Called by all ranks of the world alike.
 
         Equal groups are one: without a cube `replica` is `control`, and `metrics` is `data`.
@@ -354,7 +352,6 @@ class ProcessGroups:
             topology: the ranks.
             rank: this one.
             factory: makes the groups.
-            shares_samples: whether the ranks of a cube do.
             pairs: whether a rank may run two actions at once.
         """
 
@@ -382,7 +379,7 @@ class ProcessGroups:
             Channels(factory, topology.groups("pipe"), rank),
             tensors(DATA, "data") if replicates else None,
             control("data") if replicates else None,
-            tensors(DATA, "data", *("xyz" if shares_samples else "")),
+            tensors(DATA, "data", *"xyz"),
             topology.group_of(rank, "pipe", "x", "y", "z"),
             control("pipe", "x", "y", "z"),
             tensors(REPLICA, "pipe", "x", "y", "z"),

@@ -19,7 +19,7 @@ from datetime import timedelta
 from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.schedule import Action
 from lightning_hanayo.strategy.failure import STOPPED_TIME, Failures
-from lightning_hanayo.strategy.stacks import doing, find_wait, operations_done, read_stack, runs_trainer
+from lightning_hanayo.strategy.stacks import doing, find_wait, operations_done, read_stack
 from lightning_hanayo.strategy.waits import Mismatch, Standstill, Status, find_mismatch, named, report, summary
 
 
@@ -41,10 +41,6 @@ class OwnStatus:
     at: Callable[[], str]
     transports: Callable[[], Iterable[Transport]]
     _thread: int = field(default_factory=threading.get_ident, init=False)
-
-    def is_in_run(self) -> bool:
-        """Whether the thread runs a Trainer's function."""
-        return runs_trainer(self._thread)
 
     def read(self, still: float, channels: Collection[str] = ()) -> Status:
         """The status of this rank, which hasn't moved for so many seconds, and its operations on the channels.
@@ -105,7 +101,7 @@ class HangWatch:
         ]
 
     def finish(self) -> None:
-        """Training has ended on this rank. Watch its hooks that follow, until the Trainer returns."""
+        """Training has ended on this rank. Watch its hooks that follow, until the Trainer returns: then `stop`."""
         self._is_finishing = True
 
     def stop(self) -> None:
@@ -131,9 +127,6 @@ class HangWatch:
 
     def _look(self) -> None:
         """Called once a second in the monitor's thread. If that stood still, too, the process did: start anew."""
-        if self._is_finishing and not self._own.is_in_run():
-            self.stop()
-            return
         now, progress, limits = time.monotonic(), self._own.progress(), self._limits
         if progress != self._progress or now - self._looked > limits.first / 3:
             self._progress, self._since, self._next = progress, now, now + limits.first

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -43,7 +44,9 @@ _HELLO, _PREFIX = "hanayo/hello", "hanayo/prefix"
 _POLL = 0.01
 """seconds between two looks for a rank that has not come"""
 FIRST, AGAIN = 15.0, 60.0
-"""seconds until missing ranks are named, and until they are named again"""
+"""seconds until missing ranks are named, at the earliest, and until they are named again"""
+_SLOWER = 3.0
+"""how much longer other processes may need to come here than this one has needed: they import side by side"""
 
 
 def store_of_start(
@@ -68,7 +71,7 @@ def store_of_start(
         try:
             store = TCPStore(
                 address,
-                port if world_size > 1 else 0,  # a rank alone needs no port that others know
+                port if world_size > 1 or is_kept_by_agent else 0,  # a rank alone needs no port that others know
                 world_size,
                 is_master,
                 timeout,
@@ -137,7 +140,8 @@ def _naming(missing: Collection[int], timeout: timedelta, *, is_silent: bool) ->
     is_over = threading.Event()
 
     def name() -> None:
-        since, wait = time.monotonic(), FIRST
+        since, own = time.monotonic(), time.time() - psutil.Process().create_time()
+        wait = min(AGAIN, max(FIRST, _SLOWER * own * max(1.0, len(missing) / (os.cpu_count() or 1))))
         while not is_over.wait(wait):
             waited = f"for {time.monotonic() - since:.0f} s; the run ends after {timeout} (timeout)"
             print(f"{_text(missing)} joined the run {waited}. {_WHERE}", file=sys.stderr, flush=True)

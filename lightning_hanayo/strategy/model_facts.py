@@ -3,9 +3,7 @@
 Counts what a forward computes, reads, writes and keeps, by block, while it runs; tensors need no values.
 """
 
-import copy
 import inspect
-import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -28,11 +25,10 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import is_linear
-from lightning_hanayo.partition.deferred_init import MetaCopy, like
-from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside, num_parameters_outside
-from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
+from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
 from lightning_hanayo.planner.communication_volume import LinearLayer
 from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
+from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_step
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor_parallel.layers.linear import features
 
@@ -178,39 +174,6 @@ def _attention(
     return y
 
 
-@contextmanager
-def fake_tensors(module: nn.Module) -> Iterator[set[int]]:
-    """In this context tensors on the meta device are `FakeTensor`s, as while a model is exported or compiled.
-
-    Libraries know these, and then don't look at values: transformers doesn't ask whether a mask is all ones.
-
-    Yields:
-        The numbers of the storages of the module's parameters, here and outside.
-    """
-    log = logging.getLogger(FakeTensorMode.__module__)
-    before = log.disabled
-    log.disabled = True  # it prints a traceback of an error that is raised, too
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            parameters = [mode.from_tensor(one) for one in module.parameters() if not _is_packed(one)]
-            yield storages(list(module.parameters())) | {one.untyped_storage()._cdata for one in parameters}
-    finally:
-        log.disabled = before
-
-
-def storages(tensors: Sequence[Tensor]) -> set[int]:
-    """The numbers of their storages."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors if not _is_packed(tensor)}
-
-
-def _is_packed(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided
-
-
-_MOST_REAL = 1 << 30
-"""bytes of a model up to which its step runs with numbers if it can't without"""
-
-
 class Formats(NamedTuple):
     """How a run stores numbers."""
 
@@ -250,20 +213,19 @@ def read_model(
         num_samples: of the batch.
         precision: the Trainer's.
         master_weights: whether parameters in bf16 or fp16 have master weights in fp32.
-        blocks: the name of the stack; None: the largest.
+        blocks: the name of the stack; None: the largest that the step passes through.
 
     Raises:
         HanayoError: there is no stack, or the step can't run on the meta device, and the model is too large to run.
     """
     formats = formats_of(precision, master_weights=master_weights)
-    own = _on_meta(module, formats.dtype)
-    stack = find_stack(own, blocks)
-    try:
-        with fake_tensors(own) as parameters:
-            counter = _count(own, stack, _converted(batch, formats.dtype, "meta"))
-    except Exception as error:  # user code, which may need values
-        counter, own, stack = _count_with_values(module, batch, blocks, formats.dtype, error)
-        parameters = storages(list(own.parameters()))
+
+    def count(own: "pl.LightningModule", batch: Any, parameters: set[int]) -> Any:
+        calls = recorded_calls(own, batch) if blocks is None and is_ambiguous(own) else None
+        stack = find_stack(own, blocks, calls)
+        return own, stack, parameters, _count(own, stack, batch)
+
+    own, stack, parameters, counter = on_copy(module, batch, formats.dtype, count)
     beside = {one for part in modules_outside(own, stack) for one in part.parameters(recurse=False)}
     plan = plan_parallelize(stack.uncompiled.blocks, stack.name, (1, 1, 1), outside=beside)
     seen: dict[tuple[Any, ...], BlockFacts] = {}
@@ -297,95 +259,13 @@ def read_model(
     )
 
 
-def _on_meta(module: "pl.LightningModule", dtype: torch.dtype) -> "pl.LightningModule":
-    """A copy without values, whose floating-point tensors have this dtype."""
-    own: Any = MetaCopy(module).modules[""]
-    for part in own.modules():  # a step may append to a list of the module, which the copy shares
-        shared = {name: value for name, value in vars(part).items() if type(value) in (list, dict, set)}
-        vars(part).update((name, value.copy()) for name, value in shared.items())
-    vars(own).update(_trainer=None, _fabric=None)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        own.configure_model()
-    own.to(dtype)
-    return own  # type: ignore[no-any-return]
-
-
-def _converted(value: Any, dtype: torch.dtype, device: str) -> Any:
-    """The batch with its floating-point tensors in this dtype, and all tensors on this device."""
-    if isinstance(value, Tensor):
-        dtype = dtype if value.is_floating_point() else value.dtype
-        return torch.empty_like(value, dtype=dtype, device="meta") if device == "meta" else value.to(device, dtype)
-    inside = children(value)
-    if inside is None:
-        return value
-    return with_children(value, {key: _converted(item, dtype, device) for key, item in inside.items()})
-
-
 def _count(module: "pl.LightningModule", stack: Stack, batch: Any) -> Counter:
     counter = Counter(stack.blocks)
-    module.train()
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), counter.watching():
-        warnings.simplefilter("ignore")  # that there is no Trainer to log with
-        loss = module.training_step(batch, 0)
+    with counter.watching():
+        loss = run_step(module, batch)
     if loss is None or not all(one.shape for one in counter.blocks):
         raise HanayoError("the training_step returned no loss, or didn't call all blocks")
     return counter
-
-
-def _count_with_values(
-    module: "pl.LightningModule", batch: Any, blocks: str | None, dtype: torch.dtype, error: Exception
-) -> tuple[Counter, "pl.LightningModule", Stack]:
-    """The same with real numbers, in a copy of the module; any numbers, where the module itself has none."""
-    name, reason = type(module).__name__, _first_line(error)
-    own = _on_meta(module, dtype)
-    if sum(one.nbytes for one in own.parameters()) > _MOST_REAL:
-        raise HanayoError(
-            f"{name}.training_step can't run on the meta device, without values ({reason}), and the model is too "
-            f"large to run it with values. Make the step depend on shapes alone"
-        ) from error
-    tensors = _tensors(module)
-    try:
-        if len(tensors) == len(_tensors(own)) and not any(one.is_meta for one in tensors):
-            own = copy.deepcopy(module)
-            vars(own).update(_trainer=None, _fabric=None)
-            own.to(dtype)
-        else:
-            _fill(own)
-        stack = find_stack(own, blocks)
-        return _count(own, stack, _converted(batch, dtype, "cpu")), own, stack
-    except Exception as again:  # user code, too
-        second = _first_line(again)
-        others = "" if second == reason else f" (on the meta device: {reason})"
-        raise HanayoError(
-            f"{name}.training_step can't run by itself, without a Trainer and on a CPU: {second}{others}. A plan needs "
-            f"one step; or give the sizes to HanayoStrategy instead"
-        ) from again
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _fill(module: nn.Module) -> None:
-    """Give the tensors small random numbers in place of none. Shared ones stay shared."""
-    made: dict[Tensor, Tensor] = {}
-    numbers = torch.Generator().manual_seed(0)  # its own, as the run's are needed for the training
-    for part in module.modules():
-        stores: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for own in stores:
-            for name, tensor in own.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if tensor not in made:
-                    values = torch.zeros_like(tensor, device="cpu")
-                    values = values.uniform_(-0.02, 0.02, generator=numbers) if values.is_floating_point() else values
-                    made[tensor] = like(tensor, values)
-                own[name] = made[tensor]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
 def _block(

@@ -12,8 +12,8 @@ micro-batch 0 runs ahead of the others, to its end, and the table runs without t
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -86,6 +86,18 @@ class GradientSync:
             self.finish_gather(OUTSIDE)
             self.outside.all_gather()
 
+    @contextmanager
+    def dry_runs(self) -> Iterator[None]:
+        """Inside it all parameters of this rank can be used, but get no gradients. Called by all ranks of a cube."""
+        self.finish_gather()
+        if self.outside is not None:
+            self.outside.all_gather()
+        try:
+            yield
+        finally:
+            if self.outside is not None:
+                self.outside.discard(keeps_gradients=True)
+
     def finish_gather(self, stage: int | None = None) -> None:
         """Wait until the stage's parameters, all if None, are as the optimizer's last step has left them."""
         if self.shards is not None:
@@ -151,6 +163,8 @@ class Pipeline:
     """those that this rank trains"""
     gradients: GradientSync
     splitter: BatchSplitter
+    stack_splitter: BatchSplitter
+    """of batches on which the step runs once"""
     gather_in_cube: AllGatherObject
     """gathers Python objects from the ranks of this rank's cube"""
     step_state: StepState
@@ -199,8 +213,9 @@ class Pipeline:
         `is_whole`: the step is to run once on the whole batch, of which the stack alone gets micro-batches.
         """
         whole = self.ends[True].user_step if is_whole else None
-        self.splitter.is_uneven = isinstance(whole, WholeStep) and not whole.knows_outputs
-        return self.splitter.split(batch, self.layout.num_microbatches, source)
+        splitter = self.stack_splitter if is_whole else self.splitter
+        splitter.is_uneven = isinstance(whole, WholeStep) and not whole.knows_outputs
+        return splitter.split(batch, self.layout.num_microbatches, source)
 
     def run(
         self, batch: Batch | None = None, key: str = "", *, trains: bool, reduce: bool, is_first: bool = False
@@ -231,7 +246,9 @@ class Pipeline:
             self.engine.use(ends.stages)
         self.gradients.begin_batch()
         with (
-            self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
+            self.random_streams.batch(key, has_shares=not batch.is_whole)
+            if self.random_streams is not None
+            else nullcontext(),
             self.step_state.watched(batch.num_microbatches, is_whole=batch.is_whole) if trains else nullcontext(),
             self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
         ):

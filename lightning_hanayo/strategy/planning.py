@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.planner.candidates import WHOLE, Candidate, Choices
 from lightning_hanayo.planner.machine import KNOWN, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
@@ -64,7 +65,7 @@ def plan_at_start(
         HanayoError: the samples of a batch can't be counted, or no layout fits; the message says what is missing.
     """
     batch = _first_batch(trainer, module if data is None else data)
-    num_samples = WholeSplitter(options.batch_rule).num_samples(batch)
+    num_samples = WholeSplitter(options.batch_rule).num_samples(batch, BatchSource(module=module))
     if not num_samples:
         raise HanayoError("layout='plan': the samples of a training batch can't be counted; give the sizes instead")
     facts = read_model(
@@ -75,7 +76,7 @@ def plan_at_start(
         master_weights=options.master_weights is not None,
         blocks=options.blocks,
     )
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else device.type
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else device.type
     # the data sheet of this device; a nominal CPU or an H100 for others
     machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
     machine = replace(machine, ranks_per_node=ranks_per_node)
@@ -114,7 +115,7 @@ def _best(
                     global_batch=data * samples_per_rank,
                     top=3,
                     batch_size=batch_size,
-                    choices=Choices((options.cube_weights,), (options.pairs,)),
+                    choices=Choices((options.cube_weights,), (options.pairs,), runs_step_once=options.step == "batch"),
                     accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
                 )
             )
@@ -180,7 +181,7 @@ SIZES: Mapping[str, Any] = {
     "pipeline_parallel_size": "auto",
     "num_waves": "auto",
     "cube": 1,
-    "data_parallel_size": 1,
+    "data_parallel_size": "auto",
     "num_microbatches": "auto",
 }
 """what a plan at the start decides, with the defaults"""
@@ -191,6 +192,7 @@ _IN_FILES = {
     "shard_optimizer": False,
     "cube_weights": "microbatch",
     "pairs": False,
+    "step": "auto",
 }
 
 

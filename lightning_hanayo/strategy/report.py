@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
@@ -43,11 +44,11 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import (
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_comparison, save_timeline, save_trace
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, simulate
+from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
 from lightning_hanayo.strategy.lightning.inspection import forward_flops, peak_flops, samples_per_rank, whole_on_meta
 from lightning_hanayo.strategy.lightning.state import logged_step
 from lightning_hanayo.strategy.memory import peak_bytes
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
 
@@ -168,7 +169,7 @@ def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
     ]
 
 
-def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: HanayoStrategy) -> dict[str, Any]:
+def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: CheckpointingStrategy) -> dict[str, Any]:
     """The facts known when a training starts, by the names under which they are logged. For rank 0."""
     layout, topology, ownership = strategy.pipeline.layout, strategy.topology, strategy.pipeline.ownership
     cube = f" x {'x'.join(map(str, topology.cube))} cube" if topology.cube != (1, 1, 1) else ""
@@ -193,7 +194,7 @@ def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: Han
     return {f"hanayo/{name}": value for name, value in facts.items()}
 
 
-def peak_memory(strategy: HanayoStrategy) -> dict[int, int]:
+def peak_memory(strategy: CheckpointingStrategy) -> dict[int, int]:
     """The most bytes that each rank of the first replica has had so far, by rank.
 
     On an accelerator the memory that torch has allocated; on CPUs the memory of the process. Called by all ranks of the
@@ -319,8 +320,11 @@ class WaveReport(Callback):
     The progress bar shows samples, tokens, and FLOP/s of a device (in units of 10^12), and the bubble.
 
     At the start they get layout, schedule, sizes, samples per step and seed as hyperparameters, at the end
-    `hanayo/rank_0/peak_memory_bytes` and so on; a `WandbLogger` gets the pictures, too. With a strategy other than
-    `HanayoStrategy` nothing is reported. Every process needs the same `WaveReport`.
+    `hanayo/rank_0/peak_memory_bytes` and so on; loggers that take images get the pictures, too: `WandbLogger`,
+    `TensorBoardLogger`. With a strategy other than `HanayoStrategy` nothing is reported. Every process needs the same
+    `WaveReport`.
+
+    A run with such a logger and without this callback logs the figures and the picture, and writes no files.
 
     Example:
         >>> trainer = L.Trainer(devices=4, strategy="hanayo", callbacks=[WaveReport(every_n_steps=100)])
@@ -380,7 +384,7 @@ class WaveReport(Callback):
             self._introduce(trainer, pl_module, strategy)
             print(f"FLOPs of a step: {said}", flush=True)
 
-    def _introduce(self, trainer: "pl.Trainer", module: "pl.LightningModule", strategy: HanayoStrategy) -> None:
+    def _introduce(self, trainer: "pl.Trainer", module: "pl.LightningModule", strategy: CheckpointingStrategy) -> None:
         facts = run_facts(trainer, module, strategy)
         for logger in trainer.loggers:
             logger.log_hyperparams(facts)
@@ -389,6 +393,8 @@ class WaveReport(Callback):
             picture = Path(trainer.default_root_dir, "schedule.png")
             save_timeline(picture, strategy.pipeline.layout.simulate(), title=_title(strategy), unit="T_F")
             _log_image(trainer, "hanayo/schedule", picture)
+            measured = Path(trainer.default_root_dir, self._files["picture"])
+            strategy.session.pictures = f"{_short(picture)}; {_short(measured)} at the end"
 
     @override
     def on_train_batch_end(
@@ -474,21 +480,17 @@ class WaveReport(Callback):
         self._peak = max((peak, rank) for rank, peak in peaks.items())
         at_end: dict[str, float] = {f"hanayo/rank_{rank}/peak_memory_bytes": peak for rank, peak in peaks.items()}
         if measured is not None:
-            self._write(trainer, strategy, measured)
+            self._write_files(trainer, strategy, measured)
             at_end["hanayo/bubble"] = measured.timeline.bubble_ratio
             at_end["hanayo/bubble_from_costs"] = measured.predicted.bubble_ratio
         for logger in trainer.loggers:
             logger.log_metrics(at_end)
 
-    def _write(self, trainer: "pl.Trainer", strategy: HanayoStrategy, measured: MeasuredBatches) -> None:
+    def _write_files(self, trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: MeasuredBatches) -> None:
         """Write the requested files."""
         paths = {what: Path(trainer.default_root_dir, name) for what, name in self._files.items() if name is not None}
         if "picture" in paths:
-            planned = strategy.pipeline.layout.predict()
-            save_comparison(
-                paths["picture"], measured.timeline, measured.predicted, title=_title(strategy), planned=planned
-            )
-            _log_image(trainer, "hanayo/wave", paths["picture"])
+            _draw(trainer, strategy, measured, paths["picture"])
         if "trace" in paths:
             measured.save_trace(paths["trace"])
         if "profile" in paths:
@@ -532,17 +534,47 @@ class WaveReport(Callback):
         return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
+class LoggedReport(WaveReport):
+    """The report of a run that asked for none, and whose logger takes images: figures and the picture of a step."""
+
+    @staticmethod
+    def add_to(trainer: "pl.Trainer") -> None:
+        """Add it, if that is so. Called by all ranks."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(map(_takes_images, trainer.loggers)) and not any(isinstance(one, WaveReport) for one in callbacks):
+            callbacks.insert(0, LoggedReport())
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = _strategy(trainer)
+        if strategy is not None and strategy.data_rank == 0:
+            self._batches, self._figures = 0, BatchFigures(strategy.pipeline)
+            strategy.session.pictures = "hanayo/wave in the logger, at the end"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # a checkpoint doesn't depend on loggers
+
+    def _write_files(self, trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: MeasuredBatches) -> None:
+        with TemporaryDirectory() as folder:
+            _draw(trainer, strategy, measured, Path(folder, "wave.png"))
+
+    @override
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Say nothing: nobody has asked."""
+
+
 def _show(module: "pl.LightningModule", values: dict[str, float]) -> None:
     """In the progress bar alone."""
     for name, value in values.items():
         module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
 
 
-def _strategy(trainer: "pl.Trainer") -> HanayoStrategy | None:
-    return trainer.strategy if isinstance(trainer.strategy, HanayoStrategy) else None
+def _strategy(trainer: "pl.Trainer") -> CheckpointingStrategy | None:
+    return trainer.strategy if isinstance(trainer.strategy, CheckpointingStrategy) else None
 
 
-def _title(strategy: HanayoStrategy) -> str:
+def _title(strategy: CheckpointingStrategy) -> str:
     layout = strategy.pipeline.layout
     return (
         f"{layout.schedule}: {layout.num_ranks} pipeline ranks, {layout.num_waves} waves, "
@@ -550,10 +582,25 @@ def _title(strategy: HanayoStrategy) -> str:
     )
 
 
+def _draw(trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: MeasuredBatches, path: Path) -> None:
+    """Draw the last batches above the predicted ones, for all loggers that take images."""
+    planned = strategy.pipeline.layout.predict()
+    save_comparison(path, measured.timeline, measured.predicted, title=_title(strategy), planned=planned)
+    _log_image(trainer, "hanayo/wave", path)
+
+
+def _takes_images(logger: Any) -> bool:
+    return isinstance(logger, WandbLogger | TensorBoardLogger)
+
+
 def _log_image(trainer: "pl.Trainer", name: str, path: Path) -> None:
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.log_image(name, [str(path)])
+        elif isinstance(logger, TensorBoardLogger):
+            from matplotlib.image import imread
+
+            logger.experiment.add_image(name, imread(path), global_step=logged_step(trainer), dataformats="HWC")
 
 
 def _finish(logger: WandbLogger) -> str:

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches import microbatches
+from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
 from lightning_hanayo.pipeline_parallel.batches.plan import children
 from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
 from lightning_hanayo.pipeline_parallel.profiling.trace import is_profiling
 from lightning_hanayo.pipeline_parallel.stages import find_loss, loss_of
-from lightning_hanayo.strategy.batch_split import SplitBatch, whole
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_metrics_of
@@ -31,7 +32,7 @@ from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.probing.probe import own_copy
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
-from lightning_hanayo.strategy.user_code.collected import hide_changed, keep_collected
+from lightning_hanayo.strategy.user_code.collected import Left, hide_changed, keep_collected
 from lightning_hanayo.strategy.user_code.collectives import RunningStep
 
 UserStep = Callable[[Any], Any]
@@ -135,18 +136,22 @@ def _run_batch(
         with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
             return pipeline.run(trains=trains, reduce=reduce, is_first=is_first)
     source = source_of(trainer)
-    stack_split, is_whole = session.split(trainer, batch, source, step, trains=trains, is_first=is_first)
-    split = whole(batch, pipeline.splitter.rule.batch_dim) if is_whole else stack_split
+    with session.norms.batch():
+        stack_split, is_whole = session.split(trainer, batch, source, step, trains=trains, is_first=is_first)
+    splitter = pipeline.stack_splitter if is_whole else pipeline.splitter
+    split = splitter.whole(batch) if is_whole else stack_split
     if trains:
-        session.samples.note(pipeline.splitter.num_samples(batch, source))
+        session.samples.note(splitter.num_samples(batch, source))
         session.begin_training(trainer.lightning_module, stack_split, is_whole=is_whole)
-    weights = session.weigh(split.pieces, split.sizes, trains=trains, is_whole=is_whole)
-    microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
+    stage = "" if trains else source.stage
+    weights = session.weigh(split.pieces, split.sizes, stage, is_whole=is_whole)
+    microbatch_steps = MicrobatchSteps(session, trainer, split, weights, splitter, trains=trains)
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
 
     if pipeline.engine.memory is not None:
         step = pipeline.engine.memory.user_code()(step)
 
+    share = state.share_of_step(trainer) / split.num_alike
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     running = Batch(
         microbatches.signature(batch, stack_split.sizes.parts, kind),
@@ -157,7 +162,7 @@ def _run_batch(
         on_whole_step=on_whole_step,
         in_step=in_step,
         on_loss=microbatch_steps.note_loss,
-        loss_weights=[weights.in_gradient[piece] * state.share_of_step(trainer) for piece in split.own],
+        loss_weights=[weights.in_gradient[piece] * share for piece in split.own],
         loss_scale=loss_scale,
         num_microbatches=stack_split.num_microbatches,
         num_samples=stack_split.shares if is_whole else split.num_samples,
@@ -190,26 +195,38 @@ class MicrobatchSteps:
         trainer: whose results take the logged values.
         split: the batch in pieces, some of which this rank runs.
         weights: of each piece.
+        splitter: has made them.
         trains: whether they are training steps.
     """
 
     def __init__(
-        self, session: Session, trainer: "pl.Trainer", split: SplitBatch, weights: PieceWeights, *, trains: bool
+        self,
+        session: Session,
+        trainer: "pl.Trainer",
+        split: SplitBatch,
+        weights: PieceWeights,
+        splitter: BatchSplitter,
+        *,
+        trains: bool,
     ) -> None:
         self._session = session
         self._trainer = trainer
         self._split = split
         self._weights = weights
+        self._splitter = splitter
         self._trains = trains
         self._sizes = [split.sizes.parts[0][piece] for piece in split.own]
         self._log = MicrobatchLog(
             trainer,
             split,
             weights.in_mean,
-            session.pipeline.splitter,
+            splitter,
             given=session.given_batch_sizes,
             own_weights=weights.logged,
         )
+        self._left: list[Left] = []
+        self._numbers = HostNumbers()
+        self._step_name = state.step_name(trainer)
         self._options = state.options_now(trainer) if trains and session.topology.pipe > 1 else None
         session.collections.begin_batch()
         session.collectives.begin_batch()
@@ -224,33 +241,38 @@ class MicrobatchSteps:
         running = None
         if microbatch is not None:
             piece = self._split.own[microbatch]
-            is_present = self._split.pieces[piece] is not None
+            is_present = self._split.pieces[piece] is not None and self._split.counts
             samples = max(1, self._sizes[microbatch]) if is_present else 0  # 0: a padding sample
             weighs = is_present and self._weights.in_gradient[piece] > 0
-            name, number = state.step_name(self._trainer), self._split.num_microbatches
-            running = RunningStep(name, microbatch, number, samples, weighs)
+            running = RunningStep(self._step_name, microbatch, self._split.num_microbatches, samples, weighs)
         self._session.collectives.enter(running)
 
-    def note_loss(self, microbatch: int, loss: Any, stop: Any) -> None:
-        """Called with each loss before its backward; `stop`: where the code after the stack begins in its graph."""
+    def note_loss(self, microbatch: int, loss: Any) -> None:
+        """Called with each loss before its backward."""
         if self._session.token_losses is not None:
             self._session.token_losses.check()
-        self._session.loss_watch.note(self._sizes, microbatch, loss, stop)
         self._session.values.note_loss(microbatch, loss)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
         """To be open while `batch` runs."""
-        watch = self._session.loss_watch.training(self._sizes) if self._trains else nullcontext()
         single = explaining_single_samples(self._trainer.lightning_module, self._sizes)
         is_once = self._session.topology.pipe == 1 and self._split.num_microbatches == 1
         unstepped = state.refusing_steps(self._trainer) if self._trains and not is_once else nullcontext()
-        with self._log.collecting(), watch, single, unstepped:
+        losses = self._session.token_losses
+        shares = nullcontext() if losses is None else losses.in_batch(runs_alike=self._split.num_alike > 1)
+        with self._log.collecting(), single, unstepped, shares:
             yield
             if self._options is not None:
                 state.check_options(self._trainer, self._options)
+            session, count = self._session, self._split.num_microbatches
+            self._left = session.collections.end_batch(count)
+            for m, own in enumerate(self._left):
+                own.used_collectives = m in session.collectives.used
+                own.note_means(batch.results[m], self._log.means_of(self._split.own[m]))
+            self._numbers.add([batch.results, [vars(own) for own in self._left]])
             if self._weights.is_sum and batch.has_loss:
-                self._log.add_up([loss_of(batch.results[m]) for m in range(self._split.num_microbatches)])
+                self._log.add_up([loss_of(batch.results[m]) for m in range(count)], self._numbers)
 
     def merge(self, batch: Batch) -> Any:
         """Store the values that the steps have collected, and return their results, as if one step had run.
@@ -258,15 +280,21 @@ class MicrobatchSteps:
         Called by all ranks that share the micro-batches.
         """
         session, split, weights = self._session, self._split, self._weights
-        left = session.collections.end_batch(split.num_microbatches)
-        for m, own in enumerate(left):
-            own.used_collectives = m in session.collectives.used
-            own.note_means(batch.results[m], self._log.means_of(split.own[m]))
-        values = [(batch.results[m], own, session.loss_watch.noted(m), split.changes(m)) for m, own in enumerate(left)]
-        results, collected, losses, changes = zip(*session.pipeline.splitter.by_piece(values), strict=True)
+        results = batch.results
+        if self._trains and batch.has_loss and not session.hand_over.after_batches:  # nobody reads the rest
+            results = {m: _loss_alone(result) for m, result in results.items()}
+        values = [(results[m], own, split.changes(m)) for m, own in enumerate(self._left)]
+        merged, collected, changes = zip(*self._splitter.by_piece(values), strict=True)
+        self._numbers.add([merged, [vars(own) for own in collected]])
         split.store(changes)
-        session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
-        apart = keep_collected(session.collections, split, weights, collected)
+        if self._trains and session.choice is not None:
+            session.choice.note_logged(self._log.names)
+        apart = keep_collected(session.collections, split, weights, collected, self._numbers)
         session.warn_of_parts(apart, split.num_microbatches)
         has_loss = self._trains and batch.has_loss
-        return split.merge(results, weights.in_mean, in_loss=weights.in_loss, has_loss=has_loss)
+        in_mean, in_loss = weights.in_mean, weights.in_loss
+        return split.merge(merged, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=self._numbers)
+
+
+def _loss_alone(result: Any) -> Any:
+    return {"loss": result["loss"]} if isinstance(result, Mapping) and "loss" in result else result

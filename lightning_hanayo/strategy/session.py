@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -16,10 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_hanayo.errors import NotAvailableError
 from lightning_hanayo.partition import guards
-from lightning_hanayo.partition.stack import modules_outside
+from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
@@ -27,14 +29,14 @@ from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
-from lightning_hanayo.strategy.batch_split import SplitBatch
+from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.callbacks import Averages
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
 from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
+from lightning_hanayo.strategy.lightning.loaders import first_batch
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
-from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
@@ -48,6 +50,7 @@ from lightning_hanayo.strategy.probing.step_choice import StepChoice
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.adapt import adapt
 from lightning_hanayo.strategy.setup.build_pipeline import build_pipeline, examine_first_batch, whole_values
+from lightning_hanayo.strategy.setup.called_stacks import called_stacks
 from lightning_hanayo.strategy.setup.checks import run_uncompiled, warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
@@ -83,7 +86,6 @@ class Session(Run):
     """keeps NaN and infinite gradients away from the weights"""
     replica_check: ReplicaCheck
     """compares parameters that several ranks hold"""
-    loss_watch: LossWatch
     choice: StepChoice | None
     """how often steps run; None: as an option says"""
     """compares the weights of micro-batches with their losses"""
@@ -102,18 +104,19 @@ class Session(Run):
         self.generators = SharedGenerators(self.replica_relay, self.device)
         self.votes = StepVotes(self.replica_relay, self.rank, self.guard.off)
         self.samples = SampleCount()
+        self.pictures = ""
+        """where there will be some; said at the start"""
         self.given_batch_sizes = GivenBatchSizes()
         self.averages = Averages(options)
         self.cube: Cube | None = None
         self.token_losses: TokenLosses | None = None
-        """of a cube whose ranks have the same samples"""
+        """of a cube, in steps that all of its ranks run alike"""
         self.names: dict[Tensor, str] = {}
         """of the module's parameters, and of those that it had and optimizers may still have"""
         self.progress = Progress(self.failures)
         self.guard.after_step = self.progress.end_step
-        shared = prod(topology.cube) if options.cube_outside == "share" else 1
         self.collectives = connect_collectives(
-            self.guard, self.groups, self.failures, topology.world_size, cube_size=shared
+            self.guard, self.groups, self.failures, topology.world_size, cube_size=prod(topology.cube)
         )
         self.parts.add(lambda: None, self.collectives.forget)
         for hook in (
@@ -203,38 +206,65 @@ class Session(Run):
         if trains:
             once = self.choice.trains_once(batch, split, source, step, is_first=is_first)
         else:
-            may = not trainer.predicting and split.num_microbatches > 1
-            once = may and self.choice.evaluates_once(str(trainer.state.stage), split, source, step)
+            may = not trainer.predicting and len(split.present) > 1
+            once = may and self.choice.evaluates_once(source.stage, batch, split, source, step)
+        if once and self.pipeline.runs_whole_steps:
+            return self.pipeline.splitter.split(batch, 1, source), False
         return (self.pipeline.split(batch, source, is_whole=True) if once else split), once
 
-    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool, is_whole: bool = False) -> PieceWeights:
-        """The weights of a batch's pieces. In training called by all data ranks."""
-        if self.choice is not None and trains and not self.choice.named:
+    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, stage: str, *, is_whole: bool = False) -> PieceWeights:
+        """The weights of a batch's pieces, of an evaluation's `stage` or in training (""): called by all data ranks."""
+        choice, trains = self.choice, not stage
+        if choice is not None and not choice.named and (trains or choice.knows(stage) and not is_whole):
             if is_whole:
                 return PieceWeights((1.0,), (1.0,), (1 / self.topology.data,))
-            return self.choice.weigh(pieces, sizes)
+            return choice.weigh(pieces, sizes, stage)
         weighting = LossWeighting(self._loss_weight, self.topology.data, self.groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
 
     def _step_choice(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> StepChoice | None:
-        whole = self.pipeline.ends[True].user_step if self.pipeline.may_run_once else None
-        if not isinstance(whole, WholeStep) or not module.automatic_optimization:
+        pipeline, cube = self.pipeline, self.cube
+        ends = pipeline.ends.get(False)
+        probes = self.options.step == "auto" and not pipeline.runs_whole_batches and module.automatic_optimization
+        if ends is None or not probes:
             return None
-        outside = modules_outside(module, self.pipeline.ownership.stack)
+        is_single = pipeline.runs_whole_steps
+        user = ends.user_step
+        if cube is None and not is_single:  # no block may run in the step
+            user = pipeline.ends[True].user_step
+            assert isinstance(user, WholeStep)
+            user = user.user
+        assert isinstance(user, UserStep)
+        outside = list(module.modules()) if is_single else modules_outside(module, pipeline.ownership.stack)
+        own = [pipeline.ownership.blocks(stage) for stage in pipeline.ownership.stages_of(pipeline.rank)]
         weighting = LossWeighting(self._loss_weight, 1, None)
         names = self.options.loss_weight != "auto"
         probe = Probe(
-            DrySteps(whole.user, module, outside),
+            DrySteps(
+                user,
+                module,
+                outside,
+                None if cube is None else cube.first_block(ends.stages[0]),
+                pipeline.gather_in_cube,
+            ),
             trainer,
-            self.pipeline.splitter,
+            WholeSplitter(self.options.batch_rule),
             outside,
             self.device,
+            pipeline.gradients.dry_runs,
+            sum(map(len, own)) if self.options.recompute == "none" else 1,
             (lambda pieces, sizes: weighting.for_training(pieces, sizes).in_loss) if names else None,
         )
-        self.loss_watch.is_on = False
         named = repr(getattr(self.options.loss_weight, "__name__", self.options.loss_weight)) if names else ""
-        group = self.groups.data_control
-        return StepChoice(probe, self.topology.data, group, self.device, self.loss_watch, named)
+        return StepChoice(
+            probe,
+            self.topology.data,
+            self.groups.data_control,
+            pipeline.gather_in_cube,
+            self.device,
+            may_run_once=pipeline.may_run_once or is_single,
+            named=named,
+        )
 
     def reseed(self, seed: int) -> None:
         """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
@@ -262,9 +292,11 @@ class Session(Run):
         options, several = self.options, self.topology.replica_size > 1
         if not was_read(module):
             check_same_folders(options.init_folders.values(), verify=options.verify_checkpoints)
-        plan = plan_for(trainer, module, prepared, options, self.topology)  # raises alike on all ranks
+        called = self._called_stacks(trainer, module) if several else ()
+        named = replace(options, blocks=called[0]) if called else options
+        plan = plan_for(trainer, module, prepared, named, self.topology)  # raises alike on all ranks
         if prepared.ownership is None:  # later runs of a module leave the same stacks whole
-            report_plan(module, plan, options, self.topology)
+            report_plan(module, plan, options, self.topology, called or None)
         if values is not None:
             values.check(module, prepared.cube)
         self._for_summaries = inspection.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)
@@ -295,13 +327,6 @@ class Session(Run):
         self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._loss_weight = for_model(rule, module, options.batch_dim)
-        self.loss_watch = LossWatch(
-            module,
-            rule,
-            batch_dim=options.batch_dim,
-            warns=cube is None or cube.sample_rank == 0,
-            shares_samples=cube is not None and options.cube_outside == "share",
-        )
         self.choice = self._step_choice(trainer, module)
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(
@@ -322,11 +347,9 @@ class Session(Run):
         raw = collectives.Run(self.collectives, self.topology.pipe, prod(self.topology.cube))
         collectives.start(raw)
         self.parts.add(lambda: collectives.stop(raw))
-        if cube is not None and not cube.shares_samples:
+        if cube is not None:
             ranks, is_required = cube.mesh.axis("xyz"), options.cube_outside == "tokens"
-            self.token_losses = TokenLosses(
-                module, ranks, self.guard, is_required=is_required, is_allowed=not options.pairs
-            )
+            self.token_losses = TokenLosses(module, ranks, is_required=is_required, is_allowed=not options.pairs)
             self.token_losses.start(self.attributes.set)
             self.parts.add(self.token_losses.stop)
         self.replica_check = replica_check(self, module, cube, self.pipeline)
@@ -372,6 +395,9 @@ class Session(Run):
         """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
         prepared = PreparedModel.of(module)
         prepared.check(module)
+        prepared.between_runs.restore()
+        if prepared.made_for is not None:
+            prepared.check_loads()
         self._released = guards.release(module)
         if prepared.cube is not None:
             prepared.cube.open()
@@ -380,6 +406,21 @@ class Session(Run):
         prepared.restore_whole(module)
         self._released = []
         return PreparedModel()
+
+    def _called_stacks(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> Sequence[str]:
+        """The names of the stack to cut, and of all that a step calls; empty where they needn't or can't be known.
+
+        Called by all ranks of the world.
+        """
+        if self.options.blocks is not None or not is_ambiguous(module):
+            return ()
+        if self._prepared.ownership is not None:
+            return (self._prepared.ownership.stack.name,)
+        names: Sequence[str] = ()
+        if self.rank == 0:
+            names = called_stacks(module, lambda: first_batch(trainer, module), state.step_name(trainer))
+        names = broadcast_object(names)
+        return names
 
     def prepare_steps(
         self, module: "pl.LightningModule", optimizers: Sequence[Optimizer], values: KeptValues | None
@@ -439,12 +480,14 @@ class Session(Run):
         """On rank 0, at the start of a training: layout, schedule, samples and memory."""
         if self.topology.replica_size > 1 and self.rank == 0:
             layout, ownership = self.pipeline.layout, self.pipeline.ownership
-            rank_zero_info(inspection.describe_run(trainer, layout, ownership, self.topology, self.held_bytes))
+            lines = inspection.describe_run(trainer, layout, ownership, self.topology, self.held_bytes, self.pictures)
+            rank_zero_info(lines)
 
     def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":
         """See `HanayoStrategy.gather_model`."""
         self.guard.check_all_ranks("gather_model")
         self.finish_gather()
+        PreparedModel.of(module).check_loads()
         if self.data_rank > 0:  # the first pipeline sends to rank 0
             return None
         with self.guard.off():
@@ -486,8 +529,10 @@ class Session(Run):
         if self.cube is not None:
             self.cube.drop_transfers()
 
-    def guard_module(self) -> None:
+    def guard_module(self, module: "pl.LightningModule | None") -> None:
         """The last act of a run: user code may use the whole tensors of the module on this rank, and no others."""
+        if module is not None and self._prepared.ownership is not None and self.topology.replica_size > 1:
+            self._prepared.take_parts(module)
         guards.guard(self.guard.end() or self._released)
         self.averages.close()
         if self.cube is not None:

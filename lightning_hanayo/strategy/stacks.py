@@ -20,6 +20,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from lightning_hanayo.monitor.waiting import Waiting, stated
 from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCall
+from lightning_hanayo.pipeline_parallel.comm.object_collectives import Broadcast, numbers
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transfer, Transport
 from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.strategy import patches
@@ -64,11 +65,6 @@ class Stack(NamedTuple):
     """the identities of these threads"""
     frames: Sequence[FrameType]
     """the innermost one first"""
-
-
-def runs_trainer(thread: int) -> bool:
-    """Whether the thread with that identity runs a function of a Trainer."""
-    return bool(_trainer_starts(list(_outwards(sys._current_frames().get(thread)))))
 
 
 def read_stack(thread: int) -> Stack:
@@ -178,6 +174,8 @@ def _stated(rank: int, wait: Waiting) -> Wait | None:
         what = "that it takes an earlier message" if whom.sends else received
         channel = _channel(rank, whom, counts_own=False)
         return Wait(str(what), (whom.peer,), channel, whom.number, (whom.peer,))
+    if isinstance(whom, Broadcast):
+        return Wait(str(what), (whom.source,), f"broadcasts in {whom.group}", whom.number, (whom.source,))
     if isinstance(whom, Agreement):
         return Wait(str(what), tuple(whom.ranks), channel=f"{whom.name} {whom.ranks[0]}")
     if isinstance(whom, tuple):
@@ -186,13 +184,14 @@ def _stated(rank: int, wait: Waiting) -> Wait | None:
 
 
 def operations_done(rank: int, transports: Iterable[Transport]) -> dict[str, int]:
-    """How many operations a rank has started on each channel: messages, and collectives of the whole world."""
+    """How many operations a rank has started on each channel: messages, broadcasts, and collectives of the world."""
     done = {
         _channel(rank, transfer, counts_own=True): transfer.number
         for transport in transports
         if isinstance(transport, ProcessGroupTransport)
         for transfer in transport.started
     }
+    done |= {f"broadcasts in {group.group_name}": number for group, number in list(numbers.items())}
     if (number := _world_number()) is not None:
         done[WORLD] = number
     return done

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_hanayo.dist_checkpointing.export import open_weights
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
+from lightning_hanayo.partition.stack import is_ambiguous
 from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.files import costs_from
@@ -40,6 +41,7 @@ from lightning_hanayo.strategy.lightning.state import move_optimizers, unguard_s
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
+from lightning_hanayo.strategy.report import LoggedReport
 from lightning_hanayo.strategy.restarts import Restarts, write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
@@ -68,34 +70,36 @@ class HanayoStrategy(CheckpointingStrategy):
     Args:
         pipeline_parallel_size: P, the number of pipeline ranks; "auto": the ranks that data and cube leave over.
         num_waves: W; each pipeline rank holds 2W stages. More waves mean smaller bubbles and more messages. "auto":
-            the number that is fastest in simulation; on one pipeline rank the step runs as in a plain Trainer.
+            the number that is fastest in simulation. On one pipeline rank the stack is one stage, which runs as in a
+            plain Trainer, unless a schedule is named.
         cube: 3-D tensor parallelism inside each stage: 1, p for a p x p x p cube, or (x, y, z).
-        data_parallel_size: D, the number of pipelines, each on its own data; "auto": what pipeline and cube leave over.
+        data_parallel_size: D, the number of pipelines, each on its own data; "auto": what pipeline and cube leave over,
+            1 if the pipeline's size is "auto", too.
         num_microbatches: B, the pieces that a batch is cut into; a batch with fewer samples is cut into fewer.
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
-            class that has the most parameters, or such blocks in a row in a `Sequential`.
+            class that has the most parameters, or such blocks in a row in a `Sequential`; where it could be one of
+            several lists, one that the step calls.
         loss_weight: a micro-batch's weight in the mean loss, where steps run per micro-batch: "samples", "tokens"
             (labels that aren't -100; of causal models of transformers those that the model counts), "shifted_tokens"
             (the same without each sequence's first label, `labels[..., 1:]`), or a function of the micro-batch that
-            returns a number; "sum" for a loss that is a sum over samples. If the losses were means of something else,
-            a warning says of what. "auto": what a probe finds (see `step`), or "samples" where nothing is probed: in a
-            cube, on one pipeline rank, and with step="microbatch".
+            returns a number; "sum" for a loss that is a sum over samples. A probe checks it, and warns if another is
+            right. "auto": what the probe finds (see `step`); "samples" with step="microbatch", where there is none.
         step: how often the step runs: once for each "microbatch", as `loss_weight` puts their losses together; or once
             for the whole "batch", of which the stack alone gets micro-batches. Then all code outside the stack
             computes what one process does, whatever the loss is. It costs time where that code is slow, as other
             ranks wait for it, and memory: it holds the whole batch, and ranks the activations of all micro-batches.
             "auto": validation and test as "batch", where that fits in memory; training per micro-batch, if dry runs of
-            the step in the first batch of each epoch, and in every 64th one, show by which rule micro-batches add up to
-            the whole batch (samples, labels, sums of masks, or sums); else as "batch", where that fits. In a cube it
-            is "microbatch".
+            the step in the first batch of each epoch, and in some others, show by which rule micro-batches add up to
+            the whole batch (samples, labels, sums of masks, or sums); else as "batch", where that fits, and the ranks
+            of a cube don't share samples.
         activation_budget: the most activations that a rank may hold, in multiples of one micro-batch's (M_a); None: P.
         cube_outside: what each rank of a cube gets of a micro-batch outside the stack: "share", its own part of the
             samples; "replicate", all of them; or "tokens", all of them, too, but its own part of the tokens in head and
             loss, for long sequences. The last is for causal models of transformers, and for steps that compute their
             loss with `chunked_cross_entropy`; others are rejected in the first training batch.
         schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave that is fastest in
-            simulation.
+            simulation; "1f1b" for a stack of fewer than 2P blocks.
         balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or
             one number per block.
         costs: times of stages and messages, for choosing waves and order: the path of the `profile.json` that an
@@ -144,8 +148,8 @@ class HanayoStrategy(CheckpointingStrategy):
             each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
             there; or "at_once", without keeping any, in another order, so that the last bits differ.
         save_full: how runs of several ranks save: False, a checkpoint is a folder in which each rank writes what it
-            holds, and that any layout reads; True, one file that a plain `Trainer` and `load_from_checkpoint` read, for
-            which rank 0 gathers the whole model and optimizer in its memory. One rank always saves one file.
+            holds, and that any layout reads; True, one file that `torch.load` reads, for which rank 0 gathers the whole
+            model and optimizer in its memory. One rank always saves one file, and weights alone are one, too.
         save_async: whether training goes on while a checkpoint is written: a save copies what the rank holds to host
             memory, and a thread writes it. An error of that thread is raised on all ranks before the next batch.
         verify_checkpoints: whether all bytes of a checkpoint are compared with their hashes before it is loaded; sizes
@@ -176,7 +180,7 @@ class HanayoStrategy(CheckpointingStrategy):
         pipeline_parallel_size: int | Literal["auto"] = "auto",
         num_waves: int | Literal["auto"] = "auto",
         cube: int | tuple[int, int, int] = 1,
-        data_parallel_size: int | Literal["auto"] = 1,
+        data_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int | Literal["auto"] = "auto",
         blocks: str | None = None,
         loss_weight: Literal["auto", "samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float] = "auto",
@@ -230,6 +234,12 @@ class HanayoStrategy(CheckpointingStrategy):
     # set-up
 
     @override
+    def after_launch(self) -> None:
+        """The Trainer returns: what follows isn't watched, whose stack would be read while it runs."""
+        if self._session is not None:
+            self._session.stop_watching()
+
+    @override
     def check_before_launch(self, trainer: "pl.Trainer", ckpt_path: Any = None) -> None:
         """Called before any process starts."""
         self._plan_sizes(trainer)
@@ -243,6 +253,8 @@ class HanayoStrategy(CheckpointingStrategy):
                 open_weights(folder)
         elif prepared.fits(self.module, self.topology, self.options):
             with self._unguarded():
+                if options.blocks is None and self.topology.replica_size > 1 and is_ambiguous(self.module):
+                    return  # which stack is cut depends on a step's calls, once there is a batch
                 plan_for(trainer, self.module, prepared, options, self.topology)
 
     def _plan_sizes(self, trainer: "pl.Trainer") -> None:
@@ -323,6 +335,7 @@ class HanayoStrategy(CheckpointingStrategy):
             self.session.averages.cut(self.module, self.session.cube, self._state_of)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
+            LoggedReport.add_to(trainer)
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
             refuse_partial_states(self.optimizers)
@@ -504,9 +517,15 @@ class HanayoStrategy(CheckpointingStrategy):
             if is_consequence:  # an error that is raised here leaves Lightning's handler, which would tear down
                 self.tear_down_trainer()
 
-    def _save(self, trainer: "pl.Trainer", *args: Any, **kwargs: Any) -> None:
+    def _save(
+        self, trainer: "pl.Trainer", filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
         """`Trainer.save_checkpoint`. After a run an error of one rank, of a hook, ends it on all, as in a run."""
-        save = partial(type(trainer).save_checkpoint, trainer, *args, **kwargs)
+
+        def save() -> None:
+            with self.checkpoints.one_file() if weights_only else nullcontext():
+                type(trainer).save_checkpoint(trainer, filepath, weights_only, storage_options)
+
         failures = self._failures
         if failures is None or not failures.is_over:
             return save()
@@ -555,7 +574,7 @@ class HanayoStrategy(CheckpointingStrategy):
                 with self._unguarded():  # placeholders, and stand-ins for buffers of other ranks, stay as they are
                     self.lightning_module._apply(_to_host)
         if self._session is not None:
-            self._session.guard_module()
+            self._session.guard_module(self.lightning_module)
         self.precision_plugin.teardown()
         available(self.accelerator, "the accelerator is set by the Trainer").teardown()
         self.checkpoint_io.teardown()

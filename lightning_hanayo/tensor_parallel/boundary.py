@@ -7,11 +7,12 @@ One all-to-all over the (y, z) plane each way. Shares of different sizes are pad
 First and last stages call a `MicrobatchReshard`, in the main thread.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -133,27 +134,30 @@ class SharedReshard(_Reshard):
 
 
 class ReplicatedReshard(_Reshard):
-    """The same where all ranks work on the whole micro-batch outside: for the blocks each keeps its part of it."""
+    """The same where all ranks work on the whole micro-batch outside: for the blocks each keeps its part of it.
+
+    The losses of all ranks add up to that of the micro-batch, so that gradients outside are parts of a sum, too.
+    """
 
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
         if self.stream_dims is None:
-            return self._samples_in(x, shares, self.sample_dim(x, shares) or 0)
-        x = self._samples_in(x, shares, self.stream_dims.batch_dim)
-        x = collectives.local_shard(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
-        return collectives.local_shard(x, self.mesh.axis("z"), -1)
+            return self.rows_in(x, shares, self.sample_dim(x, shares) or 0)
+        x = self.rows_in(x, shares, self.stream_dims.batch_dim)
+        x = _own_part(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
+        return _own_part(x, self.mesh.axis("z"), -1)
 
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
         if self.stream_dims is None:
-            return self._samples_out(x, shares, self.batch_dim if self.batch_dim < x.dim() else 0)
-        x = collectives.all_gather_replicated(x, self.mesh.axis("z"), -1)
-        x = collectives.all_gather_replicated(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
-        return self._samples_out(x, shares, self.stream_dims.batch_dim)
+            return x
+        x = collectives.all_gather(x, self.mesh.axis("z"), -1)
+        x = collectives.all_gather(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
+        return self.rows_out(x, shares, self.stream_dims.batch_dim)
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
         """Reshard another argument of a block, which has something for each sample, or is the same for all."""
-        return self._samples_in(x, shares, self.sample_dim(x, shares) or 0) if is_batch else x
+        return self.rows_in(x, shares, self.sample_dim(x, shares) or 0) if is_batch else x
 
     def sample_dim(self, x: Tensor, shares: Sequence[Share]) -> int | None:
         """Returns the dimension in which a block's argument has an entry for each sample of the micro-batch."""
@@ -161,31 +165,30 @@ class ReplicatedReshard(_Reshard):
         dims = (self.batch_dim, 0) if self.stream_dims is None else (0,)
         return next((dim for dim in dims if dim < x.dim() and x.shape[dim] == samples), None)
 
-    def _samples_in(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
+    def rows_in(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the samples that this rank's blocks work on, or a padding sample if there is none."""
         axis, samples = self._samples(shares)
         largest = max(map(len, samples))
         order = [i for own in samples for i in (*own, *own[:1] * (largest - len(own)))]
-        parts = collectives.local_shard(_rows(x, dim, order), axis, dim)
+        parts = _own_part(_rows(x, dim, order), axis, dim)
         return parts.narrow(dim, 0, len(samples[axis.rank]))
 
-    def _samples_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
+    def rows_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the whole micro-batch in its order, without padding samples."""
         axis, samples = self._samples(shares)
-        if x.shape[dim] != len(samples[axis.rank]):
-            raise UnsupportedError(
-                f"the stack's output has the shape {tuple(x.shape)}, but {len(samples[axis.rank])} samples were "
-                f"expected in dimension {dim}: with cube_outside='replicate' the blocks' arguments and outputs need "
-                f"one row for each sample of the micro-batch. Register the blocks, or use cube_outside='share' if the "
-                f"loss is a mean over samples that don't depend on each other."
-            )
         largest = max(map(len, samples))
         position: dict[int, int] = {}
         for rank, own in enumerate(samples):
             for i, sample in enumerate(own):
                 position.setdefault(sample, rank * largest + i)  # the first one isn't a padding sample
-        together = collectives.all_gather_replicated(collectives.padded(x, dim, largest), axis, dim)
+        together = collectives.all_gather(collectives.padded(x, dim, largest), axis, dim)
         return _rows(together, dim, [position[i] for i in sorted(position)])
+
+    def mean_out(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
+        """What blocks return or store for each rank's samples together: the mean over samples."""
+        sizes = [0 if share.is_padding else share.size for share in shares]
+        rows = collectives.all_gather(x.unsqueeze(0), self.mesh.axis("xyz"), 0)
+        return torch.stack([row * (n / sum(sizes)) for row, n in zip(rows, sizes, strict=True)]).sum(0)
 
     def _samples(self, shares: Sequence[Share]) -> tuple[MeshAxis, list[tuple[int, ...]]]:
         """Returns the axis that the blocks' samples are sharded along, and those of each rank on it."""
@@ -195,6 +198,16 @@ class ReplicatedReshard(_Reshard):
         rows = [shares[i : i + per_x] for i in range(0, len(shares), per_x)]
         real = [tuple(i for s in row if not s.is_padding for i in range(s.start, s.stop)) for row in rows]
         return self.mesh.axis("x"), [own or (0,) for own in real]
+
+
+def _digest(x: Tensor) -> bytes:
+    """Of its values. Waits for the device."""
+    values = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return blake2b(values.numpy().tobytes(), digest_size=8).digest()
+
+
+def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    return collectives.split_dim(x, axis.size, dim)[axis.rank]
 
 
 def _rows(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
@@ -223,16 +236,46 @@ AllGatherObject = Callable[[Any], list[Any]]
 """called by all ranks of a group, each with a picklable object; returns the objects of all, in rank order"""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """In which dimension a tensor of generic blocks has rows of samples, and the share of every rank in them."""
+
+    dim: int
+    shares: tuple[Share, ...]
+    length: int = 1
+    """rows of each sample: blocks may flatten the next dimension into this one"""
+
+    @classmethod
+    def of(cls, x: Tensor, dim: int, sizes: MeshSizes) -> "Rows":
+        """Those of an argument `x`; `length` is that of the next dimension."""
+        return cls(dim, sample_shares(x.shape[dim], sizes), x.shape[dim + 1] if dim + 1 < x.dim() else 1)
+
+    def fit(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a tensor that has these shapes on the ranks has these rows."""
+        return all(
+            self.dim < len(shape) and shape[self.dim] == share.size * self.length
+            for shape, share in zip(shapes, self.shares, strict=True)
+        )
+
+
 @dataclass(eq=False)
 class MicrobatchReshard:
     """One rank's. Call `begin` with the shares of a batch, then convert the tensors of its micro-batches.
 
-    `all_gather_object` gathers over the ranks of this rank's (y, z) plane.
+    `all_gather_object` gathers over the ranks of this rank's (y, z) plane, `all_gather_in_cube` over all.
     """
 
     reshard: SharedReshard | ReplicatedReshard
     all_gather_object: AllGatherObject
+    all_gather_in_cube: AllGatherObject
     _shares: list[Sequence[Share]] = field(default_factory=list, init=False)
+    _rows: dict[int, list[Rows]] = field(default_factory=dict, init=False)
+    """by micro-batch: of generic blocks' arguments"""
+    _whole: dict[int, list[Tensor]] = field(default_factory=dict, init=False)
+    """by micro-batch: those of their arguments that have no rows of samples"""
+    _made: dict[Hashable, list[Rows | Literal["same", "mean"]]] = field(default_factory=dict, init=False)
+    """by what the ranks share, and the number of tensors: what generic blocks have made of it"""
+    _has_warned: bool = field(default=False, init=False)
     _lengths: dict[int, int] = field(default_factory=dict, init=False)
     _compared: set[tuple[int, tuple[int, ...]]] = field(default_factory=set, init=False)
     """arguments that are the same for all samples, by place and shape, whose values were compared"""
@@ -240,14 +283,38 @@ class MicrobatchReshard:
     def begin(self, shares: Sequence[Sequence[Share]]) -> None:
         """Begin a batch: for each micro-batch, the share of every rank of the cube."""
         self._shares = list(shares)
+        self._rows.clear()
+        self._whole.clear()
         self._lengths.clear()
 
+    def shares_of(self, num_samples: int) -> Sequence[Share]:
+        """The share of every rank of the cube in so many samples."""
+        return sample_shares(num_samples, self.reshard.mesh.sizes)
+
     def shard_arguments(
-        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+        self,
+        microbatch: int,
+        tensors: Sequence[Tensor],
+        streams: Collection[int],
+        structure: Hashable,
+        dims: Sequence[int | None] | None = None,
     ) -> list[Tensor] | None:
-        """Reshard the arguments of blocks. Returns None, on all ranks, where their structures or shapes differ."""
-        if self.reshard.stream_dims is None and not isinstance(self.reshard, ReplicatedReshard):
-            return list(tensors)
+        """Reshard the arguments of blocks. Returns None, on all ranks, where their structures or shapes differ.
+
+        `dims`: the dimension of each that grows with the samples; None: that isn't known.
+        """
+        if self.reshard.stream_dims is None:
+            if not isinstance(self.reshard, ReplicatedReshard):
+                return list(tensors)
+            if dims is not None:
+                rows = [
+                    None if dim is None else Rows.of(x, dim, self.reshard.mesh.sizes)
+                    for x, dim in zip(tensors, dims, strict=True)
+                ]
+                pairs = list(zip(tensors, rows, strict=True))
+                self._rows.setdefault(microbatch, []).extend(filter(None, rows))
+                self._whole.setdefault(microbatch, []).extend(x for x, of in pairs if of is None)
+                return [x if of is None else self.reshard.rows_in(x, of.shares, of.dim) for x, of in pairs]
         is_batch = self._find_batch_tensors(microbatch, tensors, streams, structure)
         if is_batch is None:
             return None
@@ -280,9 +347,65 @@ class MicrobatchReshard:
         """Returns whether all ranks that share samples have the same value."""
         return all(other == value for other in self.all_gather_object(value))
 
-    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
-        """Reshard the output of the stack for the user's code."""
-        return self.reshard.stream_out(tensor, self._shares[microbatch], self.sequence_length(microbatch))
+    def unshard_outputs(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Reshard what the stack gives the user's code: its output, and what blocks have stored.
+
+        Raises:
+            UnsupportedError: a tensor has no longer the rows that it had before.
+        """
+        reshard, shares = self.reshard, self._shares[microbatch]
+        if reshard.stream_dims is not None or not isinstance(reshard, ReplicatedReshard):
+            return [reshard.stream_out(tensor, shares, self.sequence_length(microbatch)) for tensor in tensors]
+        rows_of_args = self._rows.get(microbatch) or [Rows(dim, tuple(shares)) for dim in {reshard.batch_dim: 0, 0: 0}]
+        key = tuple(rows_of_args), len(tensors)
+        if key not in self._made:
+            whole = {_digest(x) for x in self._whole.get(microbatch, ())}
+            self._made[key] = self._find_made(rows_of_args, whole, tensors)
+        outside, rank = [], reshard.mesh.index("xyz")
+        for x, made in zip(tensors, self._made[key], strict=True):
+            if isinstance(made, Rows):
+                own, dim = made.shares[rank].size, made.dim
+                if x.dim() <= dim or x.shape[dim] != own * made.length:
+                    raise UnsupportedError(
+                        f"blocks return or store a tensor of the shape {tuple(x.shape)}, which had "
+                        f"{own * made.length} rows in dimension {dim} in an earlier batch of as many samples. Let it "
+                        f"have the same number of rows for each sample, or set cube=1."
+                    )
+                x = reshard.rows_out(x.unflatten(dim, (own, -1)), made.shares, dim).flatten(dim, dim + 1)
+            outside.append(reshard.mean_out(x, rows_of_args[0].shares) if made == "mean" else x)
+        return outside
+
+    def _find_made(
+        self, rows_of_args: Sequence[Rows], whole: Collection[bytes], tensors: Sequence[Tensor]
+    ) -> list[Rows | Literal["same", "mean"]]:
+        """Find what tensors have of samples, on all ranks alike: the shape on one may fit by chance.
+
+        `whole`: digests of arguments without rows, which blocks may hand on.
+        """
+        found: list[Rows | Literal["same", "mean"]] = []
+        gathered = self.all_gather_in_cube([(tuple(x.shape), _digest(x)) for x in tensors])
+        for x, of_ranks in zip(tensors, zip(*gathered, strict=True), strict=True):
+            shapes, digests = zip(*of_ranks, strict=True)
+            rows = next(
+                (one for one in (*(replace(of, length=1) for of in rows_of_args), *rows_of_args) if one.fit(shapes)),
+                None,
+            )
+            is_handed_on = set(digests) <= set(whole)
+            if rows is None and not is_handed_on and len(set(digests)) > 1:
+                self._warn_of(x)
+            found.append("same" if is_handed_on else rows or ("mean" if x.is_floating_point() else "same"))
+        return found
+
+    def _warn_of(self, x: Tensor) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            gets = "the mean over" if x.is_floating_point() else "those of one of"
+            warnings.warn(
+                f"blocks return or store a tensor of the shape {tuple(x.shape)}, without an entry for each sample. The "
+                f"step gets {gets} the ranks of the cube, which have different samples. The training depends on the "
+                f"cube, unless it is a mean over samples.",
+                stacklevel=2,
+            )
 
     def sequence_length(self, microbatch: int) -> int:
         """Returns the length of the micro-batch's sequences; 0 if the blocks don't need it."""
@@ -346,8 +469,7 @@ class MicrobatchReshard:
         if not new or self.reshard.mesh.size("yz") == 1:
             return
         self._compared.update((i, tuple(x.shape)) for i, x in new.items())
-        parts = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in new.values()]  # waits for the device
-        own = [blake2b(part.numpy().tobytes(), digest_size=8).digest() for part in parts]
+        own = [_digest(x) for x in new.values()]
         for others in self.all_gather_object(own):
             for i, one, other in zip(new, own, others, strict=True):
                 if one != other:

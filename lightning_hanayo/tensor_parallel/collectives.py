@@ -4,12 +4,11 @@
 all_gather               [.., n, ..] each       -> [.., size * n, ..]       reduce-scatter
 reduce_scatter           [.., size * n, ..]     -> [.., n, ..]              all-gather
 all_to_all               [size, ...] for each   -> [size, ...] from each    all-to-all
-local_shard              [.., size * n, ..]     -> own [.., n, ..]          all-gather
 all_gather_replicated    [.., n, ..] each       -> [.., size * n, ..]       own part
 all_reduce               partial sums           -> their sum                the same gradient on all ranks
 
-After `all_gather` each rank computes something else, so its gradients are partial sums. After `all_gather_replicated`,
-and before `local_shard`, all ranks compute the same, so gradients are equal and nothing is summed.
+After `all_gather` each rank computes something else, so its gradients are partial sums. After `all_gather_replicated`
+all ranks compute the same, so gradients are equal and nothing is summed.
 
 The argument `size` is the true length of the dimension: parts of unequal length were padded to one length.
 """
@@ -119,12 +118,6 @@ def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 def all_to_all(parts: Tensor, axis: MeshAxis) -> Tensor:
     """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
     return _run(parts, axis, axis.all_to_all, axis.all_to_all)
-
-
-def local_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Return this rank's part of dimension `dim` of a tensor that is the same on all ranks."""
-    size = x.shape[dim]
-    return _run(x, axis, lambda x: _own_part(x, axis, dim), lambda dy: start_all_gather(dy, axis, dim, size))
 
 
 def all_gather_replicated(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:

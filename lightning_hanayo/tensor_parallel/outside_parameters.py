@@ -14,10 +14,9 @@ bytes, besides the shards    before the batch    whole values, and copies of one
 A bucket is one large parameter, which needs no copy unless its rows don't divide, or several small ones.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import prod
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -37,22 +36,18 @@ class OutsideParameters:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._axis = mesh.axis("xyz")
-        self._factors: dict[Tensor, float] = {}
         self.parameters: list[nn.Parameter] = []
         self.shards: dict[Tensor, Shard] = {}
         self._old_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._local: dict[nn.Parameter, Tensor] = {}
 
-    def shard(self, parameters: Iterable[nn.Parameter], factors: Mapping[Tensor, float] = MappingProxyType({})) -> None:
+    def shard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add parameters that are whole, and keep this rank's shards of them. Called by all ranks of the cube.
 
-        Args:
-            parameters: in the same order on all ranks. Scalars can't be sharded, and are left out.
-            factors: a parameter's weight in the sum of gradients: 1/ranks where all ranks compute the same gradient.
+        `parameters` are in the same order on all ranks. Scalars can't be sharded, and are left out.
         """
         added = [parameter for parameter in parameters if parameter.dim()]
         self.parameters += added
-        self._factors.update(factors)
         for parameter in added:
             first, *rest = parameter.shape
             shard = self.shards[parameter] = Shard((DimShard(first, "xyz", as_one=True), *map(DimShard, rest)))
@@ -92,11 +87,12 @@ class OutsideParameters:
             parameter.grad = total
         self._old_gradients, self._local = {}, {}
 
-    def discard(self) -> None:
-        """After a failure: this rank's shards again, and no gradients."""
+    def discard(self, *, keeps_gradients: bool = False) -> None:
+        """Without a batch, or after a failure: this rank's shards again, and no gradients, or those of before."""
         for parameter, part in self._local.items():
             parameter.grad = None
             parameter.data = part
+            parameter.grad = self._old_gradients[parameter] if keeps_gradients else None
         self._old_gradients, self._local = {}, {}
 
     def _sums(self, bucket: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> Iterator[Tensor]:
@@ -114,7 +110,7 @@ class OutsideParameters:
         del joined
         for parameter, total in zip(bucket, pending.wait().split(counts), strict=True):
             part = self._local[parameter]
-            yield total.view(-1, *part.shape[1:])[: len(part)] * self._factors.get(parameter, 1.0)
+            yield total.view(-1, *part.shape[1:])[: len(part)]
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Yields parameters of one dtype that share a collective: the same on all ranks."""

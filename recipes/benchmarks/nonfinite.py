@@ -123,7 +123,7 @@ def _fit(rank: int, options: dict[str, Any], *, clip: float | None, num_ranks: i
     steps = WARM_UP + 2 * TURN * options["pairs"] + 1
     batches = random_batches(steps, options["batch_size"], sizes["context"], sizes["vocab_size"])
     torch.manual_seed(0)
-    strategy = HanayoStrategy(num_waves=2 if num_ranks == 1 else 1, num_microbatches=4)
+    strategy = HanayoStrategy(schedule="hanayo", num_waves=2 if num_ranks == 1 else 1, num_microbatches=4)
     fit_on_rank(rank, num_ranks, GPT(**sizes), batches, strategy=strategy, gradient_clip_val=clip, callbacks=[Turns()])
     marks = times[WARM_UP::TURN]
     between = zip(marks, marks[1:], strict=False)

@@ -62,11 +62,11 @@ def save_cube(path: str | Path, sizes: MeshSizes = (2, 2, 2), rank: int = 0) -> 
         ):
             _draw_matrix(axes, mesh, matrix, box)
         text = (
-            f"Thick: what rank {rank} holds. Dashed: what it computes with. In the backward dY is gathered along z, dX "
-            "summed along y, dW summed along x.\nIn the row-parallel layer that follows y and z trade roles: its "
+            f"Thick: what rank {rank} holds. Dashed: what it computes with.\nIn the backward dY is gathered along z, "
+            "dX summed along y, dW summed along x.\nIn the row-parallel layer that follows y and z trade roles: its "
             "output is sharded as X is."
         )
-        axes.text(0.4, _HEIGHT - 0.32, text, fontsize=8.5, va="center", linespacing=1.5)
+        axes.text(0.4, _HEIGHT - 0.38, text, fontsize=10, va="center", linespacing=1.5)
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,17 @@ def _draw_matrix(axes: "Axes", mesh: _Mesh, matrix: _Matrix, box: Box) -> None:
     left, top, _, _ = box
     group = mesh.topology.group_of(mesh.rank, matrix.collective)
     by = f" by {', '.join(map(str, group))}" if len(group) > 1 else ": nothing to do"
-    axes.text(left, top - 0.9, f"{matrix.title} along {matrix.collective}{by}", weight="bold", fontsize=10)
-    axes.text(left, top - 0.7, matrix.shape, fontsize=9, color=_SOFT)
+    axes.text(left, top - 0.95, f"{matrix.title} along {matrix.collective}{by}", weight="bold", fontsize=12)
+    axes.text(left, top - 0.7, matrix.shape, fontsize=11, color=_SOFT)
     cells = dict(matrix.cells(mesh, box))
     for rank, (x, y, width, height) in cells.items():
         is_own, is_in_group = rank == mesh.rank, rank in group
         colour = mesh.colour(rank, 1.0 if is_own else 0.75 if is_in_group else 0.28)
         _draw_box(axes, (x, y, width, height), facecolor=colour, edgecolor="white", zorder=2)
         weight, ink = "bold" if is_own else "normal", DARK if is_in_group else _SOFT
-        axes.text(x + width / 2, y + height / 2, str(rank), ha="center", va="center", color=ink, weight=weight)
+        axes.text(
+            x + width / 2, y + height / 2, str(rank), ha="center", va="center", color=ink, weight=weight, fontsize=12
+        )
     outline = {"facecolor": "none", "edgecolor": DARK, "zorder": 4}
     _draw_box(axes, _around([cells[rank] for rank in group]), linewidth=1.8, linestyle=(0, (4, 2)), **outline)
     _draw_box(axes, cells[mesh.rank], linewidth=2.6, **outline)
@@ -185,7 +187,7 @@ def _draw_small_cube(axes: "Axes", mesh: _Mesh, rank: int, front: Box, d: float)
         axes.add_patch(Polygon(points, facecolor=mesh.colour(rank, shade), edgecolor="white", linewidth=0.8))
     edge, line, weight = (DARK, 2.6, "bold") if rank == mesh.rank else ("white", 0.8, "normal")
     _draw_box(axes, front, facecolor=mesh.colour(rank), edgecolor=edge, linewidth=line)
-    axes.text(x + a / 2, y + a / 2, str(rank), ha="center", va="center", fontsize=9, weight=weight)
+    axes.text(x + a / 2, y + a / 2, str(rank), ha="center", va="center", fontsize=11, weight=weight)
 
 
 def _around(boxes: Sequence[Box]) -> Box:
@@ -202,4 +204,4 @@ def _draw_box(axes: "Axes", box: Box, **look: Any) -> None:
 
 
 def _label(axes: "Axes", x: float, y: float, text: str, *, vertical: bool = False) -> None:
-    axes.text(x, y, text, ha="center", va="center", fontsize=8, rotation=90 if vertical else 0)
+    axes.text(x, y, text, ha="center", va="center", fontsize=10, rotation=90 if vertical else 0)

@@ -75,7 +75,7 @@ def simulate_copies(schedule: Schedule, times: Times | None = None) -> Timeline:
     """The timeline by the rules of the package's `simulate`, which rejects micro-batches that leave out stages."""
     times = times or Times()
     rank_of = schedule.stage_ranks
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
+    waits = waits_in(schedule.actions, schedule.num_stages)
     free, ends, spans = [0.0] * schedule.num_ranks, dict[Action, float](), []
     for action in executable_order(schedule.actions, waits):
         rank = rank_of[action.stage]

@@ -40,8 +40,9 @@ HEAD = (
     "sharded",
     "step s",
     "bubble",
-    "exposed",
+    "waits",
     "memory GB",
+    "MFU",
 )
 
 Layout = dict[str, Any]
@@ -91,11 +92,8 @@ def planned(options: Sequence[str], picture: Path) -> Any:
 
 
 def chosen(layouts: Sequence[Layout], num_others: int = 2) -> list[Layout]:
-    """The fastest of all, the fastest with another pipeline or cube, and the one with the least memory."""
-    rows: dict[tuple[int, ...], Layout] = {}
-    for layout in layouts:
-        rows.setdefault((layout["pipe"], *layout["mesh"]), layout)
-    picked = list(rows.values())[: 1 + num_others]
+    """The fastest ones, each with another pipeline or cube, and the one with the least memory."""
+    picked = list(layouts[: 1 + num_others])
     least = min(layouts, key=lambda layout: layout["memory"]["total"])
     return picked if least in picked else [*picked, least]
 
@@ -116,4 +114,5 @@ def _row(layout: Layout) -> tuple[str, ...]:
         f"{layout['bubble']:.1%}".replace("%", " %"),
         f"{layout['exposed'] / layout['seconds']:.1%}".replace("%", " %"),
         f"{layout['memory']['total'] / 1e9:.1f}",
+        f"{layout['mfu']:.0%}".replace("%", " %"),
     )

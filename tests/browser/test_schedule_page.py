@@ -70,3 +70,25 @@ def test_it_zooms_and_fits_again(wave: Page) -> None:
     wave.click("#in")
     wave.click("#fit")
     assert is_fitted(wave)
+
+
+def test_the_reader_chooses_what_is_drawn(page: Page, tmp_path: Path) -> None:
+    sizes = [(2, 4), (2, 8), (4, 4)]
+    drawn = {
+        f"P={ranks} B={batches}": simulate(build("gpipe", num_ranks=ranks, num_microbatches=batches))
+        for ranks, batches in sizes
+    }
+    always = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
+    choices = {"P": ["2", "2", "4", None], "B": ["4", "8", "4", None]}
+    save_page(tmp_path / "choose.html", "choose", drawn | {"always": always}, choices=choices)
+    page.resize(1400)
+    page.open(tmp_path / "choose.html")
+    shown = "[...document.querySelectorAll('h2')].map(one => one.firstChild.textContent)"
+    choose = "(one => {{ one.value = '{}'; one.onchange(); }})(document.querySelectorAll('select')[{}])"
+    assert page.value("[...document.querySelectorAll('select')].map(one => one.length)") == [2, 2]
+    page.value(choose.format(2, 0))
+    page.value(choose.format(8, 1))
+    assert page.value(shown) == ["P=2 B=8", "always"]
+    page.value(choose.format(4, 1))
+    assert page.value(shown) == ["P=2 B=4", "always"]
+    assert is_fitted(page)

@@ -125,6 +125,7 @@ EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[st
     "noise in a pipeline": (Noisy, VECTORS, WAVE, {}),
     "metrics and an epoch's means": (models.Metrics, VECTORS, DATA, {}),
     "tokens": (models.Masked, models.padded((8, 8, 6, 8)), DATA, {"loss_weight": "tokens"}),
+    "tokens in a cube": (models.Masked, models.padded((8, 8, 6, 8)), CUBE, {}),
     "a model of transformers, which rounds": (models.gpt2, models.texts((8, 8)), WAVE, {"loss_weight": "tokens"}),
     "configure_model on the meta device": (ConfiguredLater, VECTORS, WAVE, {}),
 }
@@ -133,7 +134,7 @@ DEFAULT = [
     "data ranks that accumulate and clip",
     "both",
     "dropout in two passes",
-    "tokens",
+    "tokens in a cube",
     "configure_model on the meta device",
 ]
 
@@ -161,10 +162,24 @@ def test_a_loss_that_does_not_survive_being_cut(pool: Pool, name: str) -> None:
     assert verdict.layout is not None and verdict.layout.is_exact
 
 
-def test_a_note_names_what_only_a_function_can_count(pool: Pool) -> None:
-    verdict = verdict_of(pool, WeighsClasses, VECTORS, WAVE, steps=1, step="microbatch")
-    assert verdict.outcome == "depends on micro-batches"
-    assert any("or the sum of their class weights" in note for note in verdict.notes)
+class NormalizedBlocks(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(WIDTH)
+
+
+def test_what_no_probe_can_mend_depends_on_micro_batches(pool: Pool) -> None:
+    """Blocks get micro-batches in any case."""
+    verdict = verdict_of(pool, NormalizedBlocks, VECTORS, WAVE, steps=1)
+    assert (verdict.outcome, verdict.exit_code) == ("depends on micro-batches", 1), verdict.detail
+    assert verdict.layout is not None and verdict.layout.is_exact
+
+
+def test_class_weights_are_exact_by_default(pool: Pool) -> None:
+    """No rule that can be read off the batch counts them, so the step runs once."""
+    verdict = verdict_of(pool, WeighsClasses, VECTORS, WAVE, steps=1)
+    assert (verdict.outcome, verdict.exit_code) == ("exact", 0)
 
 
 def test_a_refusal_is_the_strategys_message(pool: Pool) -> None:
@@ -232,7 +247,6 @@ def tripled_outside() -> Iterator[None]:
 BROKEN = {
     "doubled": (doubled_gradients, WAVE, "of blocks, on pipeline rank 1, stage 1"),
     "lost": (lost_gradients, WAVE, "outside the stack blocks, on pipeline rank 0"),
-    "weights": (wrong_weights, WAVE, "outside the stack blocks, on pipeline rank 0"),
     "outside": (tripled_outside, CUBE, "outside the stack blocks, on pipeline rank 0, sharded over the cube"),
 }
 
@@ -244,6 +258,13 @@ def test_what_is_broken_is_found(pool: Pool, name: str) -> None:
     assert (verdict.outcome, verdict.exit_code) == ("differs", 1), verdict.summary
     assert where in verdict.detail, verdict.detail
     assert "the gradient of" in verdict.summary
+
+
+@pytest.mark.thorough
+def test_wrong_weights_of_micro_batches_differ_from_whole_batches(pool: Pool) -> None:
+    verdict = verdict_of(pool, models.MLP, VECTORS, WAVE, wrong_weights)
+    assert (verdict.outcome, verdict.exit_code) == ("depends on micro-batches", 1), verdict.summary
+    assert verdict.summary == "micro-batches change your gradients by 50 %"
 
 
 # What users do that a layout does not reproduce.

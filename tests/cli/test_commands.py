@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo import cli
-from lightning_hanayo.cli import common
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, is_rank_zero
 from tests.harness import limits
 
 LARGE = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
@@ -48,7 +47,7 @@ def test_python_m_runs_the_command_line() -> None:
     ],
 )
 def test_global_rank_0_is_found_by_the_launchers_variables(environment: dict[str, str], expected: bool) -> None:
-    assert common.is_rank_zero(environment) is expected
+    assert is_rank_zero(environment) is expected
 
 
 @pytest.fixture

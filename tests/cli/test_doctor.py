@@ -1,10 +1,13 @@
 """What `hanayo doctor` says of pretended hosts, devices and networks, and of two real processes."""
 
 import json
+import resource
+import shutil
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,16 +15,14 @@ import pytest
 
 from lightning_hanayo import cli
 from lightning_hanayo.cli import doctor
-from lightning_hanayo.cli.doctor import host, link_worker, links, measure
-from lightning_hanayo.cli.doctor.host import GIB, Finding, Gpu, Limits, Network, Seen, exit_code
-from lightning_hanayo.cli.doctor.link_worker import Link, Measured, pairs_of
+from lightning_hanayo.cli.doctor import host, links, measure
+from lightning_hanayo.cli.doctor.host import GIB, Finding, Gpu, Seen, exit_code
+from lightning_hanayo.cli.doctor.links import Measured, pairs_of
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.machine import Machine
+from lightning_hanayo.planner.machine import Link, Machine
 
 FINE = {"torch": "2.13.0+cpu", "lightning": "2.6.6"}
-LIMITS = Limits(8, None, 64 * GIB, None, 32 * GIB, 65536, -1)
 GPU = Gpu("H100", 80 * GIB, (9, 0), reached=(0, 1))
-NETWORK = Network("node1", "10.0.0.1", ("eth0", "eth1", "lo"), connects=True)
 
 
 def levels(findings: Iterable[Finding]) -> dict[str, str]:
@@ -77,35 +78,38 @@ def test_what_slows_gpus_down_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("files", "limits", "expected"),
     [
-        ({}, {}),
-        ({"quota": 2.0}, {"cores": "note"}),
-        ({"memory": GIB // 2}, {"memory": "problem"}),
-        ({"group_memory": GIB // 2}, {"memory": "problem"}),
-        ({"memory": None}, {}),
-        ({"shared": 64 * 2**20}, {"/dev/shm": "note"}),
-        ({"open_files": 256}, {"open files": "note"}),
-        ({"open_files": -1}, {}),
-        ({"locked": 2**16}, {}),
-        ({"locked": 2**16, "has_infiniband": True}, {"locked memory": "problem"}),
+        ({}, {}, {}),
+        ({"cpu.max": "50000 100000"}, {}, {"cores": "note"}),
+        ({"cpu.max": "max 100000"}, {}, {}),
+        ({"memory.max": str(8 * GIB), "memory.current": "0"}, {}, {}),
+        ({"memory.max": str(GIB // 2), "memory.current": "0"}, {}, {"memory": "problem"}),
+        ({"memory.max": "max", "memory.current": "0"}, {}, {}),
+        ({}, {resource.RLIMIT_NOFILE: 256}, {"open files": "note"}),
+        ({}, {resource.RLIMIT_MEMLOCK: 2**16}, {"locked memory": "problem"}),
     ],
 )
-def test_limits_of_the_host(changes: dict[str, Any], expected: dict[str, str]) -> None:
-    assert levels(host.examine_host(replace(LIMITS, **changes))) == expected
-
-
-def test_the_limits_of_a_container_are_read(tmp_path: Path) -> None:
-    group = tmp_path / "sys/fs/cgroup"
+def test_limits_of_the_host_and_of_a_container(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    limits: dict[int, int],
+    expected: dict[str, str],
+) -> None:
+    group, cards = tmp_path / "sys/fs/cgroup", tmp_path / "sys/class/infiniband"
     group.mkdir(parents=True)
-    for name, text in {"cpu.max": "150000 100000", "memory.max": str(8 * GIB), "memory.current": str(GIB)}.items():
+    (cards / "mlx5_0").mkdir(parents=True)
+    for name, text in files.items():
         (group / name).write_text(f"{text}\n")
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2048 kB\n")
-    found = host.look_at_host(tmp_path)
-    assert (found.quota, found.group_memory, found.memory) == (1.5, 7 * GIB, 2 * 2**20)
-    (group / "cpu.max").write_text("max 100000\n")
-    assert host.look_at_host(tmp_path).quota is None
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY), 0))
+    assert levels(host.examine_host(tmp_path)) == expected
+
+
+def test_shared_memory_that_is_small_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20))
+    assert levels(host.examine_host(tmp_path))["/dev/shm"] == "note"
 
 
 def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
@@ -141,17 +145,37 @@ def test_a_folder_that_takes_no_files_is_a_problem(tmp_path: Path, monkeypatch: 
         ({}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, {"MASTER_PORT": "problem"}),
     ],
 )
-def test_the_network(changes: dict[str, Any], variables: dict[str, str], expected: dict[str, str]) -> None:
-    assert levels(host.examine_network(replace(NETWORK, **changes), variables)) == expected
+def test_the_network(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], variables: dict[str, str], expected: dict[str, str]
+) -> None:
+    pretend_network(monkeypatch, **changes)
+    assert levels(host.examine_network(variables)) == expected
 
 
-def test_a_port_that_is_taken_is_a_problem() -> None:
+def pretend_network(monkeypatch: pytest.MonkeyPatch, address: str = "10.0.0.1", connects: bool = True) -> None:
+    look_up = socket.getaddrinfo
+
+    def found(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name != "node1":
+            return look_up(name, *arguments, **keywords)
+        if not address:
+            raise OSError("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(("eth0", "eth1", "lo"), 1)])
+    monkeypatch.setattr(host, "_connects", lambda address: connects)
+
+
+def test_a_port_that_is_taken_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_network(monkeypatch)
     with socket.create_server(("", 0)) as server:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        assert levels(host.examine_network(NETWORK, variables)) == {"MASTER_PORT": "problem"}
-        assert not levels(host.examine_network(NETWORK, variables | {"RANK": "1"}))
-    assert not levels(host.examine_network(NETWORK, variables))
-    assert levels(host.examine_network(NETWORK, variables | {"RANK": "1"})) == {"MASTER_ADDR": "note"}
+        assert levels(host.examine_network(variables)) == {"MASTER_PORT": "problem"}
+        assert not levels(host.examine_network(variables | {"RANK": "1"}))
+    assert not levels(host.examine_network(variables))
+    assert levels(host.examine_network(variables | {"RANK": "1"})) == {"MASTER_ADDR": "note"}
 
 
 @pytest.mark.parametrize(
@@ -176,35 +200,36 @@ def test_variables(variables: dict[str, str], expected: dict[str, str]) -> None:
 
 
 def test_the_worst_pair_is_named() -> None:
-    all_links = [Link(a, b, 2e-5, 8.0 * GIB) for a, b in pairs_of(4)]
+    all_links = dict.fromkeys(pairs_of(4), Link(2e-5, 8.0 * GIB))
+    slow_link = Link(2e-5, GIB)
     fine = Measured("cpu", ["node1"] * 4, all_links, GIB)
-    assert not levels(link_worker.examine(fine))
-    slow = replace(fine, links=[replace(one, bandwidth=GIB) if one.second >= 2 else one for one in all_links])
-    (bandwidth,) = [one for one in link_worker.examine(slow) if one.name.startswith("bandwidth")]
+    assert not levels(links.examine(fine))
+    slow = replace(fine, links=all_links | {pair: slow_link for pair in all_links if pair[1] >= 2})
+    (bandwidth,) = [one for one in links.examine(slow) if one.name.startswith("bandwidth")]
     assert bandwidth.level == "ok"  # most of the pairs: that is how this host is
-    one_slow = replace(fine, links=[replace(one, bandwidth=GIB) if one.first == 2 else one for one in all_links])
-    (bandwidth,) = [one for one in link_worker.examine(one_slow) if one.name.startswith("bandwidth")]
+    one_slow = replace(fine, links=all_links | {(2, 3): slow_link})
+    (bandwidth,) = [one for one in links.examine(one_slow) if one.name.startswith("bandwidth")]
     assert bandwidth.level == "note" and "least: 2-3" in bandwidth.value
 
 
 def test_links_between_nodes_are_summed_up_apart() -> None:
-    measured = Measured("cpu", ["node1", "node1", "node2"], [Link(a, b, 1e-5, GIB) for a, b in pairs_of(3)], GIB)
-    names = [one.name for one in link_worker.examine(measured)]
+    measured = Measured("cpu", ["node1", "node1", "node2"], dict.fromkeys(pairs_of(3), Link(1e-5, GIB)), GIB)
+    names = [one.name for one in links.examine(measured)]
     assert names[:4:2] == ["latency, 1 pairs in a node (cpu)", "latency, 2 pairs between nodes (cpu)"]
-    assert link_worker.matrix(measured)[2] == ["2", "1024 MiB/s", "1024 MiB/s", ""]
+    assert links.matrix(measured)[2] == ["2", "1024 MiB/s", "1024 MiB/s", ""]
 
 
 def test_two_processes_measure_their_link_and_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(psutil.Process().children(recursive=True))
     code = cli.run(["doctor", "--devices", "2", "--json", "--root", str(tmp_path), "--timeout", "100"])
     found = [Finding(**one) for one in json.loads(capsys.readouterr().out)]
     assert code == exit_code(found)
     measured = [one for one in found if one.topic == "links"]
     assert [one.name.split(",")[0] for one in measured] == ["latency", "bandwidth", "all-reduce"]
-    assert not [one for one in psutil.Process().children(recursive=True) if links._WORKER in one.cmdline()]
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_processes_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_WORKER", "this")  # a module that would end at once
+def test_processes_that_take_too_long_are_ended() -> None:
     found = links.measure_here(2, timeout=0.0)
     assert isinstance(found, Finding)
     assert found.level == "problem" and found.value == "ranks [0, 1] have not finished within 0 s"
@@ -228,7 +253,7 @@ def test_what_is_bad_or_other_on_another_host_is_said_with_its_name(monkeypatch:
         Finding("host", "cores", "4"),
         Finding("disk", "x", "y", "note", "z"),
     ]
-    measured = Measured("cpu", ["node1", "node2"], [Link(0, 1, 1e-5, GIB)], GIB, [here, there])
+    measured = Measured("cpu", ["node1", "node2"], {(0, 1): Link(1e-5, GIB)}, GIB, [here, there])
     monkeypatch.setattr(links, "place", lambda: (0, 2))
     monkeypatch.setattr(links, "measure_given", lambda *_: measured)
     _, found, _ = doctor._links(doctor._parser().parse_args([]), here)
@@ -265,7 +290,7 @@ def test_the_rank_is_the_launchers() -> None:
 
 
 def test_a_machine_is_measured_and_read_back(tmp_path: Path) -> None:
-    links_of_two = [Link(0, 1, 1e-5, 1e9), Link(0, 2, 1e-4, 1e8)]
+    links_of_two = {(0, 1): Link(1e-5, 1e9), (0, 2): Link(1e-4, 1e8)}
     found = Measured("cpu", ["a", "a", "b", "b"], links_of_two, 1e9)
     said: list[str] = []
     machine = measure.measure(found, say=said.append, sizes=(8, 16))
@@ -285,7 +310,7 @@ def test_a_machine_is_measured_and_read_back(tmp_path: Path) -> None:
 
 
 def test_links_between_nodes_may_be_given() -> None:
-    one_node = Measured("cpu", ["a", "a"], [Link(0, 1, 1e-5, 1e9)], 1e9)
+    one_node = Measured("cpu", ["a", "a"], {(0, 1): Link(1e-5, 1e9)}, 1e9)
     assert measure.measure(one_node, sizes=(8,)).between_nodes.bandwidth == 1e9
     given = measure.measure(one_node, network=5e10, sizes=(8,))
     assert (given.between_nodes.latency, given.between_nodes.bandwidth) == (1e-5, 5e10)

@@ -165,6 +165,10 @@ def test_samples_per_step_are_those_of_the_configuration(
         (["--pairs=off", "--cube-weights=microbatch"], Choices(("microbatch",), (False,))),
         (["--model.encoder=false"], Choices(pairs=(False,))),
         ([f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.cube_outside=tokens"], Choices(pairs=(False,))),
+        (
+            [f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.step=batch"],
+            Choices(pairs=(False,), runs_step_once=True),
+        ),
     ],
     ids=str,
 )

@@ -350,13 +350,15 @@ def test_check_compares_activations_with_the_budget(capsys: Captured) -> None:
     [
         ("0F0,0B0\n1F0\n", "bad.csv, row 2, cell 1: schedule 'bad', rank 1, position 0: stage 1 has no whole backward"),
         ("0F0,,,0B0\n,,1B0,1F0\n", "bad.csv, row 2, cell 3: schedule 'bad', rank 1, position 0: these wait"),
-        ("0F0,0SEND_F0,,0B0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "bad.csv, row 1, cell 4: schedule 'bad', rank 0"),
+        (
+            "0F0,0SEND_F0,,0B0,0F0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+            "bad.csv, row 1, cell 5: schedule 'bad', rank 0",
+        ),
         ("0F0,0I0\n", "expected 0B0, or 0I0 and 0W0, got I"),
         ("0F0,0B0,1B0\n1F0\n", "both claim stage 1"),
         ("0F0,0B0\n1B0,1F0\n", "these wait for each other and can never run"),
         ("0F0,0B0,0F0\n", "0F0 appears twice on rank 0"),
         ("0F0,0X0\n", "row 1, cell 2: '0X0' is no action"),
-        ("0F0,0SEND_F0,0B0\n1F0,1B0,1SEND_B0\n", "is missing on rank"),
         ("", "holds no action"),
         ("\x00\x01\x02", "no action"),
     ],

@@ -22,7 +22,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
+    lines = [shlex.split(line) for block in blocks("bash") for line in block.replace("\\\n", "").splitlines()]
     assert len(lines) == 7
     for program, *arguments in lines:
         assert program == "hanayo"

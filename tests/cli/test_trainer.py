@@ -137,6 +137,11 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
             ["--trainer.strategy=lightning_hanayo.HanayoStrategy", "--trainer.strategy.num_wave=2"],
             "did you mean 'num_waves'?",
         ),
+        (["--trainer.stratgy.num_nodes=2"], "unknown option 'trainer.stratgy'; did you mean 'trainer.strategy'?"),
+        *(
+            ([f"--{place}num_waves=2"], "num_waves is trainer.strategy.init_args.num_waves, with class_path")
+            for place in ("", "strategy.", "trainer.strategy.", "trainer.stratgy.init_args.")
+        ),
         (["--trainer.acceleratr=cpu"], "'trainer.acceleratr'; did you mean 'trainer.accelerator'?"),
         (["--model.widht=2"], "unknown option 'widht'; did you mean 'width'? Known: width"),
         (["--trainer.max_steps=three"], "trainer.max_steps: expected int, got three"),
@@ -156,7 +161,7 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         (["--config=empty.ckpt"], "empty.ckpt is empty; expected sections"),
         (["--ckpt_path=empty.ckpt"], "ckpt_path=empty.ckpt is empty"),
         (["--ckpt_path=damaged.ckpt"], "damaged.ckpt can't be read as a checkpoint"),
-        (["--ckpt_path=folder.ckpt"], "a folder, which SingleDeviceStrategy can't read. Run with strategy: hanayo, or"),
+        (["--ckpt_path=folder.ckpt"], "folder.ckpt/manifest.json is damaged: its first line is no JSON"),
         (["--config=no_class.yaml"], "no_class.yaml sets options of the data, but nothing says which class that is"),
     ],
 )

@@ -162,24 +162,6 @@ class Counts(models.Block):
         return super().forward(x)
 
 
-class Collects(models.Block):
-    def forward(self, x: Tensor, seen: list[int]) -> Tensor:
-        seen.append(len(seen))
-        return super().forward(x)
-
-
-class Collecting(models.MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Collects() for _ in range(models.NUM_BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, seen = self.embedding(x), []
-        for block in self.blocks:
-            x = block(x, seen)
-        return self.head(x)
-
-
 class Counting(models.MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +180,6 @@ def refused(model: type[LightningModule], recompute: Recompute) -> str:
     ("model", "recompute", "message"),
     [
         (Counting, "blocks", "its forward changes the buffer calls"),
-        (Collecting, "blocks", "its forward changes a list or dictionary that it gets"),
         (Dropping, "attention", "has no module inside whose class is named after attention"),
     ],
 )

@@ -3,6 +3,7 @@
 import warnings
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from tests.harness.training import (
     merge,
 )
 
+P1 = Layout(1, 1, 1, "1f1b", step="auto")
+"""a single stage and four micro-batches"""
 P2 = Layout(2, 1, 1, step="auto")
 W2 = Layout(2, 2, 1, step="auto")
 
@@ -77,6 +80,14 @@ class Dropped(models.MLP):
         return functional.cross_entropy(functional.dropout(self(batch["x"]), 0.0), batch["y"])
 
 
+class Preferred(models.MLP):
+    """DPO in one pass: the chosen samples, and after them the rejected ones."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        chosen, rejected = self(torch.cat([batch["x"], batch["x"].flip(1)])).chunk(2)
+        return -functional.logsigmoid(chosen.logsumexp(1) - rejected.logsumexp(1)).mean()
+
+
 def auto(training: Training, layout: Layout) -> tuple[Outcome, dict[str, Any]]:
     found: dict[str, Any] = {}
     from lightning_hanayo.strategy.probing import step_choice
@@ -86,7 +97,7 @@ def auto(training: Training, layout: Layout) -> tuple[Outcome, dict[str, Any]]:
     def note(self: Any, verdicts: Any, *, fits: bool) -> tuple[bool, bool]:
         made = take(self, verdicts, fits=fits)
         found.setdefault("verdicts", []).append([(one.rules, one.difference, one.unknown) for one in verdicts])
-        found["rules"], found["once"] = list(map(str, self.rules.rules)), self.runs_once
+        found["rules"], found["once"] = list(map(str, self.rules.loss.rules)), self.runs_once
         return made
 
     step_choice.StepChoice._take = note  # type: ignore[method-assign]
@@ -100,6 +111,7 @@ RULES: list[tuple[Any, str]] = [
     (models.MLP, "samples"), (Summed, "nothing: the losses are added up"),
     (whole.Constant, "nothing: the losses are added up"),
     (Ignores, "the values of batch['y'] other than 1"), (models.Skip, "samples"), (Dropped, "samples"),
+    (Preferred, "samples"),
     (models.gpt2, "the values of batch['labels'] other than -100, without the first of each sequence"),
     (models.llama, "the values of batch['labels'] other than -100, without the first of each sequence"),
 ]  # fmt: skip
@@ -114,7 +126,7 @@ LOSSES = [*RULES, *((model, "") for model in WHOLE)]
 
 @pytest.mark.parametrize(
     ("loss", "layout"),
-    covered(product(LOSSES, (P2, W2)), by=[(one, (P2, W2)[i % 2]) for i, one in enumerate(LOSSES)]),
+    covered(product(LOSSES, (P1, P2, W2)), by=[(one, (P1, P2, W2)[i % 3]) for i, one in enumerate(LOSSES)]),
     ids=lambda v: getattr(v[0], "__name__", None) if type(v) is tuple else None,
 )
 def test_equals_one_process(pool: Pool, loss: tuple[Any, str], layout: Layout) -> None:
@@ -133,6 +145,101 @@ def test_equals_one_process(pool: Pool, loss: tuple[Any, str], layout: Layout) -
     assert (found["rules"][:1] or [""])[0] == rule or found["once"] == (not rule), found
 
 
+SHARE = Layout(1, 1, 1, cube=(1, 2, 1), step="auto")
+SHARE_P2 = Layout(2, 1, 1, cube=(1, 2, 1), step="auto")
+SHARE_22 = Layout(1, 1, 1, cube=(2, 2, 1), step="auto")
+REPLICATE = Layout(1, 1, 1, cube=(1, 2, 1), outside="replicate", step="auto")
+REPLICATE_P2 = Layout(2, 1, 1, cube=(2, 1, 1), outside="replicate", step="auto")
+
+
+ALONG_X = Layout(1, 1, 1, cube=(2, 1, 1), step="auto")
+"""the heads of the small Llama don't divide"""
+
+
+class Unfrozen(models.MLP):
+    """The embedding learns from the second step on, and a value is logged from the third one on."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        scores = self(batch["x"])
+        if self.global_step > 1:
+            self.log("late", scores.square().mean().sqrt())
+        return functional.cross_entropy(scores, batch["y"])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.embedding.requires_grad_(batch_idx > 0)
+
+
+def test_changes_are_probed(pool: Pool) -> None:
+    training = Training(Unfrozen, partial(models.vectors, (8, 8, 8, 8)), dtype=torch.float64, steps=4)
+    made = pool.run(2, auto, training, P2)
+    outcome, expected = merge([one for one, _ in made], P2), plain(pool, training)
+    assert_close(outcome.weights, expected.weights, 1e-10)
+    verdicts = made[0][1]["verdicts"]
+    assert len(verdicts) == 3 and "'late'" in verdicts[-1][0][1]
+
+
+class SavesEpochs(whole.Contrastive):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "last.ckpt")
+
+
+def resumed(folder: Path) -> list[bool]:
+    """Of an epoch of two steps, and of one that resumes: whether it was known before that they run once."""
+    from lightning_hanayo.strategy.probing import step_choice
+
+    told: list[bool] = []
+    trains_once = step_choice.StepChoice.trains_once
+
+    def note(self: Any, *arguments: Any, **options: Any) -> bool:
+        told.append(self.runs_once)
+        return trains_once(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_choice.StepChoice, "trains_once", note)
+        for epochs, start in ((1, None), (2, folder / "last.ckpt")):
+            trainer = make_trainer(P2, strategy=make_strategy(P2), max_epochs=epochs, default_root_dir=folder)
+            module = models.build(SavesEpochs, torch.float64)
+            trainer.fit(module, make_loader(models.vectors((8, 8), torch.float64)), ckpt_path=start)
+    return told
+
+
+def test_a_resumed_run_goes_on_with_steps_for_whole_batches(pool: Pool, tmp_path: Path) -> None:
+    told, _ = pool.run(2, resumed, tmp_path)
+    assert told == [False, True, True, True]
+
+
+IN_CUBES = [
+    *product([one for one in LOSSES if one[0] is not models.llama], (SHARE, SHARE_P2, SHARE_22, REPLICATE)),
+    *product(LOSSES, (ALONG_X, REPLICATE_P2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "layout"),
+    covered(
+        IN_CUBES,
+        by=[
+            *[(one, ALONG_X if one[0] is models.llama else (SHARE, SHARE_P2)[i % 2]) for i, one in enumerate(LOSSES)],
+            *[(one, REPLICATE) for one in LOSSES[1::2] if one[0] is not models.llama],
+        ],
+    ),
+    ids=lambda v: getattr(v[0], "__name__", None) if type(v) is tuple else None,
+)
+def test_in_cubes(pool: Pool, loss: tuple[Any, str], layout: Layout) -> None:
+    """The same, also where the ranks of a cube share the samples of micro-batches, but not those of whole batches."""
+    model, rule = loss
+    is_text = model in (models.gpt2, models.llama)
+    batches = partial(models.padded, (8, 8, 6), (8,)) if is_text else partial(models.vectors, (8, 8, 6))
+    training = Training(model, batches, dtype=torch.float64, steps=3)
+    made = pool.run(layout.world_size, auto, training, layout)
+    outcome, (_, found) = merge([one for one, _ in made], layout), made[0]
+    assert rule in found["rules"] if rule else found["once"], found
+    expected = plain(pool, training)
+    tolerance = 1e-6 if is_text else 1e-12
+    assert outcome.losses == pytest.approx(expected.losses, rel=tolerance), found
+    assert_close(outcome.weights, expected.weights, 100 * tolerance)
+
+
 class Evaluates(models.MLP):
     """Metrics that no mean over micro-batches gives."""
 
@@ -143,26 +250,68 @@ class Evaluates(models.MLP):
         self.log("spread", scores.std(0).max(), reduce_fx="max")
 
 
-def validate(layout: Layout) -> Any:
+def validate(layout: Layout, model: Any = Evaluates, *, fits: bool = True) -> tuple[Any, list[str]]:
+    """The metrics, and the warnings."""
+    from lightning_hanayo.strategy.probing import step_choice
+
     strategy = {"strategy": make_strategy(layout)} if layout.world_size > 1 else {}
     trainer = make_trainer(layout, **strategy)
-    module = models.build(Evaluates, torch.float64)
-    return trainer.validate(module, make_loader(models.vectors((8, 5), torch.float64)), verbose=False)
+    module = models.build(model, torch.float64)
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        if not fits:
+            patch.setattr(step_choice.StepChoice, "_fits", lambda *_: False)
+        sizes = (8, 6) if fits else (16, 12)
+        found = trainer.validate(module, make_loader(models.vectors(sizes, torch.float64)), verbose=False)
+    return found, [str(one.message) for one in caught if "don't add up" in str(one.message)]
 
 
-def test_metrics_of_an_evaluation(pool: Pool) -> None:
-    ((expected,),) = pool.run(1, validate, Layout())
-    ((made,), *_) = pool.run(2, validate, P2)
-    assert made == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize("layout", [P2, SHARE], ids=["pipeline", "cube"])
+def test_metrics_of_an_evaluation(pool: Pool, layout: Layout) -> None:
+    (((expected,), _),) = pool.run(1, validate, Layout())
+    (((made,), texts), *_) = pool.run(2, validate, layout)
+    assert made == pytest.approx(expected, rel=1e-12) and not texts
+
+
+class IgnoresInValidation(models.MLP):
+    """A loss that is logged, one that is returned, and one that is a mean over samples, of which a class is ignored."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        scores = self(batch["x"])
+        loss = functional.cross_entropy(scores, batch["y"], ignore_index=1)
+        self.log("loss", loss)
+        self.log("size", scores.square().mean())
+        return loss
+
+
+def test_values_of_an_evaluation_in_parts_have_rules(pool: Pool) -> None:
+    run = partial(validate, fits=False)
+    (((expected,), _),) = pool.run(1, run, Layout(), IgnoresInValidation)
+    (((made,), texts), *_) = pool.run(2, run, P2, IgnoresInValidation)
+    assert made == pytest.approx(expected, rel=1e-12) and not texts
+
+
+def test_a_metric_of_an_evaluation_in_parts_is_named(pool: Pool) -> None:
+    ((_, (text,)), *_) = pool.run(2, partial(validate, fits=False), P2)
+    assert "the values of micro-batches don't add up to those of Evaluates's validate step" in text
+    assert "torchmetrics.Metric" in text
 
 
 DATA = [Ignores, whole.Contrastive, models.MLP, Summed, Perplexity]
 
 
-@pytest.mark.parametrize("model", covered(DATA, by=DATA[:2]))
-def test_data_ranks_count_as_in_ddp(pool: Pool, model: Any) -> None:
+OF_DATA = [
+    Layout(2, 1, 2, step="auto"),
+    Layout(1, 1, 2, cube=(1, 2, 1), step="auto"),
+    Layout(1, 1, 2, cube=(1, 2, 1), outside="replicate", step="auto"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), covered(product(DATA, OF_DATA), by=[(one, OF_DATA[i % 3]) for i, one in enumerate(DATA)])
+)
+def test_data_ranks_count_as_in_ddp(pool: Pool, model: Any, layout: Layout) -> None:
     """The mean of both data ranks' losses, whatever they count."""
-    layout = Layout(2, 1, 2, step="auto")
     training = Training(model, partial(models.vectors, (16, 12, 16)), dtype=torch.float64, steps=3)
     made = pool.run(4, auto, training, layout)
     outcome = merge([one for one, _ in made], layout)
@@ -229,11 +378,15 @@ def test_where_no_whole_batch_fits_the_difference_is_warned_of(pool: Pool, model
     assert any(row[0][1] for row in found["verdicts"]), found
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_rules_are_found_in_lower_precision(pool: Pool, precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [("32-true", P2), ("bf16-mixed", P2), ("bf16-true", P2), ("bf16-true", P1)],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_rules_are_found_in_lower_precision(pool: Pool, precision: Any, layout: Layout) -> None:
     batches = partial(models.padded, (8, 8, 6), (8,))
     training = Training(models.gpt2, batches, dtype=torch.float32, steps=3, precision=precision)
-    ((_, found), *_) = pool.run(2, auto, training, P2)
+    ((_, found), *_) = pool.run(layout.world_size, auto, training, layout)
     assert "the values of batch['labels'] other than -100, without the first of each sequence" in found["rules"], found
 
 
@@ -285,15 +438,16 @@ class Leaves(models.MLP):
 
 def left(layout: Layout) -> Any:
     """What two steps leave on rank 0, and the number that torch draws next."""
-    strategy = {"strategy": make_strategy(layout)} if layout.world_size > 1 else {}
+    strategy = {"strategy": make_strategy(layout)} if layout.step == "auto" else {}
     trainer = make_trainer(layout, **strategy, max_steps=2, max_epochs=1)
     module: Any = models.build(Leaves, torch.float64)
     trainer.fit(module, make_loader(models.vectors((8, 8), torch.float64)))
     return module.mean, module.losses, module.count, float(trainer.callback_metrics["accuracy_epoch"])
 
 
-def test_a_dry_run_leaves_nothing(pool: Pool) -> None:
+@pytest.mark.parametrize("layout", [P1, P2, REPLICATE], ids=str)
+def test_a_dry_run_leaves_nothing(pool: Pool, layout: Layout) -> None:
     (expected,) = pool.run(1, left, Layout())
-    made = pool.run(2, left, P2)[0]
+    made = pool.run(layout.world_size, left, layout)[0]
     assert_close({"mean": made[0]}, {"mean": expected[0]}, 1e-12)
     assert made[1] == pytest.approx(expected[1], rel=1e-12) and made[2:] == expected[2:]

@@ -132,6 +132,28 @@ class Gated(models.MLP):
         return loss + 0.1 * torch.stack(stored).mean()
 
 
+class ScaledBlock(models.Block):
+    """Stores a number that is 0 for all samples until it has trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.auxiliary = self.scale * x.square().mean()
+        return super().forward(x)
+
+
+class Scaled(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(NUM_BLOCKS))
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        return loss + 10 * torch.stack([block.auxiliary for block in self.blocks]).sum()
+
+
 class Unused(models.MLP):
     """The loss doesn't need the stack, so that blocks get no gradient."""
 
@@ -188,7 +210,7 @@ def quietly(training: Training, layout: Layout) -> Outcome:
 
 
 STEPS: list[Callable[[], Any]] = [
-    Constant, Contrastive, Whitened, TwoDenominators, Normalized, Counts, Gated, models.Skip, After, Before,
+    Constant, Contrastive, Whitened, TwoDenominators, Normalized, Counts, Gated, Scaled, models.Skip, After, Before,
     BeforeAndAfter, ChosenAndRejected, models.gpt2, models.llama, hidden,
 ]  # fmt: skip
 
@@ -201,7 +223,7 @@ FURTHER: list[Any] = [
     models.Frozen, models.Regularised, models.SharesOutside, models.SharesInside, Unused, Injects, CountsDepth,
 ]  # fmt: skip
 CASES = [(model, layout) for model in STEPS for layout in (P2, W2, P4)]
-CASES += [(model, CUBE) for model in STEPS if model not in (Gated, hidden)]  # blocks' own tensors
+CASES += [(model, CUBE) for model in STEPS if model is not hidden]  # what registered blocks make is in parts
 CASES += [(model, P2) for model in FURTHER]
 CASES += [(model, DATA) for model in (models.MLP, models.Skip, After, ChosenAndRejected)]  # means over samples
 

@@ -61,6 +61,8 @@ def test_a_fault_ends_all_processes_and_its_cause_is_shown_once(
     assert (tmp_path / "fault").exists(), ended.output
     assert ended.code != 0, ended.output
     assert ended.output.count(f"the planned fault on rank {rank}") == 1, ended.output
+    assert f"This was on rank {rank} (pipeline {rank})" in ended.output, ended.output
+    assert ended.output.count('  File "') <= 5 and "fit_loop.py" not in ended.output, ended.output
     assert not ended.leftover, ended.output
     assert ended.seconds_after_fault <= 10.0, ended.output
 

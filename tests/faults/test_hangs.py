@@ -169,8 +169,9 @@ def train_until_killed(layout: Layout, model: type[Model], hang: Hang, folder: P
 NOWHERE = Hang("nowhere", 0)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("layout", [Layout(2), Layout(4), CUBE], ids=str)
+@pytest.mark.parametrize(
+    "layout", [CUBE, *(pytest.param(one, marks=pytest.mark.thorough) for one in (Layout(2), Layout(4)))], ids=str
+)
 def test_ranks_that_can_never_go_on_end_at_once(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     with pytest.raises(RunFailed) as failed:
         pool.run(layout.world_size, train_until_killed, layout, SavesAlone, NOWHERE, tmp_path, 1800.0, timeout=60.0)

@@ -85,6 +85,17 @@ def read_weights(trial: Trial) -> None:
         trial.record(keys=sorted(saved), state=saved["state_dict"])
 
 
+def load_module(trial: Trial) -> None:
+    """On all ranks, from what several of them have saved."""
+    fit(trial)
+    path = trial.folder / "saved.ckpt"
+    trial.trainer.save_checkpoint(path)
+    trial.trainer.strategy.barrier()
+    loaded = type(trial.module).load_from_checkpoint(path)
+    if trial.trainer.is_global_zero:
+        trial.record(loaded={name: value.clone() for name, value in loaded.state_dict().items()})
+
+
 BEST = recording(ModelCheckpoint, "best_model_path", "best_model_score", "best_k_models", "last_model_path")
 
 
@@ -173,13 +184,16 @@ FEATURES = [
     Feature("`on_save_checkpoint`, `on_load_checkpoint`", module=Remembers, script=resume),
     Feature('`ckpt_path="best"`', saves_best, script=evaluate("best")),
     Feature('`ckpt_path="last"`', saves_best, script=evaluate("last")),
+    Feature("`save_checkpoint` and `load_from_checkpoint`", script=load_module),
     Feature(
         "one file (`save_full=True`), `load_from_checkpoint`",
         script=read_file,
         strategy={"save_full": True},
         note="what `torch.load` reads: states, loops, keys",
     ),
-    Feature("`save_checkpoint(weights_only=True)`, one file", script=read_weights, strategy={"save_full": True}),
+    Feature(
+        "`save_checkpoint(weights_only=True)`", script=read_weights, note="what `torch.load(weights_only=True)` reads"
+    ),
     Feature("resume with `save_full=True`", script=resume, strategy={"save_full": True}),
     Feature("resume with `save_async=True`", script=resume, strategy={"save_async": True}),
 ]

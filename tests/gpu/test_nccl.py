@@ -30,11 +30,11 @@ from tests.harness.training import Layout, Outcome, make_loader, merge
 GPT = partial(models.gpt, heads=4)
 BATCHES = models.windows((8, 8, 8))
 SHARED = [
-    Layout(2, 1, 1),
+    Layout(2, 1, 1, step="auto"),
     Layout(2, 2, 1, "hanayo-zb"),
     Layout(1, 1, 2),
     Layout(cube=(1, 2, 1)),
-    Layout(2, 1, 1, cube=(1, 2, 1)),
+    Layout(2, 1, 1, cube=(1, 2, 1), step="auto"),
     Layout(4, 1, 1, "zbv"),
     Layout(2, 1, 2, "hanayo-zb"),
     Layout(cube=(1, 2, 2)),

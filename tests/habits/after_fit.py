@@ -98,6 +98,15 @@ def count(trainer: Trainer, module: LightningModule, layout: Layout) -> None:
     object.__setattr__(module, "seen", {"parameters": sum(parameter.numel() for parameter in module.parameters())})
 
 
+def load_whole(trainer: Trainer, module: LightningModule, layout: Layout) -> None:
+    """Other values, on all ranks, and another run that trains them."""
+    whole = gathered(trainer, module)
+    state = None if whole is None else {name: value / 2 for name, value in whole.state_dict().items()}
+    missing = module.load_state_dict(trainer.strategy.broadcast(state))
+    assert missing == ([], [])
+    fit_by_second(trainer, module, layout)
+
+
 def call(trainer: Trainer, module: LightningModule, layout: Layout) -> None:
     module(VECTORS()[0]["x"])
 
@@ -282,6 +291,7 @@ HABITS = [
     ),
     Habit("`gather_model()` in `on_train_epoch_end`", GatheredInHook, VECTORS, everywhere(EXACT), always_exact=True),
     _after("`trainer.save_checkpoint()` after `fit`", save_checkpoint, everywhere(EXACT), always_exact=True),
+    _after("`module.load_state_dict()` of whole values after `fit`", load_whole, everywhere(EXACT), always_exact=True),
     _after("the number of parameters, counted after `fit`", count, everywhere(EXACT)),
     _after("`model(x)` after `fit`", call, everywhere(ENDED)),
     _after("`torch.save(model.state_dict())` after `fit`", state_dict, everywhere(ENDED)),

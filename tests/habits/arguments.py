@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from tests.habits.habit import EXACT, FP32_NORMS, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, in_cubes, on
+from tests.habits.habit import EXACT, FP32_NORMS, Habit, HabitOutcome, Refused, everywhere, on
+from tests.habits.layers import Causal as TransformersModel
 from tests.harness import models
 from tests.harness.models import CLASSES, NUM_BLOCKS, WIDTH, Batch, Block
 
@@ -168,6 +169,83 @@ class Collects(Block):
         return super().forward(x)
 
 
+class SharesKeys(nn.Module):
+    """The second and third of eight blocks store keys in a dictionary for the seventh; all but the first count."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, shared: dict[str, Any]) -> Tensor:
+        if self.index in (1, 2):
+            shared["keys"] = (self.linear(x).tanh(),)
+        keys = shared["keys"][0] if self.index == 6 else x
+        scale = shared["scale"]
+        if self.index:
+            shared["scale"] = scale + 0.25
+        return x + self.linear(keys * scale).tanh()
+
+
+class FillsDictionary(models.MLP):
+    """Blocks fill a dictionary for later blocks and for the step; the step has put a value in, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SharesKeys(i) for i in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: Any = self.new_dictionary()
+        shared["scale"] = 0.5
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, shared)
+        return self.head((x + shared["keys"][0].square()) / shared["scale"])
+
+    def new_dictionary(self) -> Any:
+        return {}
+
+
+class FillsFirst(FillsDictionary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].index = 1
+
+
+class FillsUserDict(FillsDictionary):
+    """As Gemma 3n's, with transformers' class."""
+
+    def new_dictionary(self) -> Any:
+        from transformers.cache_utils import KVSharingDict
+
+        return KVSharingDict()
+
+
+class ChangesBetween(FillsDictionary):
+    """The step changes a dictionary between the blocks that fill it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: dict[str, Any] = {"scale": 0.5}
+        x = self.embedding(x)
+        for index, block in enumerate(self.blocks):
+            shared["scale"] = 1 / (1 + index)
+            x = block(x, shared)
+        return self.head(x)
+
+
+def gemma3n() -> LightningModule:
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    config = Gemma3nTextConfig(
+        vocab_size=models.VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=NUM_BLOCKS,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32, pad_token_id=0,
+        bos_token_id=0, eos_token_id=0, vocab_size_per_layer_input=models.VOCABULARY, hidden_size_per_layer_input=8,
+        num_kv_shared_layers=4, altup_num_inputs=2, laurel_rank=4, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
+    )  # fmt: skip
+    return TransformersModel(Gemma3nForCausalLM(config))
+
+
 class ListArgument(models.MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -262,8 +340,6 @@ class FunctionalGradient(models.MLP):
 
 
 OTHER_SAMPLES = Refused("in this cube blocks work on other parts of the samples or features than the step")
-WITHIN_STEP = "computes a gradient inside the step"
-PER_SHARE = PerMicrobatch(WITHIN_STEP, pieces=8)
 """the ranks of a cube share the samples of a micro-batch"""
 
 
@@ -277,6 +353,11 @@ def _habit(
     return Habit(name, model, batches, outcomes, **options)
 
 
+FILLED_BY_FIRST = Refused("changes a dict that it gets as an argument")
+FILLED = _habit(
+    "a dictionary that blocks fill for later blocks, and the step reads", FillsDictionary, everywhere(EXACT),
+    always_exact=True,
+)  # fmt: skip
 HABITS = [
     _habit("prefix tuning: a cache of trained keys and values", PrefixTuned, everywhere(EXACT), sequences),
     _habit(
@@ -290,6 +371,22 @@ HABITS = [
     _habit("a `BlockMask` whose function refers to the batch", Padded, everywhere(EXACT), sequences, always_exact=True),
     _habit("packed sequences: `cu_seqlens` and `max_seqlen`", Packed, everywhere(EXACT), sequences, always_exact=True),
     _habit("jagged nested tensors", Jagged, everywhere(EXACT), sequences, always_exact=True),
+    FILLED,
+    _habit("a `KVSharingDict` likewise", FillsUserDict, everywhere(EXACT), always_exact=True),
+    _habit("the same with `recompute='blocks'`", FillsUserDict, everywhere(EXACT), strategy={"recompute": "blocks"}),
+    _habit("a dictionary that the first block fills, too", FillsFirst, on(pipelines=EXACT, cubes=FILLED_BY_FIRST)),
+    _habit(
+        "the same, which the step changes between the blocks",
+        ChangesBetween,
+        everywhere(Refused("changes a dict that it gets as an argument")),
+    ),
+    _habit(
+        "Gemma 3n, whose last blocks get the keys and values of others",
+        gemma3n,
+        on(pipelines=EXACT, cubes=Refused("prediction_coefs.weight is a parameter that the training step changes in")),
+        partial(models.windows, (8, 8, 6)),
+        tolerance=1e-6,  # parts of it compute in fp32, and AdamW divides by roots
+    ),
     _habit(
         "a list that all blocks get and append to",
         ListArgument,
@@ -310,7 +407,7 @@ HABITS = [
     _habit(
         "a weight from the gradient of the last layer",
         AdaptiveWeight,
-        in_cubes(PER_SHARE),
+        everywhere(EXACT),
     ),
     _habit(
         "`loss.backward()` in the step", BackwardInStep, everywhere(Refused(r"calls backward\(\)", "calls backward()"))

@@ -7,6 +7,7 @@ from tests.habits import (
     blocks,
     collecting,
     collectives,
+    images,
     layers,
     losses,
     parts,
@@ -19,7 +20,7 @@ from tests.habits import (
 from tests.habits.habit import Habit
 
 GROUPS: dict[str, list[Habit]] = {
-    "How a batch is cut": batches.HABITS,
+    "How a batch is cut": [*batches.HABITS, *images.HABITS],
     "Losses": losses.HABITS,
     "What blocks store besides their output": side_outputs.HABITS,
     "State that the step sets": step_state.HABITS,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.habits.habit import EXACT, Habit, PerMicrobatch, Refused, everywhere, in_cubes
+from tests.habits.habit import EXACT, Habit, Refused, everywhere, in_cubes
 from tests.harness import models
 from tests.harness.models import CLASSES, Batch
 from tests.harness.training import make_loader
@@ -288,7 +288,7 @@ HABITS = [
           everywhere(EXACT), True),
     Habit("the same in validation, with the best value kept", Validates, VECTORS, everywhere(EXACT), True),
     Habit("counts collected in a list, summed at the epoch's end", CollectsCounts, VECTORS,
-          in_cubes(PerMicrobatch("set by the step for each of the"))),
+          everywhere(EXACT)),
     Habit("counters that the step advances, read at the epoch's end", Counts, VECTORS,
           in_cubes(PER_RANK)),
     Habit("moving averages of all weights and a list of parameters, kept in `on_train_batch_end`", Averages, VECTORS,
@@ -301,5 +301,5 @@ HABITS = [
           | {"cube": EXACT}),
     Habit("a torchmetrics metric, computed in `on_train_epoch_end`", ComputesMetric, VECTORS, everywhere(EXACT)),
     Habit("validation losses collected, but neither returned nor logged", UnknownMeans, VECTORS,
-          in_cubes(PerMicrobatch("self.validation_outputs: set by the step for each"))),
+          everywhere(EXACT)),
 ]  # fmt: skip

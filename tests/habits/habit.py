@@ -33,9 +33,11 @@ FP32_NORMS = 1e-7
 LAYOUTS = {
     "pipeline": Layout(2, 1, 1, step="auto"),
     "waves": Layout(2, 2, 1, step="auto"),
-    "cube": Layout(1, 1, 1, cube=(2, 2, 1)),
-    "both": Layout(2, 1, 1, cube=(1, 2, 1)),
+    "cube": Layout(1, 1, 1, cube=(2, 2, 1), step="auto"),
+    "both": Layout(2, 1, 1, cube=(1, 2, 1), step="auto"),
 }
+NUM_MICROBATCHES = 4
+"""of each batch, where it has as many samples"""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,6 @@ class PerMicrobatch:
     """Some rank warns with a message that matches, and all is as in one process that runs the same micro-batches."""
 
     warning: str
-    pieces: int = 4
-    """how many the one process runs"""
 
     def __str__(self) -> str:
         return "depends on micro-batches"
@@ -85,7 +85,7 @@ def on(*, pipelines: HabitOutcome, cubes: HabitOutcome) -> dict[str, HabitOutcom
 
 
 def in_cubes(outcome: HabitOutcome) -> dict[str, HabitOutcome]:
-    """An outcome of cubes; on pipelines without one, where a probe decides how often the step runs, it is exact."""
+    """An outcome of cubes; on pipelines without one it is exact."""
     return on(pipelines=EXACT, cubes=outcome)
 
 
@@ -145,8 +145,7 @@ def check(pool: Pool, habit: Habit, layout_name: str) -> None:
     assert not isinstance(wanted, Refused), "should be refused, but nothing was raised"
     if isinstance(wanted, PerMicrobatch):
         assert any(re.search(wanted.warning, text) for text in result.warnings), result.warnings
-    pieces = wanted.pieces if isinstance(wanted, PerMicrobatch) else 1
-    (expected,) = pool.run(1, fit, habit, Layout(), pieces)
+    (expected,) = pool.run(1, fit, habit, Layout(), NUM_MICROBATCHES if isinstance(wanted, PerMicrobatch) else 1)
     assert_equal(result, expected, habit.tolerance)
 
 

@@ -9,7 +9,7 @@ from torch.distributed import get_world_size
 from torch.nn import functional
 
 from tests.habits.batches import ShiftedLabels, with_labels
-from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, in_cubes, on
+from tests.habits.habit import EXACT, Habit, PerMicrobatch, Refused, everywhere, on
 from tests.harness import models
 from tests.harness.models import CLASSES, IGNORED, MLP, WIDTH, Batch
 
@@ -20,12 +20,6 @@ EVEN = partial(models.vectors, (8, 8, 8), torch.float64)
 VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 4.0, 1.5], dtype=torch.float64)
 BATCH_NORM = Refused("is a BatchNorm1d, which normalises by the mean of a batch")
-REPLICATE = {"cube_outside": "replicate"}
-
-
-def changed(warning: str) -> dict[str, HabitOutcome]:
-    """In a cube, which shares out each micro-batch, one sample per rank, it depends on them, with this warning."""
-    return in_cubes(PerMicrobatch(warning, pieces=8))
 
 
 def padded() -> list[Batch]:
@@ -195,34 +189,32 @@ HABITS = [
     Habit("Llama of `transformers`, padded, with `loss_weight='tokens'`", LLAMA, padded, everywhere(EXACT), True,
           strategy={"loss_weight": "tokens"}, tolerance=FP32_LOSSES),
     Habit("the same with the default, `loss_weight='samples'`", LLAMA, padded,
-          changed(r"Set HanayoStrategy\(loss_weight='tokens'\)"), tolerance=FP32_LOSSES),
+          everywhere(EXACT), tolerance=FP32_LOSSES),
     Habit("labels shifted in the step, without `loss_weight='shifted_tokens'`", ShiftedLabels, with_labels,
-          changed(r"Set HanayoStrategy\(loss_weight='shifted_tokens'\)")),
+          everywhere(EXACT)),
     Habit("padded labels, with `loss_weight='tokens'`", Ignores, with_labels, everywhere(EXACT), True,
           strategy={"loss_weight": "tokens"}),
     Habit("padded labels, without it", Ignores, with_labels,
-          changed(r"cross_entropy is a mean over .*Set HanayoStrategy\(loss_weight='tokens'\)")),
+          everywhere(EXACT)),
     Habit("`(losses * mask).sum() / mask.sum()`, with `loss_weight='tokens'`", MasksByHand, with_labels,
           everywhere(EXACT), True, strategy={"loss_weight": "tokens"}),
     Habit("`(losses * mask).sum() / mask.sum()`, without it", MasksByHand, with_labels,
-          changed(r"sum is a mean over .*Set HanayoStrategy\(loss_weight='tokens'\)")),
+          everywhere(EXACT)),
     Habit("class weights, with a function as `loss_weight`", WeighsClasses, VECTORS, everywhere(EXACT), True,
           strategy={"loss_weight": sum_of_weights}),
-    Habit("class weights, without it", WeighsClasses, VECTORS, changed("the sum of their class weights")),
+    Habit("class weights, without it", WeighsClasses, VECTORS, everywhere(EXACT)),
     Habit("`CrossEntropyLoss(reduction='sum')`, with `loss_weight='sum'`", Sums, VECTORS, everywhere(EXACT), True,
           strategy={"loss_weight": "sum"}),
     Habit("`CrossEntropyLoss(reduction='sum')`, without it", Sums, VECTORS,
-          changed(r"\(criterion\) is a sum over samples.*Set HanayoStrategy\(loss_weight='sum'\)")),
-    Habit("a sum by hand, without it", SumsByHand, VECTORS, changed(r"Set HanayoStrategy\(loss_weight='sum'\)")),
-    Habit("in-batch negatives", Contrasts, EVEN, changed("a product of samples with samples")),
-    Habit("in-batch negatives, `cube_outside='replicate'`", Contrasts, EVEN,
-          in_cubes(PerMicrobatch("a product of samples with samples")), strategy=REPLICATE),
-    Habit("the root of a mean squared error", RootOfMean, EVEN, changed("sqrt of a mean or sum over samples")),
-    Habit("a Dice loss over the batch", Dice, EVEN, changed("a quotient of means or sums over samples")),
-    Habit("mixup by `roll`", Mixup, EVEN, changed("a roll of the samples of a micro-batch")),
-    Habit("mixup by `randperm`", MixesByRandperm, EVEN, changed("a randperm of the samples of a micro-batch")),
+          everywhere(EXACT)),
+    Habit("a sum by hand, without it", SumsByHand, VECTORS, everywhere(EXACT)),
+    Habit("in-batch negatives", Contrasts, EVEN, everywhere(EXACT)),
+    Habit("the root of a mean squared error", RootOfMean, EVEN, everywhere(EXACT)),
+    Habit("a Dice loss over the batch", Dice, EVEN, everywhere(EXACT)),
+    Habit("mixup by `roll`", Mixup, EVEN, everywhere(EXACT)),
+    Habit("mixup by `randperm`", MixesByRandperm, EVEN, everywhere(EXACT)),
     Habit("a number that the step counts up, for a warm-up", WarmsUp, VECTORS,
-          in_cubes(PerMicrobatch("calls: buffers or counters that training changes once for each"))),
+          everywhere(EXACT)),
     Habit("BatchNorm in the blocks", NormalisesInBlocks, EVEN,
           on(pipelines=PerMicrobatch(r"blocks.0.norm \(BatchNorm1d\).* will normalise by the mean of each"),
              cubes=BATCH_NORM)),

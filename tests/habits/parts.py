@@ -12,7 +12,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, in_cubes, on
+from tests.habits.habit import EXACT, Habit, HabitOutcome, Refused, everywhere, in_cubes, on
 from tests.harness import models
 from tests.harness.checkpoints import read
 
@@ -26,16 +26,7 @@ ANY_RANK = Refused(
 )
 """whichever rank is first"""
 REFUSED_IN_STEPS = on(pipelines=MISSING, cubes=PART)
-PER_MICROBATCH = in_cubes(
-    PerMicrobatch("buffers or counters that training changes once for each of the 4 micro-batches")
-)
-BUFFER_CHANGED = PER_MICROBATCH | dict.fromkeys(
-    ("cube", "both"), Refused("is a buffer that the training step changes, and each rank of the cube")
-)
-PER_STATISTICS = PerMicrobatch(r"norm \(BatchNorm1d\) will normalise by the mean of each of the 4 micro-batches")
 IN_STEP = Refused("is a parameter that the training step changes in place")
-BATCH_NORM = Refused("is a BatchNorm1d, which normalises by the mean of a batch")
-REPLICATE = {"cube_outside": "replicate"}
 PER_PARAMETER: dict[str, HabitOutcome] = on(pipelines=EXACT, cubes=PART)
 """each owner does its own parameters; a part is too little for a norm"""
 
@@ -341,17 +332,9 @@ HABITS = [
     _habit("`torch.save(self.state_dict())` in a hook", Saved, everywhere(ANY_RANK)),
     _habit("`trainer.save_checkpoint()` in a hook", Checkpointed, everywhere(EXACT)),
     _habit("prototypes normalised in the step", NormalisedInStep, in_cubes(IN_STEP)),
-    _habit("BatchNorm outside the stack", Normalised, in_cubes(BATCH_NORM), EVEN),
-    _habit(
-        "BatchNorm outside the stack, `cube_outside='replicate'`",
-        Normalised,
-        in_cubes(PER_STATISTICS),
-        EVEN,
-        strategy=REPLICATE,
-    ),
-    _habit("a queue of old samples in a buffer", Queue, BUFFER_CHANGED),
-    _habit("the same with `cube_outside='replicate'`", Queue, PER_MICROBATCH, strategy=REPLICATE),
+    _habit("BatchNorm outside the stack", Normalised, everywhere(EXACT), EVEN),
+    _habit("a queue of old samples in a buffer", Queue, everywhere(EXACT)),
     _habit("a counter in a buffer, advanced in a hook", StepsCounted, everywhere(EXACT)),
-    _habit("a counter in a buffer, advanced in the step, read in a hook", CountedInStep, PER_MICROBATCH),
+    _habit("a counter in a buffer, advanced in the step, read in a hook", CountedInStep, everywhere(EXACT)),
     _habit("an average of weights by hand in a callback", models.MLP, everywhere(EXACT), trainer=averaged),
 ]

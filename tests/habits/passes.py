@@ -10,7 +10,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.habits.habit import EXACT, Habit, Refused, everywhere, in_cubes, on
+from tests.habits.habit import EXACT, Habit, Refused, everywhere, on
 from tests.harness import models
 from tests.harness.models import NUM_BLOCKS, VOCABULARY, WIDTH, Batch
 from tests.harness.training import make_loader
@@ -297,10 +297,9 @@ HABITS = [
     Habit("a count of the passes, which the step uses", CountsPasses, VECTORS,
           everywhere(Refused("is changed in the step before the blocks are called and again after it"))),
     Habit("BatchNorm in two passes, in training mode", Normalized, partial(models.vectors, (8, 8, 8), torch.float64),
-          in_cubes(Refused("which normalises by the mean of a batch"))),
+          everywhere(EXACT)),
     Habit("two forwards in `validation_step`", TwoForwards, VECTORS, everywhere(EXACT), True),
-    Habit("a number of forwards that depends on the samples", Repeats, VECTORS,
-          on(pipelines=EXACT, cubes=DIFFERENT_PASSES)),
+    Habit("a number of forwards that depends on the samples", Repeats, VECTORS, everywhere(EXACT)),
     Habit("`generate(use_cache=False)` in `validation_step`", generates(use_cache=False), TEXTS,
           on(pipelines=EXACT, cubes=DIFFERENT_PASSES)),
     Habit("`generate(use_cache=False)` with `cube_outside='replicate'`", generates(use_cache=False), TEXTS,

@@ -9,7 +9,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.habits.habit import EXACT, FP32_NORMS, Habit, PerMicrobatch, Refused, everywhere, in_cubes, on
+from tests.habits.habit import EXACT, FP32_NORMS, Habit, Refused, everywhere, on
 from tests.harness import models
 from tests.harness.models import MLP, NUM_BLOCKS, VOCABULARY, WIDTH, Batch, Block
 
@@ -254,7 +254,7 @@ HABITS = [
     Habit("a forward hook inside blocks keeps features", FeatureHook, VECTORS, everywhere(Refused("has the hook"))),
     Habit("a hook that declares `is_local`", LocalHook, VECTORS, on(pipelines=EXACT, cubes=EXACT)),
     Habit("Mixtral with `output_router_logits=True`", mixtral, TEXTS,
-          in_cubes(PerMicrobatch("load-balancing", pieces=8)),
+          everywhere(EXACT),
           tolerance=FP32_NORMS),
     Habit("`output_attentions=True`", partial(gpt2, "attentions"), TEXTS,
           on(pipelines=EXACT, cubes=Refused("asks for what the blocks compute inside"))),

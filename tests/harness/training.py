@@ -138,7 +138,8 @@ def make_trainer(layout: Layout, loss_weight: Any = "samples", **options: Any) -
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    strategy = make_strategy(layout, loss_weight=loss_weight) if layout.world_size > 1 else "auto"
+    is_plain = layout.world_size == 1 and layout.step != "auto"
+    strategy = "auto" if is_plain else make_strategy(layout, loss_weight=loss_weight)
     return Trainer(
         **{"accelerator": "cpu", "devices": layout.world_size, "strategy": strategy, "use_distributed_sampler": False}
         | quiet

@@ -15,6 +15,8 @@ AUTO = [  # P, blocks -> schedule, W, B
     (4, 8, ("hanayo-zb", 1, 8)),
     (4, 15, ("hanayo-zb", 1, 8)),
     (4, 16, ("hanayo-zb", 2, 8)),
+    (4, 7, ("1f1b", 1, 8)),
+    (2, 2, ("1f1b", 1, 4)),
 ]
 
 
@@ -22,15 +24,17 @@ AUTO = [  # P, blocks -> schedule, W, B
 def test_auto(ranks: int, blocks: int, expected: tuple[str, int, int]) -> None:
     layout = choose(num_ranks=ranks, num_blocks=blocks)
     assert (layout.schedule, layout.num_waves, layout.num_microbatches) == expected
-    assert layout.num_stages == 2 * ranks * layout.num_waves <= blocks
+    per_rank = 2 * layout.num_waves if blocks >= 2 * ranks else 1
+    assert layout.num_stages == per_rank * ranks <= blocks
 
 
-def test_one_rank_has_one_stage_unless_waves_are_asked_for() -> None:
+def test_one_rank_has_one_stage_unless_a_schedule_is_named() -> None:
     alone = choose(num_ranks=1, num_blocks=1, num_microbatches=2)
     assert [str(action) for action in alone.table(2).actions[0]] == ["0F0", "0B0", "0F1", "0B1"]
     assert alone.num_stages == 1 and alone.ends_on_first_rank
     assert choose(num_ranks=1, num_blocks=8).num_microbatches == 1
-    assert choose(num_ranks=1, num_blocks=8, num_waves=2).num_stages == 4
+    assert choose(num_ranks=1, num_blocks=8, num_waves=2).num_stages == 1
+    assert choose(num_ranks=1, num_blocks=8, num_waves=2, schedule="hanayo").num_stages == 4
 
 
 @pytest.mark.parametrize("most_waves", [2, pytest.param(8, marks=pytest.mark.thorough)])
@@ -58,6 +62,8 @@ TOO_FEW = [
     ((4, 8, 2, "hanayo"), ["8 blocks", "16 stages (4 per rank)", "pipeline_parallel_size=4, num_waves=1"]),
     ((4, 5, 1, "hanayo"), ["5 blocks", "8 stages (2 per rank)", "pipeline_parallel_size=2, num_waves=1"]),
     ((2, 3, 1, "hanayo"), ["3 blocks", "4 stages", "schedule='1f1b' (one stage per rank) or pipeline_parallel_size=1"]),
+    ((2, 3, 1, "auto"), ["3 blocks", "4 stages", "schedule='1f1b' (one stage per rank)"]),
+    ((4, 3, "auto", "auto"), ["3 blocks", "8 stages", "pipeline_parallel_size=1"]),
     ((2, 1, "auto", "hanayo"), ["1 blocks", "4 stages", "needs at least two blocks"]),
     ((4, 3, 1, "1f1b"), ["3 blocks", "4 stages (1 per rank)", "pipeline_parallel_size=3"]),
     ((2, 3, "auto", "interleaved"), ["3 blocks", "4 stages (2 per rank)", "pipeline_parallel_size=1"]),
@@ -93,7 +99,12 @@ def test_a_table_for_other_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [("hanyo", "did you mean 'hanayo'"), ("chimera", "two ranks at once"), ("nowhere.csv", "there is no such file")],
+    [
+        ("hanyo", "did you mean 'hanayo'"),
+        ("chimera", "two ranks at once"),
+        ("zero_bubble", "'zb-h1', 'zbv'"),
+        ("nowhere.csv", "there is no such file"),
+    ],
 )
 def test_schedules_that_training_rejects(name: str, named: str) -> None:
     with pytest.raises(HanayoError, match=named):

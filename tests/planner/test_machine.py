@@ -50,9 +50,9 @@ def test_a_dtype_without_rates() -> None:
 
 def test_a_link_within_a_node_or_between() -> None:
     within, between = MEASURED.within_node, MEASURED.between_nodes
-    assert MEASURED.link(0, 1, 8) == MEASURED.link(0, 2, 4) == within
-    assert MEASURED.link(0, 1, 16) == MEASURED.link(0, 8, 2) == between
-    assert replace(MEASURED, ranks_per_node=16).link(0, 8, 2) == within
+    assert MEASURED.link(1, 8) == MEASURED.link(2, 4) == within
+    assert MEASURED.link(1, 16) == MEASURED.link(8, 2) == between
+    assert replace(MEASURED, ranks_per_node=16).link(8, 2) == within
     assert within.seconds(3e11) == pytest.approx(1 + 1e-5)
     assert within.seconds(0) == 0, "nothing is sent"
 

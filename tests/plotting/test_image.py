@@ -125,12 +125,15 @@ def test_an_image_in_bands_has_title_axis_and_ranks(tmp_path: Path) -> None:
 
 def test_legend_names_the_legs_of_a_wave() -> None:
     assert list(legend_entries([wave(2, 2)])) == [
-        "forward, leg 0, 2",
-        "forward, leg 1, 3",
-        "backward, leg 2, 0",
-        "backward, leg 3, 1",
+        "forward, legs 0, 2",
+        "forward, legs 1, 3",
+        "backward, legs 0, 2",
+        "backward, legs 1, 3",
     ]
-    assert list(legend_entries([simulate(build("1f1b", num_ranks=2, num_microbatches=2))])) == ["forward", "backward"]
+    one_leg = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
+    together = legend_entries([one_leg, wave(2, 2), simulate(build("zbv", num_ranks=2, num_microbatches=2))])
+    assert len(together) == len(set(together.values())) == 8, "one entry for each colour"
+    assert list(legend_entries([one_leg])) == ["forward", "backward"]
 
 
 def test_the_loss_has_its_own_colour() -> None:

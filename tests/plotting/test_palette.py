@@ -72,7 +72,7 @@ def test_legs_of_a_wave_alternate() -> None:
     legs = wave_legs(simulate(build("hanayo", num_ranks=2, num_microbatches=1, num_waves=2)))
     assert legs == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: 3}
     assert [action_colour(Action.parse(f"{stage}F0"), legs) for stage in (0, 3, 4, 7)] == [*ALL.values()][:2] * 2
-    assert legend_label(Action.parse("6B0"), legs) == "backward, leg 3, 1"
+    assert legend_label(Action.parse("6B0"), legs, 4) == "backward, legs 1, 3"
 
 
 def test_a_stage_with_only_head_and_loss_has_no_leg() -> None:
@@ -80,5 +80,5 @@ def test_a_stage_with_only_head_and_loss_has_no_leg() -> None:
     assert legs == {0: 0, 1: 0, 2: None}
     assert num_legs(legs) == 1
     assert action_colour(Action.parse("2F0"), legs) == LOSS_COLOUR
-    assert legend_label(Action.parse("2F0"), legs) == "head and loss"
-    assert legend_label(Action.parse("1REDUCE_GRAD"), legs) == "gradient reduction"
+    assert legend_label(Action.parse("2F0"), legs, 1) == "head and loss"
+    assert legend_label(Action.parse("1REDUCE_GRAD"), legs, 1) == "gradient reduction"

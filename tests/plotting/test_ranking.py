@@ -12,13 +12,14 @@ from lightning_hanayo.schedule.comparison import compare
 def test_image_shows_each_schedule_with_its_numbers_and_those_left_out(tmp_path: Path) -> None:
     names = ["gpipe", "1f1b", "hanayo", "zbv"]
     comparison = compare(num_ranks=4, num_microbatches=8, num_waves=2, activation_budget=4, names=names)
-    save_ranking(tmp_path / "all.svg", comparison, title="P = 4", budget=4, unit="ms")
+    save_ranking(tmp_path / "all.svg", comparison, title="P = 4", unit="ms")
     picture = (tmp_path / "all.svg").read_text()
     for text in (
         "P = 4",
         "27, bubble 11.1%",
         "33, bubble 27.3%",
-        "budget",
+        "4 M_a, 24 messages",
+        "8 M_a, 6 messages",
         "time [ms]",
         "zbv is left out: 'zbv' has two",
     ):

@@ -128,6 +128,7 @@ class Running:
             parameters=[],
             gradients=Mock(**{"stages.has_no_peers": False}),
             splitter=Mock(),
+            stack_splitter=Mock(),
             gather_in_cube=lambda value: [value],
             step_state=Mock(
                 watched=lambda *_, **__: nullcontext(), end_pass=self.ended.append if rank == 0 else lambda _: None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.schedule import Schedule, with_loss_stage
+from lightning_hanayo.schedule import Action, Schedule, with_loss_stage
 from tests.schedule.samples import NAMES, make, paired, split
 from tests.schedule.torch_orders import as_text, torch_order
 
@@ -104,3 +104,18 @@ def test_torch_reads_pairs_of_a_forward_and_a_backward(torchs: Any, tmp_path: Pa
     assert schedule.pairs
     assert sorted(both) == sorted((str(first), str(second)) for first, second in schedule.pairs)
     torchs._add_send_recv(cells, rank_of, schedule.num_stages)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "hanayo"])
+def test_torchs_lowered_tables_are_read_without_their_messages(torchs: Any, tmp_path: Path, name: str) -> None:
+    schedule = make(name, 4, 6, 2)
+    schedule.to_csv(tmp_path / "table.csv")
+    runtime, _ = loaded(torchs, tmp_path / "table.csv", schedule)
+    runtime._dump_csv(str(tmp_path / "lowered.csv"), format="compute_comms")
+    assert "SEND_F" in (tmp_path / "lowered.csv").read_text()
+    assert Schedule.from_csv(tmp_path / "lowered.csv").actions == schedule.actions
+
+
+def test_torchs_sharding_actions_are_dropped(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n")
+    assert Schedule.from_csv(tmp_path / "table.csv").actions == ((Action.parse("0F0"), Action.parse("0B0")),)

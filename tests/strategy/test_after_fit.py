@@ -12,7 +12,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import HanayoError, PeerFailed, UnsupportedError
 from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from tests.harness import models
@@ -207,3 +207,51 @@ def refused_then_corrected(layout: Layout) -> int:
 @pytest.mark.parametrize("layout", [PIPELINE, Layout(2, 1, 1, cube=(1, 2, 1))], ids=str)
 def test_a_module_that_was_refused_before_its_cut_can_be_corrected(pool: Pool, layout: Layout) -> None:
     assert pool.run(layout.world_size, refused_then_corrected, layout) == [2] * layout.world_size
+
+
+def loaded(only_on_rank_0: bool) -> list[str]:
+    """What ranks say when values are loaded: into a part of the module, all of it, of wrong sizes, with `assign`.
+
+    Afterwards rank 0 may load others alone.
+    """
+    strategy, module = fitted(PIPELINE)
+    values = {name: torch.ones(one.shape) for name, one in module.blocks.named_parameters()}
+    module.blocks.load_state_dict(values)
+    missing = module.load_state_dict({}, strict=False).missing_keys
+    assert missing == [name for name, _ in module.named_parameters()]
+    texts = []
+    with pytest.raises(RuntimeError) as wrong:
+        module.blocks.load_state_dict({name: one.unsqueeze(0) for name, one in values.items()})
+    assert str(wrong.value).count("size mismatch") == len(values)  # of other ranks' parameters, too
+    with pytest.raises(UnsupportedError) as caught:
+        module.load_state_dict({}, assign=True)
+    texts.append(str(caught.value))
+    whole = strategy.gather_model()
+    if whole is not None:
+        assert all(bool((one == 1).all()) for one in whole.blocks.parameters())
+        assert "load_state_dict" not in vars(whole)
+    if only_on_rank_0:
+        if module.global_rank == 0:
+            module.load_state_dict({}, strict=False)
+        for use in (
+            strategy.gather_model,
+            lambda: module.trainer.save_checkpoint("never.ckpt"),
+            lambda: make_trainer(PIPELINE, max_steps=1).fit(module, make_loader(models.vectors((8,)))),
+        ):
+            with pytest.raises((UnsupportedError, PeerFailed)) as caught:  # the run's error is one rank's
+                use()
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_whole_values_are_loaded_after_a_run(pool: Pool) -> None:
+    for (assigning,) in pool.run(2, loaded, False):
+        assert "load_state_dict(assign=True) would make whole tensors the parameters of this MLP" in assigning
+
+
+def test_values_that_one_rank_alone_has_loaded_are_refused(pool: Pool) -> None:
+    for _, *refusals in pool.run(2, loaded, True):
+        assert len(refusals) == 3
+        assert all(
+            "rank 0 has called load_state_dict between runs 4 times, but rank 1 3 times" in one for one in refusals
+        )

@@ -158,6 +158,10 @@ class Evaluates(models.MLP):
         return self(batch["x"])
 
 
+OF_RUNS = ("_hanayo_prepared_model", "load_state_dict")
+"""what a module has of its runs"""
+
+
 def instance_hooks(layout: Layout) -> tuple[dict[str, list[int]], dict[str, bool], list[list[str]]]:
     """What each hook was called for, whether it is still there, and what module and trainer hold in the end."""
     module, loader = models.build(Evaluates), make_loader(batches())
@@ -171,7 +175,7 @@ def instance_hooks(layout: Layout) -> tuple[dict[str, list[int]], dict[str, bool
     trainer.predict(module, loader)
     kept = {name: vars(module).get(name) is hook for name, hook in hooks.items()}
     owners = (module, trainer._logger_connector, trainer._signal_connector, trainer.fit_loop.epoch_loop)
-    names = [sorted(name for name in vars(owner) if name != "_hanayo_prepared_model") for owner in owners]
+    names = [sorted(name for name in vars(owner) if name not in OF_RUNS) for owner in owners]
     return calls, kept, names
 
 

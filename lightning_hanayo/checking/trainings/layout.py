@@ -2,31 +2,17 @@
 
 One rank of a run: its random numbers, its precision, its Trainer; and its errors as values that can be returned.
 
-Runs a function as the ranks of a run, in processes of its own, which leave nothing behind.
-
-On Linux they are forks of this process, as in Lightning's launcher for notebooks: they need neither a main module that
-can be imported again nor a module that can be pickled. They compute on the CPU with one thread. Elsewhere they are
-spawned.
-
 Prepares a copy of the user's module for a run: fewer blocks, another precision, dropout switched off.
 
 Copies what a run leaves, by name: losses, gradients, weights, buffers and logged values of each optimizer step.
 """
 
-import multiprocessing
 import os
-import pickle
-import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,14 +22,12 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Results
+from lightning_hanayo.checking.case import Case, RankFailure, RankResult
 from lightning_hanayo.checking.comparison import Key, Kind, Values
 from lightning_hanayo.errors import HanayoError, PeerFailed
-from lightning_hanayo.monitor.processes import end_with_parent
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.stack import find_stack
 from lightning_hanayo.strategy import HanayoStrategy
-from lightning_hanayo.strategy.joining import serve_store
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.setup.values import fill_initial_values, load_pretrained, plan_pretrained
 from lightning_hanayo.topology import Topology
@@ -103,7 +87,7 @@ def _loaders(batches: Sequence[Any], shape: Any, are_collated: bool) -> Any:
         return {key: _loaders([batch[key] for batch in batches], inner, are_collated) for key, inner in shape.items()}
     if isinstance(shape, list):
         return [_loaders([batch[i] for batch in batches], inner, are_collated) for i, inner in enumerate(shape)]
-    return _BatchLoader(batches, batch_size=None, collate_fn=default_collate if are_collated else _unchanged)  # type: ignore[arg-type]
+    return _BatchLoader(batches, batch_size=None, collate_fn=default_collate if are_collated else list)  # type: ignore[arg-type]
 
 
 class _BatchLoader(DataLoader[Any]):
@@ -119,10 +103,6 @@ class _LenientSchedulers(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         for config in trainer.lr_scheduler_configs:
             config.strict = False
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 @contextmanager
@@ -201,95 +181,6 @@ def merge(ranks: Sequence[RankResult], topology: Topology) -> list[Values]:
     for other in merged[1:]:
         merged[0].update({key: value for key, value in other.items() if key.kind == "loss"})
     return [merged[0], *({k: v for k, v in other.items() if k.kind in _OF_ALL_DATA_RANKS} for other in merged[1:])]
-
-
-PLATFORM = sys.platform
-GRACE = 15.0
-"""seconds for the other ranks to end after one has failed; the strategy ends them after 5"""
-_SHOWN_OUTPUT = 2000
-"""characters of a dead rank's output in its failure"""
-_Work = tuple[Callable[..., Any], tuple[Any, ...]] | bytes
-"""A function and its arguments; pickled for a process that is spawned."""
-
-
-def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> Results:
-    """The results of `function(*arguments)`, a function of a module, on `world_size` ranks.
-
-    Each rank finds MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment. What it
-    prints is shown only if it dies. After `timeout` seconds all ranks are killed.
-    """
-    forks = PLATFORM == "linux"
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
-    # A spawned process would share the memory of this one's tensors, were they not pickled here.
-    work: _Work = (function, arguments) if forks else pickle.dumps((function, arguments))
-    with TemporaryDirectory(prefix="hanayo-check-") as folder:
-        store = serve_store()
-        processes: list[BaseProcess] = [
-            context.Process(target=_main, args=(folder, rank, world_size, store.port, work), daemon=True)
-            for rank in range(world_size)
-        ]
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # Python 3.12
-                for process in processes:
-                    process.start()
-            _wait(processes, timeout)
-            return [_result(rank, process, folder, timeout) for rank, process in enumerate(processes)]
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-
-
-def _wait(processes: list[BaseProcess], timeout: float) -> None:
-    """Wait until all have ended, or `GRACE` has passed since one of them failed."""
-    deadline = time.monotonic() + timeout
-    running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
-    while running and (left := deadline - time.monotonic()) > 0:
-        for sentinel in wait(list(running), left):
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode:
-                deadline = min(deadline, time.monotonic() + GRACE)
-
-
-def _main(folder: str, rank: int, world_size: int, port: int, work: _Work) -> None:
-    """The main function of a rank's process."""
-    end_with_parent()
-    result_path, log_path = _paths(folder, rank)
-    sys.stdout = sys.stderr = log_path.open("w", buffering=1)
-    for descriptor in (1, 2):
-        os.dup2(sys.stdout.fileno(), descriptor)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is the parent's
-    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    # A fork has lost the threads of its parent's OpenMP, and would wait for them. Lightning reads the variable.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    function, arguments = pickle.loads(work) if isinstance(work, bytes) else work
-    result = function(*arguments)
-    partial = result_path.with_suffix(".partial")
-    torch.save(result, partial)
-    partial.rename(result_path)
-    sys.stdout.flush()
-    os._exit(not isinstance(result, RankResult))  # without the exit functions of the parent, if this is its fork
-
-
-def _result(rank: int, process: BaseProcess, folder: str, timeout: float) -> RankResult | RankFailure:
-    result_path, log_path = _paths(folder, rank)
-    if result_path.exists():
-        result: RankResult | RankFailure = torch.load(result_path, weights_only=False)
-        return result
-    trace = log_path.read_text(errors="replace")[-_SHOWN_OUTPUT:] if log_path.exists() else ""
-    if process.is_alive():
-        return RankFailure(rank, "timed out", f"no answer within {timeout:g} s", trace)
-    return RankFailure(rank, "died", f"the process ended with exit code {process.exitcode}", trace)
-
-
-def _paths(folder: str, rank: int) -> tuple[Path, Path]:
-    """The files of a rank's result, and of what it prints."""
-    return Path(folder) / f"rank-{rank}.pt", Path(folder) / f"rank-{rank}.log"
 
 
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth")

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from lightning_hanayo.cli.common import CommandParser, print_table, quantity, wh
 from lightning_hanayo.cli.doctor.host import Finding, exit_code
 
 if TYPE_CHECKING:
-    from lightning_hanayo.cli.doctor.link_worker import Measured
+    from lightning_hanayo.cli.doctor.links import Measured
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
@@ -44,9 +43,8 @@ def _parser() -> CommandParser:
     processes = partial(whole_number, least=2, expected="2 or more processes, which send to each other")
     parser.add_argument("--devices", type=processes, metavar="N", help="measure links between N processes of this host")
     parser.add_argument("--root", metavar="FOLDER", help="where checkpoints go (default: that of --config, or here)")
-    parser.add_argument(
-        "--timeout", type=_seconds, default=120.0, metavar="S", help="seconds to measure (default: 120)"
-    )
+    seconds = partial(quantity, units={"": 1.0}, expected="more than 0 seconds")
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds to measure (default: 120)")
     parser.add_argument("--measure", action="store_true", help="measure products and memory, too, and write the file")
     parser.add_argument("--output", default="machine.json", metavar="FILE", help="to write (default: machine.json)")
     parser.add_argument(
@@ -69,13 +67,6 @@ def _speed(text: str) -> float:
     return quantity(text, _SPEEDS, "bytes or bits per second, such as 50GB/s or 400Gbit/s")
 
 
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected more than 0 seconds")
-
-
 def _is_first() -> bool:
     from lightning_hanayo.cli.doctor.links import place
 
@@ -91,7 +82,7 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
     findings = [
         *host.examine_versions(),
         *host.examine_devices(host.look_at_devices()),
-        *host.examine_host(host.look_at_host()),
+        *host.examine_host(),
     ]
     root, of_run = ".", list[Finding]()
     if rest:
@@ -99,7 +90,7 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
 
         root, of_run = recipe.examine(rest)
     findings += host.examine_disk(options.root or root)
-    findings += host.examine_network(host.look_at_network())
+    findings += host.examine_network()
     findings += host.examine_environment(is_rank=place() is not None)
     findings += of_run
     measured, links, table = _links(options, findings)
@@ -118,8 +109,7 @@ def _links(
     options: argparse.Namespace, findings: Sequence[Finding]
 ) -> tuple["Measured | None", list[Finding], list[list[str]]]:
     """What was measured, what is said of it, and the rows of its table."""
-    from lightning_hanayo.cli.doctor.link_worker import Measured, examine, matrix
-    from lightning_hanayo.cli.doctor.links import measure_given, measure_here, place
+    from lightning_hanayo.cli.doctor.links import Measured, examine, matrix, measure_given, measure_here, place
 
     given = place()
     if given is not None and given[1] > 1:

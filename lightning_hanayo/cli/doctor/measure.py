@@ -2,14 +2,14 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from statistics import median
 
 import torch
 
 from lightning_hanayo.cli.doctor.host import Finding
-from lightning_hanayo.cli.doctor.link_worker import Measured
+from lightning_hanayo.cli.doctor.links import Measured, timed
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.machine import Link, Machine
 
@@ -52,10 +52,11 @@ def measure(
             "torchrun or srun, those between their ranks"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    within, between = _links(found)
-    is_one_node = between is None
-    if between is None:
-        between = within if network is None else Link(within.latency, network)
+    inside, outside = (list(found.between(nodes=is_between).values()) for is_between in (False, True))
+    within, is_one_node = _median(inside or outside), not outside
+    between = within if network is None else Link(within.latency, network)
+    if outside:
+        between = _median(outside)
     rates = {}
     for dtype in _DTYPES[device.type]:
         say(f"products in {dtype}")
@@ -94,27 +95,14 @@ def examine(machine: Machine, path: str) -> Iterator[Finding]:
     yield Finding(_TOPIC, "written", path)
 
 
-def _links(found: Measured) -> tuple[Link, Link | None]:
-    """Medians of the links within nodes, and between nodes if there are any."""
-    kinds: Mapping[bool, list[Link]] = {True: [], False: []}
-    for one in found.links:
-        kinds[found.hosts[one.first] == found.hosts[one.second]].append(Link(one.latency, one.bandwidth))
-    inside, outside = map(_median, (kinds[True], kinds[False]))
-    within = inside or outside
-    assert within is not None
-    return within, outside
-
-
-def _median(links: Sequence[Link]) -> Link | None:
-    if not links:
-        return None
+def _median(links: Sequence[Link]) -> Link:
     return Link(median(one.latency for one in links), median(one.bandwidth for one in links))
 
 
 def _products(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[float, float]]:
     for size in sizes:
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        seconds = _best(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        seconds = max(1e-9, min(timed(lambda a=a, b=b: a @ b, _REPEATS, device)))  # type: ignore[misc]
         yield float(size), 2.0 * size**3 / seconds
         if seconds * _REPEATS > _LONG:
             break
@@ -123,7 +111,7 @@ def _products(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) ->
 def _memory_bandwidth(device: torch.device) -> float:
     source = torch.ones(_COPIED // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPIED / _best(lambda: target.copy_(source), device)
+    return 2 * _COPIED / max(1e-9, min(timed(lambda: target.copy_(source), _REPEATS, device)))
 
 
 def _host_call(device: torch.device) -> float:
@@ -139,15 +127,3 @@ def _memory(device: torch.device, per_node: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
-
-
-def _best(run: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of several runs, after one that isn't counted."""
-    taken = []
-    for _ in range(_REPEATS + 1):
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return max(1e-9, min(taken[1:]))

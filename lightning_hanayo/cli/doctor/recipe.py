@@ -1,6 +1,6 @@
 """Looks at the run that a configuration describes: whether its layout fits, by the checks before every launch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -48,15 +48,11 @@ class _DoctorCLI(WaveCLI):
         strategy.connect(model)
         model.trainer = trainer
         trainer.state.fn = TrainerFn.FITTING
-        self.findings = list(_checked(trainer, strategy))
-
-
-def _checked(trainer: Any, strategy: HanayoStrategy) -> Iterator[Finding]:
-    sizes = strategy.topology
-    layout = f"data {sizes.data} x pipeline {sizes.pipe} x cube {'x'.join(map(str, sizes.cube))}"
-    try:
-        strategy.check_before_launch(trainer)
-    except ValueError as error:
-        yield Finding(_TOPIC, "layout", f"{layout}: {error}", "problem", "correct it as the message says")
-    else:
-        yield Finding(_TOPIC, "layout", f"{layout}, {sizes.world_size} processes")
+        sizes = strategy.topology
+        layout = f"data {sizes.data} x pipeline {sizes.pipe} x cube {'x'.join(map(str, sizes.cube))}"
+        self.findings = [Finding(_TOPIC, "layout", f"{layout}, {sizes.world_size} processes")]
+        try:
+            strategy.check_before_launch(trainer)
+        except ValueError as error:
+            advice = "correct it as the message says"
+            self.findings = [Finding(_TOPIC, "layout", f"{layout}: {error}", "problem", advice)]

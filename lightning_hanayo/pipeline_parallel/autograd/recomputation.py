@@ -5,13 +5,14 @@
     W                      nothing runs again
 
 It is torch's non-reentrant checkpoint around the module's `forward`, on the instance: names, parameters, class and repr
-stay as they are. Random numbers are those of the first run, whose generators' states are kept. A key/value cache among
-the arguments, which the first run fills, is for the second one as it was before.
+stay as they are. Random numbers are those of the first run, whose generators' states are kept. Key/value caches, lists
+and dictionaries among the arguments, which the first run fills, are for the second one as they were before.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
@@ -51,27 +52,26 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the module's forward. A function of this module, so that pickle finds it by name.
 
     Raises:
-        UnsupportedError: it changes a buffer, or a list or dictionary among its arguments, which would change twice.
+        UnsupportedError: it changes a buffer, which would change twice.
     """
     original = vars(module)[_ORIGINAL] or MethodType(type(module).forward, module)
     if not torch.is_grad_enabled():
         return original(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
-    before, sizes = _versions(module), _sizes((args, kwargs))
+    before = _versions(module)
     made = checkpoint(_Runs(original, args, kwargs), use_reentrant=False)
-    changed = [f"the buffer {name}" for name, version in _versions(module).items() if before.get(name) != version]
-    changed += ["a list or dictionary that it gets"] if _sizes((args, kwargs)) != sizes else []
+    changed = [name for name, version in _versions(module).items() if before.get(name) != version]
     if changed:
         raise UnsupportedError(
-            f"recompute runs a {type(module).__name__} again in the backward, but its forward changes {changed[0]}, "
-            f"which would change twice. {WAY_OUT}"
+            f"recompute runs a {type(module).__name__} again in the backward, but its forward changes the buffer "
+            f"{changed[0]}, which would change twice. {WAY_OUT}"
         )
     return made
 
 
 class _Runs:
-    """A call that is made first with its arguments, and then with caches as they were before."""
+    """A call that is made first with its arguments, and then with caches and containers as they were before."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._function = function
@@ -84,9 +84,9 @@ class _Runs:
 
 
 def _as_now(value: Any) -> Any:
-    """A copy of a cache, with its content of now; anything else itself."""
+    """A copy of a cache or a UserDict, with its content of now; anything else itself."""
     if not is_cache(value):
-        return value
+        return copy.copy(value) if isinstance(value, UserDict) else value
     copied = copy.copy(value)
     for name, part in vars(value).items():
         if isinstance(part, list):
@@ -96,16 +96,6 @@ def _as_now(value: Any) -> Any:
         else:
             vars(copied)[name] = _as_now(part)
     return copied
-
-
-def _sizes(tree: Any) -> list[int]:
-    """Of all lists and dictionaries in it, outside caches."""
-    if isinstance(tree, (list, tuple)):
-        inside = [size for one in tree for size in _sizes(one)]
-        return inside if isinstance(tree, tuple) else [len(tree), *inside]
-    if isinstance(tree, dict):
-        return [len(tree), *(size for one in tree.values() for size in _sizes(one))]
-    return []
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -74,6 +74,39 @@ class PieceSizes:
         return not self.are_known or any(list(lengths) == list(part) for part in self.parts)
 
 
+class HostNumbers:
+    """The numbers of tensors with one element: all that are in `trees` are copied to the host at once, by a first call.
+
+    Each copy waits until the device has finished everything launched before.
+    """
+
+    def __init__(self, *trees: Any) -> None:
+        self._trees = list(trees)
+        self._known: dict[int, tuple[Tensor, float]] = {}
+        """by id; a tensor is kept, so that its id stays its own"""
+
+    def add(self, tree: Any) -> None:
+        """Copy those in `tree`, too, when one of them is asked for."""
+        self._trees.append(tree)
+
+    def __call__(self, value: Any) -> float:
+        """The number of a tensor, or a plain one."""
+        if not isinstance(value, Tensor):
+            return float(value)
+        if id(value) not in self._known:
+            single = (one for one in leaves(self._trees) if isinstance(one, Tensor) and one.numel() == 1)
+            new = {id(one): one for one in (value, *single) if one.device == value.device and not one.is_complex()}
+            numbers = torch.stack([one.detach().reshape(()).double() for one in new.values()]).tolist()
+            self._known |= {key: (one, number) for (key, one), number in zip(new.items(), numbers, strict=True)}
+            self._trees.clear()
+        return self._known[id(value)][1]
+
+    def are_whole(self, values: Sequence[Any]) -> bool:
+        """Whether floats are whole numbers, as counts are, and so no means. Equal ones may be constants."""
+        numbers = set(map(self, values))
+        return len(numbers) > 1 and all(map(float.is_integer, numbers)) and max(map(abs, numbers)) > 1
+
+
 @dataclass(frozen=True)
 class _Weights:
     """Of micro-batches: in means, and in the loss and values that equal it, if its values are given."""
@@ -81,10 +114,11 @@ class _Weights:
     in_mean: Sequence[float]
     in_loss: Sequence[float]
     losses: Sequence[float] | None
+    number: HostNumbers
 
     def of(self, values: Sequence[Any]) -> Sequence[float]:
         """Those of a column of scalars."""
-        is_loss = self.losses is not None and all(map(float.__eq__, map(float, values), self.losses))
+        is_loss = self.losses is not None and list(map(self.number, values)) == list(self.losses)
         return self.in_loss if is_loss else self.in_mean
 
 
@@ -95,6 +129,7 @@ def merge(
     *,
     in_loss: Sequence[float] | None = None,
     has_loss: bool = False,
+    numbers: HostNumbers | None = None,
 ) -> Any:
     """Merge a step's results for all micro-batches into one.
 
@@ -110,12 +145,13 @@ def merge(
     Raises:
         UnsupportedError: some results are None, and others are not.
     """
-    losses = None
+    losses, numbers = None, numbers or HostNumbers(results)
     if has_loss and in_loss is not None and list(in_loss) != list(weights):
         found = [result.get("loss") if isinstance(result, Mapping) else result for result in results]
-        numbers = [float(loss) for loss in found if isinstance(loss, Tensor) and loss.numel() == 1]
-        losses = numbers if len(numbers) == len(found) else None
-    return _merge(results, sizes, _Weights(weights, in_loss or weights, losses), has_loss=has_loss, name="outputs")
+        if all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in found):
+            losses = list(map(numbers, found))
+    own = _Weights(weights, in_loss or weights, losses, numbers)
+    return _merge(results, sizes, own, has_loss=has_loss, name="outputs")
 
 
 def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_loss: bool, name: str) -> Any:
@@ -129,7 +165,7 @@ def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_
         )
     if isinstance(first, Array):
         if has_loss and isinstance(first, Tensor) and all(result.numel() == 1 for result in results):
-            return _mean(results, weights.of(results))
+            return _mean(results, weights.in_loss)
         dim = sizes.sample_dim(results)
         if dim is not None:
             return torch.cat(list(results), dim) if isinstance(first, Tensor) else np.concatenate(results, dim)
@@ -145,14 +181,14 @@ def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_
                 )
             return first
         if not first.is_floating_point():
-            return _count(results, sizes, name)
-        _warn_of_whole_numbers(results, name)
+            return _count(results, sizes, weights.number, name)
+        _warn_of_whole_numbers(results, weights.number, name)
         return _mean(results, weights.of(results))
     if isinstance(first, float):
-        _warn_of_whole_numbers(results, name)
-        return sum(r * w for r, w in zip(results, weights.of(results), strict=True))
+        _warn_of_whole_numbers(results, weights.number, name)
+        return sum(r * w for r, w in zip(results, weights.of(results), strict=True) if w)
     if type(first) is int and (len(set(results)) > 1 or _are_sizes(results, sizes)):
-        return _count(results, sizes, name)
+        return _count(results, sizes, weights.number, name)
     if isinstance(first, list) and _list_samples(results, sizes):
         return [item for result in results for item in result]
     rows = [own_rows(result, 0) or 0 for result in results]
@@ -175,8 +211,9 @@ def _mean(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return torch.stack(weighted).sum(0) if weighted else results[0]
 
 
-def _count(results: Sequence[Any], sizes: PieceSizes, name: str) -> Any:
-    if not _are_sizes(results, sizes) or len(set(results)) == 1:  # which a constant may be by chance
+def _count(results: Sequence[Any], sizes: PieceSizes, number: HostNumbers, name: str) -> Any:
+    counts = list(map(number, results))
+    if not _are_sizes(counts, sizes) or len(set(counts)) == 1:  # which a constant may be by chance
         warnings.warn(
             f"{name}: the step returns an integer for each micro-batch. They are added, as counts are; if it isn't a "
             f"count, return a float or a string.",
@@ -185,14 +222,8 @@ def _count(results: Sequence[Any], sizes: PieceSizes, name: str) -> Any:
     return sum(results[1:], results[0])
 
 
-def are_whole_numbers(values: Sequence[Any]) -> bool:
-    """Whether floats are whole numbers, as counts are, and so no means. Equal ones may be constants."""
-    numbers = {float(value) for value in values}
-    return len(numbers) > 1 and all(map(float.is_integer, numbers)) and max(map(abs, numbers)) > 1
-
-
-def _warn_of_whole_numbers(results: Sequence[Any], name: str) -> None:
-    if are_whole_numbers(results):
+def _warn_of_whole_numbers(results: Sequence[Any], number: HostNumbers, name: str) -> None:
+    if number.are_whole(results):
         warnings.warn(
             f"{name}: the step returns a whole number as a float for each micro-batch. They are averaged, as means "
             f"are. If it is a count, return an integer: integers are added.",

@@ -3,6 +3,8 @@
 {"x": [8, 16], "y": [8], "table": [1, 16], "boxes": [[2, 4], [0, 4], ... 8 tensors], "scale": []}
    by rows     by rows     whole              by items                                 whole
 
+Images in one tensor of patches are ragged: each sample has its own number of rows.
+
 A batch of several loaders (Lightning's CombinedLoader) has a part from each, and a part has its own number of samples.
 
 A container is a mapping, a dataclass, a `SimpleNamespace`, a named tuple, a tuple or a list. Attributes of mappings and
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_hanayo.errors import HanayoError
@@ -55,12 +57,14 @@ class BatchSource:
             if there is only one loader.
         is_collated: whether torch's `default_collate` has made the batch. It makes no lists of samples.
         is_unbatched: whether a `DataLoader(batch_size=None)` hands on its dataset's values: it may be one sample.
+        module: that gets the batch, if its configs are known.
     """
 
     stage: str = ""
     loaders: Any = None
     is_collated: bool = False
     is_unbatched: bool = False
+    module: nn.Module | None = None
 
 
 ONE_LOADER = BatchSource()
@@ -76,6 +80,14 @@ class Rows:
     """A tensor, an array, or a value whose class defines slices, cut along a dimension."""
 
     dim: int
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A tensor or list in which each sample has its own number of rows; a micro-batch without any gets None."""
+
+    ends: tuple[int, ...]
+    """for each sample, where its rows end and those of the next one begin"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ class Part:
     cut: "Cut"
 
 
-Cut = Whole | Rows | Items | Inside | Part
+Cut = Whole | Rows | Ragged | Items | Inside | Part
 WHOLE = Whole()
 
 
@@ -133,6 +145,13 @@ class BatchPlan:
             return self._whole(value)
         if isinstance(cut, Rows):
             return _rows(value, cut.dim, samples[part])
+        if isinstance(cut, Ragged):
+            starts = (0, *cut.ends)
+            chosen = [row for i in samples[part] for row in range(starts[i], cut.ends[i])]
+            if isinstance(value, list):
+                return [value[row] for row in chosen] or None
+            is_range = isinstance(samples[part], range)  # a view
+            return _rows(value, 0, range(chosen[0], chosen[-1] + 1) if is_range else chosen) if chosen else None
         inside = (children(value) or {}) if cut.cuts else {}
         new = {
             key: self._whole(inside[key], copies=not is_dataclass(value))  # which computes some fields again

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.pipeline_parallel.batches.patches import patch_cuts
 from lightning_hanayo.pipeline_parallel.batches.plan import (
     ONE_LOADER,
     WHOLE,
@@ -31,6 +32,7 @@ from lightning_hanayo.pipeline_parallel.batches.plan import (
     Inside,
     Items,
     Part,
+    Ragged,
     Rows,
     children,
     holds_arrays,
@@ -91,6 +93,8 @@ def _rows(items: Sequence[Any]) -> list[int]:
     return [leaf.shape[0] for leaf in leaves(items) if isinstance(leaf, Array) and leaf.ndim]
 
 
+NamedArray = tuple[str, Any, tuple[int, ...]]
+"""A tensor or array, with its key path before it, and the lengths of the lists around it behind it."""
 Meaning = Literal["columns", "samples"] | int
 """The meaning of a list: columns of all samples, or samples. For a tensor: the dimension of its samples."""
 
@@ -137,25 +141,28 @@ class BatchReader:
         return Part(len(sizes) - 1, reading.cut)
 
     def _read(self, batch: Any, source: BatchSource, path: str) -> "Reading | None":
-        for where, array, _ in named_arrays(batch, self.rule, path):
+        ragged = patch_cuts(batch, self.rule, source.module)
+        arrays = [one for one in named_arrays(batch, self.rule, path) if id(one[1]) not in ragged]
+        for where, array, _ in arrays:
             if isinstance(array, Tensor) and (array.is_nested or array.layout not in (torch.strided, torch.sparse_coo)):
                 layout = "jagged or nested" if array.is_nested else str(array.layout)
                 raise _uncuttable(f"{where} is a tensor with the layout {layout}", where)
-        candidates = _candidates(batch, self.rule, path)
+        candidates = _candidates(batch, arrays, self.rule)
         if not candidates:
             check_opaque(batch, path)
             return None
         settled = self._settled.setdefault(source.stage, {})
-        readings = _readings(batch, candidates, self.rule, source, settled, path)
+        max_ndim = max((array.ndim for _, array, _ in arrays), default=0)
+        reader = _Reader(self.rule, source, settled, path, max_ndim, ragged)
+        readings = reader.readings(batch, candidates)
         if not readings or [one.cost for one in readings[1:2]] == [readings[0].cost]:
             possible = [reading.samples for reading in readings]
             # would dimension 1 explain the tensors with the most dimensions, and all others?
             rule = replace(self.rule, batch_dim=1)
-            as_sequences = _readings(batch, _candidates(batch, rule, "batch"), rule, ONE_LOADER, {}, "batch")
-            shapes = [array.shape for _, array, _ in named_arrays(batch, rule, "batch")]
-            largest = {shape[1:2] for shape in shapes if len(shape) == max(map(len, shapes))}
+            as_sequences = replace(reader, rule=rule, settled={}).readings(batch, _candidates(batch, arrays, rule))
+            largest = {array.shape[1:2] for _, array, _ in arrays if array.ndim == max_ndim}
             helps = self.rule.batch_dim == 0 and bool(as_sequences) and largest == {(as_sequences[0].samples,)}
-            raise disagreement(batch, path, possible, self.rule, is_sequence_first=helps)
+            raise disagreement(arrays, path, possible, self.rule, is_sequence_first=helps)
         best, *others = readings
         if source.is_unbatched:
             self._check_unbatched(batch, best, path)
@@ -226,6 +233,7 @@ class _Reader:
     Args:
         root: the path of a loader's part.
         max_ndim: the most dimensions that a tensor in it has. Tensors with fewer may have their samples in dimension 0.
+        ragged: how patches are cut, by their ids.
     """
 
     rule: BatchRule
@@ -233,7 +241,20 @@ class _Reader:
     settled: Mapping[str, Meaning]
     root: str
     max_ndim: int
-    reading: Reading
+    ragged: Mapping[int, Ragged]
+    reading: Reading = field(default_factory=lambda: Reading(0))
+
+    def readings(self, batch: Any, candidates: Sequence[int]) -> list[Reading]:
+        """All numbers of samples that make sense, the most usual reading first."""
+        found = []
+        for samples in candidates:
+            reading = Reading(samples)
+            try:
+                reading.cut = replace(self, reading=reading).read(batch, self.root)
+            except _Mismatch:
+                continue
+            found.append(reading)
+        return sorted(found, key=lambda reading: reading.cost)
 
     def read(self, value: Any, path: str, key: Any = None) -> Cut:
         """How to cut `value`.
@@ -243,6 +264,10 @@ class _Reader:
         """
         if self.rule.keeps_whole(key):
             return WHOLE
+        if own := self.ragged.get(id(value)):
+            if len(own.ends) != self.reading.samples:
+                raise _Mismatch
+            return own
         if isinstance(value, Array):
             return self._array(value, path)
         for dim in {self.rule.batch_dim, 0}:
@@ -323,34 +348,12 @@ def _cut_values(value: Any, cut: Cut) -> Iterator[tuple[Any, Cut]]:
         yield value, cut
 
 
-def _readings(
-    batch: Any,
-    candidates: Sequence[int],
-    rule: BatchRule,
-    source: BatchSource,
-    settled: Mapping[str, Meaning],
-    path: str,
-) -> list[Reading]:
-    """All numbers of samples that make sense, the most usual reading first."""
-    found = []
-    max_ndim = max((array.ndim for _, array, _ in named_arrays(batch, rule, path)), default=0)
-    for samples in candidates:
-        reading = Reading(samples)
-        try:
-            reading.cut = _Reader(rule, source, settled, path, max_ndim, reading).read(batch, path)
-        except _Mismatch:
-            continue
-        found.append(reading)
-    return sorted(found, key=lambda reading: reading.cost)
-
-
-def _candidates(batch: Any, rule: BatchRule, path: str) -> list[int]:
+def _candidates(batch: Any, arrays: Sequence[NamedArray], rule: BatchRule) -> list[int]:
     """The numbers of samples that explain the first tensor with more than one row; without one, 1 is possible too.
 
     Without tensors: the length of the lists, if it is one.
     """
     numbers: list[int] = []
-    arrays = named_arrays(batch, rule, path)
     for _, value, lengths in sorted(arrays, key=lambda one: -one[1].ndim) if rule.batch_dim else arrays:
         if value.ndim and value.shape[rule.sample_dim(value.ndim)] != 1:
             numbers = [value.shape[rule.sample_dim(value.ndim)], *lengths]
@@ -402,18 +405,18 @@ def check_opaque(value: Any, path: str) -> None:
 
 
 def disagreement(
-    batch: Any, path: str, possible: list[int], rule: BatchRule, *, is_sequence_first: bool
+    arrays: Sequence[NamedArray], path: str, possible: list[int], rule: BatchRule, *, is_sequence_first: bool
 ) -> UnsupportedError:
     """The error for tensors that don't agree on a number of samples, with all shapes by key path.
 
     Args:
-        batch: or one loader's part of it.
+        arrays: of a batch, or of one loader's part of it.
         path: of it, in Python.
         possible: the numbers of samples that would explain all tensors, if there are several.
         rule: how it was to be cut.
         is_sequence_first: whether `batch_dim=1` would help.
     """
-    shapes = {where: tuple(array.shape) for where, array, _ in named_arrays(batch, rule, path)}
+    shapes = {where: tuple(array.shape) for where, array, _ in arrays}
     shown = [f"{where} {shape}" for where, shape in shapes.items()]
     rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
     numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
@@ -444,10 +447,8 @@ def _name(path: str) -> str:
     return "" if last.isdigit() or last == path else last
 
 
-def named_arrays(
-    value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = ()
-) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """All tensors and arrays that may be cut, each with its key path, and the lengths of the lists around it."""
+def named_arrays(value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = ()) -> Iterator[NamedArray]:
+    """All tensors and arrays that may be cut."""
     if isinstance(value, Array):
         yield path, value, lengths
         return

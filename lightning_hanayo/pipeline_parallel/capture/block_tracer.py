@@ -88,11 +88,14 @@ class BlockTracer:
         self.has_gradients = self._grad_mode
         self._output: Any = None
         self._returned = pytree.VALUE
+        self._numbered: list[Any] = []
         self._forget_calls()
         self._has_left = False
 
     def _forget_calls(self) -> None:
-        self._flattener = pytree.Flattener()
+        # what a first block that is called alone puts into a dictionary, the step learns too late for later calls
+        shares = self._sends_objects and (self._num_local > 0 or self.num_called > 0)
+        self._flattener = pytree.Flattener(self._numbered if shares else None)
         self._calls: dict[pytree.Skeleton, int] = {}
         self._call_of_block: list[int] = []
 
@@ -155,7 +158,7 @@ class BlockTracer:
             output = self._output = run_original(block, *args, **kwargs)
         else:
             if index == self._num_local:
-                self._carriers.begin_recording()
+                self._carriers.begin_recording(self._numbered)
             name = f"{self._name}[{index}]"
             call = (
                 "tuple",
@@ -186,12 +189,14 @@ class BlockTracer:
         if pytree.is_cache(value):
             value = cache_for(self._blocks[index], value)
         skeleton = self._flattener.flatten(value, what, is_argument=True)
-        if not self._sends_objects and pytree.holds(skeleton, "object"):
+        if not self._sends_objects and any(n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)):
             raise UnsupportedError(
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
                 f"samples or features than the step. Pass tensors, set cube=1, or, where blocks aren't registered, "
                 f"cube_outside='share'."
             )
+        if skeleton[0] in ("tensor", "plain"):
+            return skeleton
         return pytree.map_leaves(skeleton, partial(self._relative, index, what))
 
     def _relative(self, index: int, what: str, leaf: pytree.Skeleton) -> pytree.Skeleton:

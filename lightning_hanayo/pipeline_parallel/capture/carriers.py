@@ -1,18 +1,18 @@
 """Carriers: values that travel with a micro-batch besides the blocks' arguments.
 
-    step's thread    leave() -> tree                                                deliver(tree) ... end()
-    stage 1                     running(tree): blocks read and add -> tree
-    stage 2                                                           running(tree) -> tree
+    step's thread    leave() -> tree                                                       deliver(tree) ... end()
+    stage 1              begin_blocks(tree), blocks read and add, end_blocks() -> tree
+    stage 2                                             begin_blocks(tree), ..., end_blocks() -> tree
 
-A carrier knows one kind of values: attributes of modules, calls of `self.log`, or (in this file) the outputs that
-transformers records inside blocks: `output_router_logits`, `output_attentions`, `output_hidden_states`.
+A carrier knows one kind of values: attributes of modules, calls of `self.log`, or (in this file) what blocks put into
+dictionaries among their arguments, and the outputs that transformers records inside blocks: `output_router_logits`,
+`output_attentions`, `output_hidden_states`.
 """
 
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -29,6 +29,8 @@ class BlockRun:
     """whether the last of them is the last one of the stack"""
     output: Any = None
     """the output of the last of them, once they have run"""
+    filled: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    """what blocks have put into dictionaries among their arguments, by the dictionaries' numbers"""
 
 
 class Carrier:
@@ -37,7 +39,8 @@ class Carrier:
     A method that a carrier doesn't define does nothing.
 
     On ranks with user code, per micro-batch:  enter, begin_recording, leave, ..., enter, deliver, end, where a step
-    that passes the stack again records and leaves again instead of ending. On all:  running, for each stage.
+    that passes the stack again records and leaves again instead of ending. On all, for each stage:  begin_blocks, then
+    end_blocks, or abandon_blocks after an error.
     """
 
     def begin_batch(self, num_local: int) -> None:
@@ -49,8 +52,11 @@ class Carrier:
     def undo(self) -> None:
         """Called after a dry run of user code: undo its changes since `enter`."""
 
-    def begin_recording(self) -> None:
-        """Called in the step's thread before the first call in a pass of a block that doesn't run in the step."""
+    def begin_recording(self, numbered: list[Any]) -> None:
+        """Called in the step's thread before the first call in a pass of a block that doesn't run in the step.
+
+        `numbered` is going to have the dictionaries among the blocks' arguments.
+        """
 
     def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Any, Any]:
         """Called in the step's thread when it is suspended; `begins_pass`: for the first time in this pass.
@@ -60,9 +66,15 @@ class Carrier:
         """
         return None, None
 
-    def running(self, tree: Any, run: BlockRun) -> AbstractContextManager[list[Any]]:
-        """Make the tree's values known to the blocks of `run`; the list's one item is the tree for the next stage."""
-        return nullcontext([tree])
+    def begin_blocks(self, tree: Any, run: BlockRun) -> Any:
+        """Called before the blocks of `run`: make the tree's values known to them. Returns the state for their end."""
+
+    def end_blocks(self, tree: Any, run: BlockRun, begun: Any) -> Any:
+        """Called when they have run. Returns the tree for the next stage."""
+        return tree
+
+    def abandon_blocks(self, begun: Any) -> None:
+        """Called instead where one of them has failed."""
 
     def deliver(self, tree: Any, left: Any) -> Any:
         """Called in the step's thread when it continues: make the values known to it. Returns the state for `end`."""
@@ -96,10 +108,10 @@ class Carriers:
         for carrier in self._carriers:
             carrier.undo()
 
-    def begin_recording(self) -> None:
+    def begin_recording(self, numbered: list[Any]) -> None:
         """Called in the step's thread before the first call in a pass of a block that doesn't run in the step."""
         for carrier in self._carriers:
-            carrier.begin_recording()
+            carrier.begin_recording(numbered)
 
     def leave(self, earlier: Sequence[Any], *, begins_pass: bool = True) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """A tree for each carrier to send, and its state for `deliver`. `earlier` is () at first."""
@@ -108,21 +120,27 @@ class Carriers:
         left = [carrier.leave(own, begins_pass=begins_pass) for carrier, own in pairs]
         return tuple(tree for tree, _ in left), tuple(own for _, own in left)
 
-    def running(self, trees: Sequence[Any], run: BlockRun) -> AbstractContextManager[list[list[Any]]]:
-        """Make the trees' values known to the blocks of `run`; `carried_after` reads the lists at the end."""
-        return self._running(trees, run) if self._carriers else nullcontext([])  # the usual case costs no generator
+    def begin_blocks(self, trees: Sequence[Any], run: BlockRun) -> list[Any]:
+        """Make the trees' values known to the blocks of `run`. Returns each carrier's state for their end."""
+        return [carrier.begin_blocks(tree, run) for carrier, tree in zip(self._carriers, trees, strict=True)]
+
+    def end_blocks(self, trees: Sequence[Any], run: BlockRun, begun: Sequence[Any]) -> tuple[Any, ...]:
+        """The trees for the next stage."""
+        rows = zip(self._carriers, trees, begun, strict=True)
+        return tuple([carrier.end_blocks(tree, run, own) for carrier, tree, own in rows])
+
+    def abandon_blocks(self, begun: Sequence[Any]) -> None:
+        """A block has failed."""
+        for carrier, own in zip(self._carriers, begun, strict=True):
+            carrier.abandon_blocks(own)
 
     @contextmanager
-    def _running(self, trees: Sequence[Any], run: BlockRun) -> Iterator[list[list[Any]]]:
-        with ExitStack() as stack:
-            yield [
-                stack.enter_context(carrier.running(tree, run))
-                for carrier, tree in zip(self._carriers, trees, strict=True)
-            ]
-
-    def quiet(self, block: nn.Module) -> AbstractContextManager[Any]:
+    def quiet(self, block: nn.Module) -> Iterator[None]:
         """Inside it, once more, the block may run without a step: its logs and records are dropped."""
-        return self.running([None] * len(self._carriers), BlockRun([block], is_last=False))
+        trees, run = [None] * len(self._carriers), BlockRun([block], is_last=False)
+        begun = self.begin_blocks(trees, run)
+        yield
+        self.end_blocks(trees, run, begun)
 
     def deliver(self, trees: Sequence[Any], left: Sequence[Any]) -> tuple[Any, ...]:
         """Make the values known to the step."""
@@ -152,17 +170,44 @@ class CarriersOfDryRun(Carriers):
         return ()
 
 
-def carried_after(collected: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """The trees for the next stage, from the lists of `Carriers.running`."""
-    return tuple([tree for (tree,) in collected])
-
-
 def merged(early: Sequence[Any], late: Sequence[Any]) -> tuple[Any, ...]:
     """The trees of a step that is suspended twice: additions in between are part of `late`."""
     return tuple(a | b if a and b else a or b for a, b in zip(early, late, strict=True))
 
 
 NO_CARRIERS = Carriers()
+
+
+class FilledArguments(Carrier):
+    """Carries what blocks put into dictionaries among their arguments, which the step passes to several of them.
+
+    the step's dictionary       {}                                         {"full_attention": (k, v)}
+    carried                          {}  block 3 ->  {0: {"full_attention": (k, v)}}  -> blocks 4 to 7
+    """
+
+    def __init__(self) -> None:
+        self._numbered: list[Any] = []
+
+    def begin_recording(self, numbered: list[Any]) -> None:
+        """Note where the step's dictionaries are."""
+        self._numbered = numbered
+
+    def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[None, list[Any]]:
+        """Leave nothing: what the step has put into them is among the arguments."""
+        return None, self._numbered
+
+    def begin_blocks(self, tree: dict[int, Any] | None, run: BlockRun) -> None:
+        """Give the blocks what earlier ones have put in."""
+        run.filled = tree or {}
+
+    def end_blocks(self, tree: dict[int, Any] | None, run: BlockRun, begun: None) -> dict[int, Any] | None:
+        """Take what they have put in, too."""
+        return run.filled or None
+
+    def deliver(self, tree: dict[int, Any] | None, left: list[Any]) -> None:
+        """Put all of it into the step's dictionaries."""
+        for number, items in (tree or {}).items():
+            left[number].update(items)
 
 
 _LAYERS = "_hidden_states_layers"
@@ -192,11 +237,10 @@ class RecordedOutputs(Carrier):
     def __init__(self, model: nn.Module, *, accepts: bool = True) -> None:
         self._model = model
         self._accepts = accepts
-        self._has_warned = False
         self._counts: dict[str, int] = {}
         """of the items by key that the step that runs has recorded itself"""
 
-    def begin_recording(self) -> None:
+    def begin_recording(self, numbered: list[Any]) -> None:
         """Count the step's own records: from now on its hooks record proxies, or None for unwanted ones."""
         self._counts = {key: len(items) for key, items in (_active() or {}).items()}
 
@@ -217,35 +261,31 @@ class RecordedOutputs(Carrier):
                 f"samples or features than the step. Leave it out of the model's config and call, cut another stack "
                 f"with HanayoStrategy(blocks=...) if a tower's features are made of it, or set cube=1."
             )
-        if "router_logits" in lists and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "output_router_logits=True: the load-balancing loss is not a mean over samples, so that of the batch "
-                "is not the mean of its micro-batches'. The training equals one process that runs the same "
-                "micro-batches.",
-                stacklevel=2,
-            )
         layers = sorted(collector[_LAYERS]) if _LAYERS in collector else None
         models = [name for name, module in self._model.named_modules() if getattr(module, _HOOKED, False)]
         wanted = {key: [self._counts.get(key, 0), []] for key in lists}
         return {"models": models, "layers": layers, "lists": wanted}, None
 
-    @contextmanager
-    def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
-        """Collect the outputs of the run's blocks."""
+    def begin_blocks(self, tree: Tree | None, run: BlockRun) -> Any:
+        """Collect the outputs of the run's blocks: in a collector of its own, until it is reset with the token."""
         if tree is None:
-            yield [None]
-            return
+            return None
         for name in tree["models"]:  # as transformers has done on the rank that asked for outputs
             _capturing().maybe_install_capturing_hooks(self._model.get_submodule(name))
         collector = {key: [None] * count + items for key, (count, items) in tree["lists"].items()}
-        active = _capturing()._active_collector
-        token = active.set(collector)
-        result: list[Tree | None] = [tree]
-        try:
-            yield result
-        finally:
-            active.reset(token)
+        return collector, _capturing()._active_collector.set(collector)
+
+    def abandon_blocks(self, begun: Any) -> None:
+        """Collect no more."""
+        if begun is not None:
+            _capturing()._active_collector.reset(begun[1])
+
+    def end_blocks(self, tree: Tree | None, run: BlockRun, begun: Any) -> Tree | None:
+        """Add the outputs."""
+        self.abandon_blocks(begun)
+        if tree is None:
+            return None
+        collector, _ = begun
         if run.is_last:  # the step's own call of the last block records this block's output once more
             outputs = (run.output, *(run.output if isinstance(run.output, tuple) else ()))
             for items in collector.values():
@@ -255,7 +295,7 @@ class RecordedOutputs(Carrier):
             states = collector[_STATES]
             collector[_STATES] = [one if i in tree["layers"] else None for i, one in enumerate(states)]
         lists = {key: [count, collector[key][count:]] for key, (count, _) in tree["lists"].items()}
-        result[0] = tree | {"lists": lists}
+        return tree | {"lists": lists}
 
     def deliver(self, tree: Tree | None, left: Any) -> Any:
         """Append the recorded outputs to the step's collector, in place of those that the blocks' own hooks added."""

@@ -25,30 +25,42 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
-from lightning_hanayo.pipeline_parallel.capture.state import is_metric
+from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, Scanner, is_metric
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.message import Message
 
 State = dict[str, float | Tensor]
 Given = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """What the step is to get from the stack, by the number of the tensor, and the first block's output."""
+FirstBlock = Callable[[Message, int], Any]
+"""Runs the first block on its call for so many samples, whose tensors it may change, and returns its output."""
 
 
 class RefusedAfterStack(Exception):
     """Code after the stack does what a dry run can't, such as a collective. The step may run on a whole batch."""
 
 
+class _FailedElsewhere(Exception):
+    """The same dry run has failed on another rank of a cube."""
+
+    def __init__(self, what: str, *, is_refused: bool) -> None:
+        super().__init__(what)
+        self.error = (UnsupportedError if is_refused else RuntimeError)(what)
+
+
 @dataclass
 class StandIn:
     """Takes the place of the stack in a dry run."""
 
-    blocks: Sequence[nn.Module]
+    first_block: Callable[[Message], Any]
     given: Given
     calls: list[Message] = field(default_factory=list)
     """of the blocks: for each pass the first one's, and the others'"""
     tensors: list[Tensor] = field(default_factory=list)
     """that the step has got, of all passes: leaves, if they have gradients"""
     output: Any = None
+    num_bytes: int = 0
+    """of all tensors that the first block has made"""
     _made: tuple[pytree.Skeleton, list[Tensor]] = (pytree.NONE, [])
     _has_gradients: bool = True
 
@@ -57,11 +69,12 @@ class StandIn:
         self.calls.append(call)
         self._has_gradients = has_gradients
         copies = Message(call.skeleton, tuple([tensor.detach().clone() for tensor in call.tensors]))
-        with torch.no_grad():
-            made = StageInput.from_message(copies).run(self.blocks[:1], is_last=len(self.blocks) == 1)
+        with torch.no_grad(), _CountedBytes() as counted:
+            output = self.first_block(copies)
+        self.num_bytes += counted.num_bytes
         flattener = pytree.Flattener()
-        self._made = flattener.flatten(made.output, "the output of a block"), flattener.tensors
-        return made.output
+        self._made = flattener.flatten(output, "the output of a block"), flattener.tensors
+        return output
 
     def others(self, calls: Message) -> None:
         """Make the output of the stack."""
@@ -84,6 +97,8 @@ class Ran:
     """that the step has got from the stack"""
     num_bytes: int
     """of all tensors that it has made outside the stack"""
+    block_bytes: int
+    """of those that the first block has made"""
     before: State
     """by name, numbers and buffers of modules that it changes"""
     after: State
@@ -97,12 +112,25 @@ class DrySteps:
         user: runs steps, in which no block runs.
         model: the user's module.
         outside: the modules outside the stack, whose buffers are as before afterwards.
+        first_block: runs the first block, in a cube together with the other ranks; None: it runs as it is.
+        in_cube: gathers objects from the ranks of the cube, which run the same dry steps.
     """
 
-    def __init__(self, user: UserStep, model: nn.Module, outside: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        user: UserStep,
+        model: nn.Module,
+        outside: Sequence[nn.Module],
+        first_block: FirstBlock | None = None,
+        in_cube: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
         self._user = user
+        self._in_cube = in_cube
+        self._first_block = first_block or self._run_first
         self._model = model
-        self._modules = [*outside, *user.blocks[0].modules()]
+        self._runs_blocks = user.num_local == len(user.blocks)
+        """whether steps run all blocks themselves"""
+        self._modules = [*outside, *(part for block in user.blocks[:1] for part in block.modules())]
         ids = {id(module) for module in outside if not is_metric(module)}
         self._outside = {
             f"{name}." if name else "": module for name, module in model.named_modules() if id(module) in ids
@@ -112,11 +140,12 @@ class DrySteps:
         self,
         step: Callable[[Any], Any],
         samples: Any,
+        num_samples: int,
         given: Given = lambda _, made: made,
         *,
         after: State | None = None,
     ) -> Ran:
-        """Run the step on some samples, which it may change, without dropout.
+        """Run the step on so many samples, which it may change, without dropout.
 
         `given`: makes what the step gets from the stack; else that is the first block's output. `after`: what another
         run has left, before this one.
@@ -125,7 +154,12 @@ class DrySteps:
             RefusedAfterStack: code after the stack does what a dry run can't.
             UnsupportedError: so does code in front of it, or the blocks' arguments can't be cut.
         """
-        counted, stand_in = _CountedBytes(), StandIn(self._user.blocks, given)
+
+        def first_block(call: Message) -> Any:
+            self._agree()
+            return self._first_block(call, num_samples)
+
+        counted, stand_in = _CountedBytes(), StandIn(first_block, given)
         before: State = {}
         now: State = {}
 
@@ -140,17 +174,55 @@ class DrySteps:
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
         kept = kept_buffers(self._modules), _kept_hooks(self._model)
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
-        with quiet[0], quiet[1], kept[0], kept[1], torch.compiler.set_stance("force_eager"):
+        with quiet[0], quiet[1], kept[0], kept[1], self._undone(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             try:
-                result = copy_context().run(self._user.dry_run, batch, stand_in)
+                result = self._run(batch, stand_in)
             except UnsupportedError as error:
-                if stand_in.output is None:
+                if stand_in.output is None and not self._runs_blocks:
                     raise
                 raise RefusedAfterStack(str(error)) from error
         changed = [name for name in before.keys() & now.keys() if not _is_same(before[name], now[name])]
         states = ({name: state[name] for name in changed} for state in (before, now))
-        return Ran(result, stand_in.calls, stand_in.tensors, counted.num_bytes, *states)
+        return Ran(result, stand_in.calls, stand_in.tensors, counted.num_bytes, stand_in.num_bytes, *states)
+
+    def _run(self, batch: Batch, stand_in: StandIn) -> Any:
+        """Run it on all ranks of the cube, or on none."""
+        try:
+            try:
+                result = copy_context().run(self._user.dry_run, batch, stand_in)
+            except Exception as error:
+                if not isinstance(error, _FailedElsewhere):
+                    self._agree(error)
+                raise
+            self._agree()
+        except _FailedElsewhere as failed:
+            raise failed.error from failed
+        return result
+
+    def _agree(self, error: Exception | None = None) -> None:
+        """Agree before each call of the first block, and at the end of a run, that no rank of the cube has failed."""
+        own = None if error is None else (str(error), isinstance(error, UnsupportedError))
+        other = next((one for one in self._in_cube(own) if one is not None), None)
+        if other is not None and own is None:
+            raise _FailedElsewhere(other[0], is_refused=other[1])
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Undo changes of attributes, where the step has no carriers that do."""
+        if not self._runs_blocks:
+            yield
+            return
+        state = ModuleState(self._model, self._user.blocks, self._user.name)
+        scanner = Scanner(list(state.holders.values()), state.clock)
+        try:
+            yield
+        finally:
+            scanner.undo()
+
+    def _run_first(self, call: Message, _: int) -> Any:
+        blocks = self._user.blocks
+        return StageInput.from_message(call).run(blocks[:1], is_last=len(blocks) == 1).output
 
     def _state(self) -> State:
         """The numbers and buffers of modules outside the stack, but for what metrics count."""
@@ -177,7 +249,7 @@ class DrySteps:
         streams = self._user.streams
         with ExitStack() as stack:
             if streams is not None:
-                stack.enter_context(streams.batch("dry runs"))
+                stack.enter_context(streams.batch("dry runs", has_shares=False))
             yield
 
 

@@ -14,7 +14,8 @@ proxy for the output of an earlier block, and becomes that output once the block
     after block 1       (proxy 0, tensor 5)
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from types import FunctionType
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
-from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, BlockRun, Carriers, carried_after
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, BlockRun, Carriers
 from lightning_hanayo.pipeline_parallel.capture.proxy import subtree
 from lightning_hanayo.pipeline_parallel.message import Message
 
@@ -80,11 +81,13 @@ class StageInput(NamedTuple):
         if not blocks:
             return self
         run = BlockRun(blocks, len(blocks) == len(self.call_of_block) if is_last is None else is_last)
-        with carriers.running(self.trees, run) as collected:
-            outputs = [self.output]
+        trees, outputs, shared = self.trees, [self.output], _SharedDictionaries(self.calls, run)
+        begun = carriers.begin_blocks(trees, run)
+        try:
             for block, call in zip(blocks, self.call_of_block, strict=False):
-                args, kwargs = pytree.unflatten(self.calls[call], self.tensors, partial(_output, outputs))
-                with _unchanged(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else _UNCHECKED:
+                args, kwargs = pytree.unflatten(self.calls[call], self.tensors, partial(_output, outputs), shared)
+                watch = shared.watch(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else None
+                with watch or _UNCHECKED:
                     outputs.append(block(*args, **kwargs))
                 if self.returned == pytree.VALUE or run.is_last and block is blocks[-1]:
                     continue
@@ -95,8 +98,11 @@ class StageInput(NamedTuple):
                         f"one returns, and would miss the value. Return a tensor always (zeros, say), or store it as "
                         f"an attribute of the block (self.value = ...), which the step may read after the stack."
                     )
-            run.output = outputs[-1]
-        return self.after(outputs, len(blocks), carried_after(collected))
+        except BaseException:
+            carriers.abandon_blocks(begun)
+            raise
+        run.output = outputs[-1]
+        return self.after(outputs, len(blocks), carriers.end_blocks(trees, run, begun))
 
     def after(self, outputs: Sequence[Any], num_blocks: int, trees: tuple[Any, ...]) -> "StageInput":
         """The input of the stage after the next `num_blocks`, which have returned the last of these `outputs`."""
@@ -120,31 +126,64 @@ def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any
     return subtree(outputs[-1 - distance], path)
 
 
-@contextmanager
-def _unchanged(
-    block: nn.Module, call: pytree.Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
-    """Check that the block doesn't change lists, dictionaries, or variables of functions among its arguments.
+class _SharedDictionaries:
+    """The dictionaries that the blocks of a stage get, each one object for all blocks, with what blocks put into them.
 
-    Each block gets its own copies.
-
-    Raises:
-        UnsupportedError: it does.
+    A dictionary that the step has changed from call to call is made anew for each, as are lists, and blocks must leave
+    it as it is. `run` has what blocks of earlier stages have put in, by number, and takes what these blocks do.
     """
-    values = zip(_arguments(call), (*args, *kwargs.values()), strict=True)
-    before = [(found, _contents(found)) for part, value in values for found in pytree.containers(part, value)]
-    yield
-    for found, old in before:
-        now = _contents(found)
-        if len(now) != len(old) or any(one is not other for one, other in zip(now, old, strict=True)):
-            shown = f"a {type(found).__name__}"
-            if isinstance(found, FunctionType):
-                shown = f"a variable of {found.__qualname__}, a function"
-            raise UnsupportedError(
-                f"a {type(block).__name__} of the stack changes {shown} that it gets as an argument, which the "
-                f"step and blocks on other ranks would not see. Return what it adds, or store it as an attribute of "
-                f"the block (self.value = ...), which the step may read after the stack."
-            )
+
+    def __init__(self, calls: tuple[pytree.Skeleton, ...], run: BlockRun) -> None:
+        self._calls = calls
+        self._run = run
+        self._made: dict[int, dict[Any, Any]] = {}
+
+    def __call__(self, number: int, make: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+        """The dictionary of this number."""
+        if number not in _same_in_all(self._calls):
+            return make()
+        if number not in self._made:
+            self._made[number] = make() | self._run.filled.get(number, {})
+        return self._made[number]
+
+    @contextmanager
+    def watch(
+        self, block: nn.Module, call: pytree.Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Note what the block puts into these dictionaries.
+
+        Raises:
+            UnsupportedError: it changes others, takes something out, or changes a list or a variable of a function.
+        """
+        values = zip(_arguments(call), (*args, *kwargs.values()), strict=True)
+        before = [(found, _contents(found)) for part, value in values for found in pytree.containers(part, value)]
+        yield
+        numbers = {id(made): number for number, made in self._made.items()}
+        for found, old in before:
+            now = _contents(found)
+            new = {key: value for key, value in now.items() if key not in old or old[key] is not value}
+            if id(found) in numbers and old.keys() <= now.keys():
+                if new:
+                    self._run.filled.setdefault(numbers[id(found)], {}).update(new)
+            elif new or len(now) != len(old):
+                shown = f"a {type(found).__name__}"
+                if isinstance(found, FunctionType):
+                    shown = f"a variable of {found.__qualname__}, a function"
+                raise UnsupportedError(
+                    f"a {type(block).__name__} of the stack changes {shown} that it gets as an argument, which the "
+                    f"step and blocks on other ranks would not see. Blocks may put values into a dictionary that the "
+                    f"step doesn't change between their calls (in a cube or with step='batch' not the first block). Or "
+                    f"return what it adds, or store it as an attribute of the block (self.value = ...), which the step "
+                    f"may read after the stack."
+                )
+
+
+@lru_cache(maxsize=256)
+def _same_in_all(calls: tuple[pytree.Skeleton, ...]) -> frozenset[int]:
+    """The numbers of the dictionaries that have the same content in all calls."""
+    found = {node for call in calls for node in pytree.nodes(call) if node[0] == "shared"}
+    times = Counter(number for _, number, _ in found)
+    return frozenset(number for number in times if times[number] == 1)
 
 
 @lru_cache(maxsize=256)
@@ -158,11 +197,11 @@ def _arguments(call: pytree.Skeleton) -> list[pytree.Skeleton]:
     return [*args, *(value for _, value in kwargs)]
 
 
-def _contents(found: Any) -> list[Any]:
+def _contents(found: Any) -> dict[Any, Any]:
     """The objects in a container, or that a function refers to."""
     if isinstance(found, FunctionType):
-        return pytree.values_of(found)
-    return [*found, *found.values()] if isinstance(found, dict) else list(found)
+        return dict(enumerate(pytree.values_of(found)))
+    return dict(found) if isinstance(found, dict) else dict(enumerate(found))
 
 
 def carried_of(message: Message) -> pytree.Skeleton:

@@ -172,6 +172,8 @@ class Scanner:
         self._clock = clock
         self._containers = [holder.container for holder in holders]
         self._active = [holder for holder in holders if not holder.is_idle]
+        self.shared = [holder for holder in holders if holder.is_outside]
+        """those that the model reaches outside the blocks, too"""
         self._time = -1
         self._remember()
 

@@ -16,8 +16,7 @@ before.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,24 +160,30 @@ class StateCarrier(Carrier):
             self._set(modes)
         return tree, Left(left.values | values, left.changed | changes.keys(), number, has_passed)
 
-    @contextmanager
-    def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
-        """Set the values for the blocks, and add the blocks' changes."""
-        indices = frozenset(self._index_of[id(block)] for block in run.blocks)
-        given = tree or {}
-        holders = ((key, self._holder(key)) for key in given)
-        # a key without a holder belongs to an object that another value brings
-        read = {key: given[key] for key, holder in holders if holder is None or holder.blocks & indices}
-        before = self._set(self._decode(read)) if read else {}
+    def begin_blocks(self, tree: Tree | None, run: BlockRun) -> tuple[Scanner, dict[Key, Any], dict[str, Any]]:
+        """Set the values for the blocks. Returns what finds their changes, and values from before."""
+        indices = frozenset([self._index_of[id(block)] for block in run.blocks])
+        before: dict[Key, Any] = {}
+        if tree:
+            holders = ((key, self._holder(key)) for key in tree)
+            # a key without a holder belongs to an object that another value brings
+            read = {key: tree[key] for key, holder in holders if holder is None or holder.blocks & indices}
+            before = self._set(self._decode(read)) if read else {}
         scanner = self._scanner(indices)
         scanner.scan()  # changes until now are not by these blocks
-        shared = {holder.name: holder.copy for holder in scanner.holders if holder.is_outside}
-        result = [tree]
-        yield result
-        changes = _without_mutated(scanner.scan())
+        return scanner, before, {holder.name: holder.copy for holder in scanner.shared}
+
+    def end_blocks(
+        self, tree: Tree | None, run: BlockRun, begun: tuple[Scanner, dict[Key, Any], dict[str, Any]]
+    ) -> Tree | None:
+        """Add the blocks' changes."""
+        scanner, before, shared = begun
+        given, changes = tree or {}, scanner.scan()
+        if not changes and not before:
+            return tree
+        changes = _without_mutated(changes)
         if changes:
-            encoded = {key: self._encode(key, value, by="a block") for key, value in changes.items()}
-            result[0] = given | encoded
+            tree = given | {key: self._encode(key, value, by="a block") for key, value in changes.items()}
             self._follow(changes)
         copies = {key: shared[key[0]] for key in changes if key[0] in shared}
         old = {key: copy if key[1] == CONTENT else copy.get(key[1], REMOVED) for key, copy in copies.items()}
@@ -187,6 +192,7 @@ class StateCarrier(Carrier):
         restored = old | own
         if restored:
             self._set(restored)
+        return tree
 
     def deliver(self, tree: Tree | None, left: Left) -> Delivered:
         """Set the step's own values, and those that blocks have set."""

@@ -226,6 +226,8 @@ class UserStep:
     """whether blocks work on the same samples and features as the step, so that they may get any objects"""
     replaced_parameters: ReplacedParameters | None = None
     """of the whole model; None: not checked"""
+    other_lists: Callable[[], str] = str
+    """how an error ends that says that the blocks weren't called: with the lists that could be the stack"""
     _gradient_calls: GradientCalls = field(init=False)
     _calls: SuspendedCalls = field(init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
@@ -395,9 +397,15 @@ class UserStep:
     def dry_run(self, batch: Batch, stack: StackStandIn) -> Any:
         """Run `batch.dry_run_step` to its end, with a stand-in for the stack, and return its result.
 
-        Nothing else remains of it: no logs, no changes of modules. Where no block runs in the step.
+        Nothing else remains of it: no logs, no changes of modules. Where no block runs in the step; or all, with no
+        stand-in.
         """
         self._enter(batch, None)
+        if self.num_local == self.num_blocks:
+            if self.streams is not None:
+                self.streams.begin_user_code(0)
+            with self._user_code(batch):
+                return batch.dry_run_step(0)  # type: ignore[misc]
         call, tracer = self._start(batch, batch.dry_run_step or batch.step, 0, NO_CARRIERS)  # type: ignore[arg-type]
         try:
             while not call.done:
@@ -492,7 +500,7 @@ class UserStep:
         else:
             way_out = (
                 f"Only calls of the blocks themselves count, such as {tracer.next_block}(x): not those of modules in "
-                f"them, or of other methods than forward."
+                f"them, or of other methods than forward.{self.other_lists()}"
             )
         raise UnsupportedError(
             f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "

@@ -44,7 +44,7 @@ class CutTensor:
     def __init__(self, whole: Tensor, dim: int | None, samples: Sequence[int]) -> None:
         self.whole = whole
         self.has_gradient = whole.requires_grad and torch.is_grad_enabled()
-        self._dim = dim
+        self.dim = dim
         self._version = version_of(whole)
         parts: Sequence[Tensor] = [whole] * len(samples)
         if dim is not None:
@@ -71,7 +71,7 @@ class CutTensor:
         Raises:
             UnsupportedError: one has.
         """
-        if self._dim is None and len(self.parts) > 1 and any(map(version_of, self.parts)):
+        if self.dim is None and len(self.parts) > 1 and any(map(version_of, self.parts)):
             raise UnsupportedError(
                 f"a block changes an argument of the shape {tuple(self.whole.shape)} in place that has no dimension of "
                 f"the samples: it would do so once for each micro-batch. Change a copy of it, or set step='microbatch'."
@@ -84,7 +84,7 @@ class CutTensor:
         if all(one is None for one in made):
             return None
         gradients = [torch.zeros_like(part) if one is None else one for part, one in zip(self.parts, made, strict=True)]
-        return torch.stack(gradients).sum(0) if self._dim is None else torch.cat(gradients, self._dim)
+        return torch.stack(gradients).sum(0) if self.dim is None else torch.cat(gradients, self.dim)
 
 
 @dataclass
@@ -199,6 +199,14 @@ class WholeStep:
             self._passes.append(Pass(batch.num_samples, backwards_left=len(batch.num_samples)))
             self._passes[-1].calls.append((call, self._dims_of(batch, call)))
         return self._passes[batch.pass_number].cut(0, microbatch)
+
+    def dims_of_parts(self, batch: Batch, parts: Sequence[Tensor]) -> Sequence[int | None] | None:
+        """Along which dimensions parts of calls were cut; None where there is one micro-batch, so that none was."""
+        current = self._passes[batch.pass_number]
+        if len(current.samples) == 1:
+            return None
+        dims = {id(part): one.dim for one in current.tensors.values() for part in one.parts}
+        return [dims.get(id(part)) for part in parts]
 
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """The calls of the other blocks, for a micro-batch whose first block has run."""
@@ -316,8 +324,15 @@ class WholeStep:
         device = next((one.device for one in user.blocks[0].parameters()), torch.device("cpu"))
         states = generator_states(device)
         streams = None if user.streams is None else user.streams.save()
-        with kept_buffers(self.outside):
-            calls = user.start_dry_run(batch, microbatch, CarriersOfDryRun(user.carriers, trees))
+        try:
+            with kept_buffers(self.outside):
+                calls = user.start_dry_run(batch, microbatch, CarriersOfDryRun(user.carriers, trees))
+        except Exception as error:  # of the user's code
+            error.add_note(
+                "The step runs once on the whole batch; this was a dry run on one micro-batch of it, which shows how "
+                "to cut what the blocks get. A step that can't run on fewer samples needs num_microbatches=1."
+            )
+            raise
         with kept_buffers(self.outside):
             if after is None:
                 user.abandon_dry_run(microbatch)
@@ -379,9 +394,11 @@ class WholeStep:
         if dim is not None:
             return torch.cat(list(parts), dim)
         is_number = not first.is_floating_point()
-        if (is_number or first.device.type == "cpu") and all(torch.equal(first, part) for part in parts[1:]):
+        is_same = (is_number or first.device.type == "cpu") and all(torch.equal(first, part) for part in parts[1:])
+        if is_same and not any(part.requires_grad for part in parts):
             return first  # the step has set it, say
-        self._warn(f"a tensor of the shape {tuple(first.shape)}", "last one" if is_number else "mean")
+        if not is_same:
+            self._warn(f"a tensor of the shape {tuple(first.shape)}", "last one" if is_number else "mean")
         if is_number:
             return parts[-1]
         weighted = [part * (n / sum(samples)) for part, n in zip(parts, samples, strict=True)]
@@ -483,8 +500,8 @@ def _places(skeleton: pytree.Skeleton, path: tuple[Any, ...] = ()) -> Iterator[t
     elif kind == "dict":
         for key, value in parts:
             yield from _places(value, (*path, key))
-    elif kind in ("tuple", "list", "object"):
-        for number, part in enumerate(parts[kind == "object" :]):
+    elif kind in ("tuple", "list", "object", "shared"):
+        for number, part in enumerate(parts[kind in ("object", "shared") :]):
             yield from _places(part, (*path, number))
 
 

@@ -13,7 +13,9 @@ import base64
 import io
 import pickle
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
+from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.pipeline_parallel.message import ALIGN, Message, SendBuffer, Spec, spec_of, unpack
+
+numbers: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+"""how many broadcasts of objects this rank has begun in each group"""
+
+
+class Broadcast(NamedTuple):
+    """Tells a broadcast of an object from all others, for reports of runs in which nothing moves."""
+
+    source: int
+    """rank of the world"""
+    group: str
+    number: int
+    """of the broadcasts in that group, from 1 on"""
+
 
 _SAME_EVERYWHERE = ("cpu", "meta")
 """devices that mean the same on all ranks"""
@@ -64,7 +81,14 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None, source:
         return value
     is_source = dist.get_rank(group) == source
     values = [to_bytes(value) if is_source else None]
-    dist.broadcast_object_list(values, group=group, group_src=source)
+    waiting: AbstractContextManager[object] = nullcontext()  # torch counts the world's collectives
+    if group is not None:
+        numbers[group] = numbers.get(group, 0) + 1
+        if not is_source:
+            sender = Broadcast(dist.get_global_rank(group, source), group.group_name, numbers[group])
+            waiting = Waiting("an object that it broadcasts", sender)
+    with waiting:
+        dist.broadcast_object_list(values, group=group, group_src=source)
     return value if is_source else from_bytes(values[0])
 
 

@@ -133,7 +133,7 @@ class _Pairing:
 
     def _try(self, rows: CodeRows, pairs: dict[int, int]) -> bool:
         """Keep an order if it is no worse."""
-        self._left -= sum(map(len, rows)) * (2 if self._steady else 1)
+        self._left -= sum(map(len, rows)) * (2 if self._steady else 1)  # a following step is run, too
         if any(self._held(row, pairs) > most + 1e-9 for row, most in zip(rows, self._most, strict=True)):
             return False
         score = self._score_of(rows, pairs)

@@ -1,13 +1,16 @@
-"""Validation: checks that a table can run: every action once, on its stage's rank, and no deadlock."""
+"""Validation: checks that a table can run: every action once, on its stage's rank, and no deadlock.
+
+The error draws the table as text and marks the wrong action.
+"""
 
 from collections import defaultdict
+from typing import NoReturn
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.completeness import reject
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import Dependencies, cell_waits, executable_order
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.table import Action, Kind, Table
+from lightning_hanayo.schedule.table import Action, Kind, Rows, Table
 
 _PAIR_ORDER = (Kind.F, Kind.B, Kind.I)
 _WHOLE_BACKWARDS = ({Kind.B}, {Kind.I, Kind.W})
@@ -148,3 +151,44 @@ def _cycle(table: Table, waits: Dependencies, done: set[Action], stuck: dict[int
 
 def _span(count: int) -> str:
     return f"0 to {count - 1}"
+
+
+CONTEXT = 6
+"""positions drawn before and after the marked one, and ranks above and below it"""
+MAX_RANKS = 32
+"""up to this many ranks, all are drawn"""
+
+
+def reject(table: Table, cell: tuple[int, int], reason: str) -> NoReturn:
+    """Raise a `HanayoError` about the action at `cell`, a rank and a position in its row."""
+    drawing = table_text(table.actions, cell)
+    error = HanayoError(f"schedule {table.name!r}, rank {cell[0]}, position {cell[1]}: {reason}\n{drawing}")
+    error.cell = cell
+    raise error
+
+
+def table_text(rows: Rows, mark: tuple[int, int]) -> str:
+    """The cells around `mark` (rank, position), a line per rank, the marked one in brackets.
+
+    Example:
+        >>> print(table_text(build("1f1b", num_ranks=2, num_microbatches=1).actions, mark=(1, 0)))
+        rank 0   0F0   0B0
+        rank 1  [1F0]  1B0
+    """
+    longest = max(map(len, rows), default=0)
+    first, last = max(0, mark[1] - CONTEXT), min(longest, mark[1] + CONTEXT + 1)
+    ranks = range(len(rows))
+    if len(rows) > MAX_RANKS:
+        ranks = range(max(0, mark[0] - CONTEXT), min(len(rows), mark[0] + CONTEXT + 1))
+    cells = {rank: [str(action) for action in rows[rank][first:last]] for rank in ranks}
+    width = max((len(cell) for row in cells.values() for cell in row), default=0)
+    lines = []
+    for rank, row in cells.items():
+        drawn = [
+            (f"[{cell}]" if mark == (rank, first + position) else f" {cell} ").ljust(width + 2)
+            for position, cell in enumerate(row)
+        ]
+        head = f"rank {rank}".ljust(len(f"rank {len(rows) - 1}"))
+        before, after = "..." if first else "", "..." if last < len(rows[rank]) else ""
+        lines.append(f"{head} {before}{' '.join(drawn)}{after}".rstrip())
+    return "\n".join(lines)

@@ -15,7 +15,7 @@ from math import inf
 
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
-from lightning_hanayo.schedule.table import COMPUTE, Action, Kind, Table
+from lightning_hanayo.schedule.table import Action, Kind, Table
 
 _KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 _BASE = {kind: base for base, kind in enumerate(_KINDS)}
@@ -102,7 +102,7 @@ class Evaluator:
         """
         pairs = self._pairs if pairs is None else pairs
         nodes, num_microbatches = self._nodes, self._num_microbatches
-        done = [-1.0] * (3 * self._num_stages * num_microbatches)
+        done = [-1.0] * (3 * self._num_stages * num_microbatches)  # ends by slot; -1: not run yet
         last = list(begin or [0.0] * self._num_ranks)
         starts: list[list[float]] = [[] for _ in rows]
         ends: list[list[float]] = [[] for _ in rows]
@@ -122,7 +122,7 @@ class Evaluator:
                 start = time
                 for distance, hop in waits:
                     arrival = done[code + distance]
-                    if arrival < 0:
+                    if arrival < 0:  # who makes it wakes this rank
                         asleep.setdefault(code + distance, []).append(rank)
                         break
                     arrival += hop
@@ -146,6 +146,7 @@ class Evaluator:
                     continue
                 break
             last[rank] = time
+        # no rank is awake: all have ended, or wait for each other
         stuck = any(len(row) > len(row_ends) for row, row_ends in zip(rows, ends, strict=True))
         return None if stuck else ActionTimes(starts, ends, last)
 
@@ -159,7 +160,7 @@ def _node(shape: Table, costs: CostModel, action: Action) -> Node:
     code = (_BASE[action.kind] * shape.num_stages + action.stage) * shape.num_microbatches
     waits = []
     for one_of in waits_for(action, shape.num_stages):
-        (slot,) = {_slot(shape, other) for other in one_of if other.kind in COMPUTE}
+        (slot,) = {_slot(shape, other) for other in one_of}
         other = one_of[-1]
         near = shape.stage_ranks[other.stage] == shape.stage_ranks[action.stage]
         hop = 0.0 if near else costs.hop(shape, min(other.stage, action.stage))

@@ -87,13 +87,13 @@ class ListScheduler:
         """
         events, free, ends, positions = self._events, self._free, self._ends, self._positions
         microbatches, takes, rank_of, targets = self._microbatches, self._takes, self._rank_of, self._targets
-        slack = [limit] * len(free)
+        slack = [limit] * len(free)  # how long each rank may still idle
         for node in range(self._num_actions // microbatches):
             slack[rank_of[node]] -= microbatches * takes[node]
         events.append((0.0, 0))
         now = 0.0
         while events or self._lift_reach(now):
-            now = events[0][0] + self._tick
+            now = events[0][0] + self._tick  # what differs by rounding alone happens at once
             awake = set()
             while events and events[0][0] <= now:  # an input has arrived (its action's code), or a rank is free
                 event = heappop(events)[1]
@@ -140,7 +140,7 @@ class ListScheduler:
         if position < len(row):
             code, ready = row[position], self._ready[rank]
             if code >= 2 * self._kind:
-                if 0 <= self._ends[code - self._kind] <= now:
+                if 0 <= self._ends[code - self._kind] <= now:  # its I has ended
                     return heappop(self._weights[rank])[1]
             elif not ready or ready[0] != position:
                 gap = (

@@ -64,13 +64,13 @@ def read_table(path: Path) -> tuple[Rows, frozenset[tuple[Action, Action]]]:
     return rows, frozenset(pairs)
 
 
-def locate_error(path: Path, error: HanayoError, *, compute_only: bool) -> HanayoError:
+def locate_error(path: Path, error: HanayoError) -> HanayoError:
     """The error with its line and cell in the file. There, idle cells count, and so do those that were dropped."""
     if error.cell is None:
         return HanayoError(f"{path}: {error}")
     rank, position = error.cell
     found = ((column, action) for column, cell in enumerate(_cells(path)[rank]) for action in _actions(cell.strip()))
-    columns = [column for column, action in found if action.kind.is_compute or not compute_only]
+    columns = [column for column, action in found if action.kind.is_compute]
     where = f"cell {columns[position] + 1}" if position < len(columns) else "behind its last cell"
     return HanayoError(f"{path}, row {rank + 1}, {where}: {error}")
 

@@ -201,6 +201,7 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         "samples": vars(_samples(trainer, session)),
         "layout": _layout(session),
         "metrics": resumed_loops.metrics(trainer),
+        "runs_once": session.choice is not None and session.choice.runs_once,
     }
     states: list[Any] = []
     random: dict[str, dict[str, Tensor]] = {}
@@ -264,6 +265,8 @@ class Resume:
                 lines += self._keep_samples(saved)
             session.samples.largest = max(session.samples.largest, saved.samples.batch)
             session.reseed(saved.document["seed"])
+            if session.choice is not None and session.choice.may_run_once:
+                session.choice.runs_once = bool(saved.document.get("runs_once"))
             lines += self._restore_gradients(saved)
             resumed_loops.set_metrics(trainer, saved.document.get("metrics", {}))
             if self._is_before_plateau:

@@ -1,7 +1,7 @@
 """Saves and removes the checkpoints of one run: folders in which each rank writes its part, or single files.
 
-one rank, or save_full=True    rank 0 has the whole checkpoint, and writes it into one file
-several ranks                  each writes what it holds, into a folder
+one rank, save_full=True, weights only    rank 0 has the whole checkpoint, and writes it into one file
+several ranks                             each writes what it holds, into a folder
 
 Finds before training what would make every save fail: folders that can't be written, values that can't be stored.
 
@@ -17,7 +17,8 @@ same.ckpt?      Lightning asks: waits for it, then it is taken, so same-v1.ckpt.
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from os import fspath
 from pathlib import Path
@@ -75,6 +76,15 @@ class Checkpoints:
         self._saver = Saver(self._peers, SavingRanks(factory.background(world)) if self.in_background else None)
         self.poll, self.wait = self._saver.poll, self._saver.wait
         self.finish, self.abandon = self._saver.finish, self._saver.abandon
+
+    @contextmanager
+    def one_file(self) -> Iterator[None]:
+        """Inside it, rank 0 gathers what is saved: weights alone, for tools that read files of `torch.save`."""
+        before, self.is_sharded = self.is_sharded, False
+        try:
+            yield
+        finally:
+            self.is_sharded = before
 
     def save(
         self,
@@ -139,11 +149,16 @@ def check_saving(trainer: "pl.Trainer", module: "pl.LightningModule", checkpoint
     savers = [one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint | OnExceptionCheckpoint)]
     if not savers or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    if checkpoints.is_sharded and trainer.is_global_zero:
+    if _saves_folders(checkpoints, savers) and trainer.is_global_zero:
         for owner in (module, trainer.datamodule):  # type: ignore[attr-defined]
             if owner is not None:
                 _warn_of_unstorable(owner.hparams, type(owner).__name__)
     on_all_ranks(lambda: _check_this_rank(trainer, module, checkpoints, savers))
+
+
+def _saves_folders(checkpoints: Checkpoints, savers: _Savers) -> bool:
+    """Weights alone are saved in files."""
+    return checkpoints.is_sharded and not all(getattr(one, "save_weights_only", False) for one in savers)
 
 
 def check_plugin(options: Options, topology: Topology, io: CheckpointIO) -> None:
@@ -164,9 +179,9 @@ def check_plugin(options: Options, topology: Topology, io: CheckpointIO) -> None
 def _check_this_rank(
     trainer: "pl.Trainer", module: "pl.LightningModule", checkpoints: Checkpoints, savers: _Savers
 ) -> None:
-    is_sharded = checkpoints.is_sharded
+    is_sharded = _saves_folders(checkpoints, savers)
     links = [one for one in savers if isinstance(one, ModelCheckpoint) and one.save_last == "link"]
-    if links and checkpoints.in_background:
+    if links and is_sharded and checkpoints.in_background:
         raise UnsupportedError(
             "ModelCheckpoint(save_last='link') links to a checkpoint as soon as it is saved, but with save_async=True "
             "it isn't complete then. Set save_last=True, or leave out save_async."

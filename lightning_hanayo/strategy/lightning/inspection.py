@@ -193,8 +193,10 @@ def _profiler_of(trainer: "pl.Trainer") -> PyTorchProfiler | None:
     return profiler if isinstance(profiler, PyTorchProfiler) else None
 
 
-def describe_run(trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, fullest: int) -> str:
-    """One line for the user, at the start of a training whose model is cut.
+def describe_run(
+    trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, fullest: int, pictures: str = ""
+) -> str:
+    """Five or six lines for the user, at the start of a training whose model is cut.
 
     Args:
         trainer: whose training loader is known.
@@ -202,17 +204,27 @@ def describe_run(trainer: "pl.Trainer", layout: Layout, ownership: Ownership, to
         ownership: which stage has which blocks.
         topology: of all ranks.
         fullest: bytes of weights and gradients on the rank that holds the most.
+        pictures: where they will be; "" if there are none.
     """
     stack, cube = ownership.stack, "x".join(map(str, topology.cube))
     parts = f"{layout.num_stages} stages on {topology.pipe} pipeline rank{'s' * (topology.pipe > 1)}"
     parts += f" in a {cube} cube" if topology.cube != (1, 1, 1) else ""
     waves = f", {layout.num_waves} wave{'s' * (layout.num_waves > 1)}" if layout.num_waves else ""
+    batch_size = getattr(trainer.train_dataloader, "batch_size", None)
+    count = min(layout.num_microbatches, batch_size) if isinstance(batch_size, int) else layout.num_microbatches
+    bubble = layout.predict(count)
+    many = f"{count} micro-batch{'es' * (count > 1)}"
+    once = ". The step runs once a batch: all micro-batches' activations are held" if layout.runs_step_once else ""
+    if count < layout.num_microbatches:
+        many += ", as many as a batch has samples"
     return (
-        f"{stack.name}: {len(stack)} blocks, {parts}, x {topology.data} data = {topology.world_size} ranks. "
-        f"Schedule {layout.schedule}{waves}, {layout.num_microbatches} micro-batches, predicted bubble "
-        f"{layout.predict():.0%}. {_samples(trainer, topology)} Learning rates scale with "
-        f"trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size. Weights and gradients: "
-        f"{_size(fullest)} on the fullest rank."
+        f"{stack.name}: {len(stack)} blocks, {parts}, x {topology.data} data = {topology.world_size} ranks\n"
+        f"  schedule        {layout.schedule}{waves}, {many}: predicted bubble {bubble:.0%}{once}\n"
+        f"  samples         {_samples(trainer, topology)}\n"
+        f"  learning rates  scale with trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size\n"
+        f"  memory          {_size(fullest)} of weights and gradients on the fullest rank"
+        + f"\n  pictures        {pictures}"
+        * bool(pictures)
     )
 
 
@@ -234,10 +246,9 @@ def _samples(trainer: "pl.Trainer", topology: Topology) -> str:
     if of_rank is None:
         per_step = accumulated * data
         count = "one batch" if per_step == 1 else f"{per_step} batches"
-        return f"A step takes {count} of the loader; ddp would take {accumulated * topology.world_size}."
+        return f"a step takes {count} of the loader; ddp would take {accumulated * topology.world_size}"
     return (
-        f"A step takes {of_rank * data} samples, {of_rank} for each data rank; ddp would take "
-        f"{of_rank * topology.world_size}."
+        f"a step takes {of_rank * data}, {of_rank} for each data rank; ddp would take {of_rank * topology.world_size}"
     )
 
 

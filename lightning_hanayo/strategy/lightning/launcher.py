@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -43,6 +43,10 @@ _PORTS = {"MASTER_PORT", "STANDALONE_PORT"}
 _LOOK = 0.2
 """seconds between two looks at the processes"""
 
+_IN_A_FUNCTION = (
+    "make the Trainer in a function, and start it by `from lightning_hanayo.notebook import launch; "
+    "launch(function, devices={})`"
+)
 _ADVICE = (
     "A script that goes on after a failed run must catch the error on all ranks, by `except Exception`: ranks that "
     "didn't fail first get a PeerFailed."
@@ -210,6 +214,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         num_nodes: of the run.
         check: called with the Trainer before any process starts, and with the checkpoint that the run is to load if
             this process starts the others; raises if the run can't work.
+        after: called when the run has ended.
         timeout: how long processes may run on once this one has ended its script.
     """
 
@@ -219,11 +224,12 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         check: Callable[["pl.Trainer", Any], None],
+        after: Callable[[], None] | None = None,
         *,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._check = check
+        self._check, self._after = check, after
         self._timeout = timeout
         self.served: TCPStore | None = None
         """where the processes meet; served from before they start until this one ends"""
@@ -237,8 +243,17 @@ class CheckingLauncher(_SubprocessScriptLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook may use it: if it starts no process."""
-        return self.num_processes * self.num_nodes == 1
+        """Whether it starts no process. Lightning asks in notebooks alone.
+
+        Raises:
+            HanayoError: it would; Lightning's error advises a strategy that can't train the model.
+        """
+        if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
+            raise HanayoError(
+                "the other ranks can't run the code of a notebook, or of an interactive session, again: "
+                + _IN_A_FUNCTION.format(self.num_processes)
+            )
+        return True
 
     @override
     def launch(
@@ -255,10 +270,20 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         except ValueError as error:
             raise HanayoError(str(error)) from None
         if starts:
+            if self.num_processes > 1 and sys.argv[0] in ("", "-"):
+                raise HanayoError(
+                    "the other ranks can't read this program again, which came from standard input. Save it as a file. "
+                    f"Or: {_IN_A_FUNCTION.format(self.num_processes)}"
+                )
             self._call_children_scripts()
+        else:
+            self._check_number_of_processes()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         with _children.running() if self.num_processes > 1 else nullcontext():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if self._after is not None:
+                self._after()
+            return result
 
     @override
     def _call_children_scripts(self) -> None:
@@ -278,6 +303,14 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             first_rank=environment.node_rank() * self.num_processes + 1,
             wait=self._timeout.total_seconds(),
         )
+
+    def _check_number_of_processes(self) -> None:
+        """Compare the Trainer's number of processes with that of `notebook.launch`, or of an earlier Trainer."""
+        started, needed = os.environ.get("WORLD_SIZE"), self.num_processes * self.num_nodes
+        is_told = isinstance(self.cluster_environment, LightningEnvironment) and needed > 1
+        if is_told and started is not None and int(started) != needed:
+            wanted = f"devices={self.num_processes} x num_nodes={self.num_nodes}"
+            raise HanayoError(f"{started} processes were started for this run, but the Trainer has {wanted}")
 
     @override
     def kill(self, signum: Any) -> None:
@@ -300,7 +333,13 @@ def _start_script(local_rank: int) -> "subprocess.Popen[bytes]":
     command, folder = (
         _hydra_subprocess_cmd(local_rank)
         if _HYDRA_AVAILABLE and import_module("hydra.core.hydra_config").HydraConfig.initialized()
-        else (_basic_subprocess_cmd(), None)
+        else (_script_command(), None)
     )
     environment = os.environ | {"LOCAL_RANK": str(local_rank)}
     return subprocess.Popen(command_ending_with_parent(command), env=environment, cwd=folder)
+
+
+def _script_command() -> Sequence[str]:
+    if sys.argv[0] == "-c":
+        return [sys.executable, *sys.orig_argv[1:]]
+    return _basic_subprocess_cmd()

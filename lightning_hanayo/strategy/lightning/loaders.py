@@ -3,6 +3,7 @@
 On these ranks hooks that would work on data are skipped.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -352,11 +354,43 @@ def source_of(trainer: "pl.Trainer") -> BatchSource:
     loop: Any = trainer._active_loop
     combined: CombinedLoader | None = loop._combined_loader
     if combined is None:
-        return BatchSource(stage)
+        return BatchSource(stage, module=trainer.lightning_module)
     loaders = None if combined._mode == "sequential" else shape_of_loaders(combined.iterables)
     # Some `DataLoader(batch_size=None)` without a `collate_fn` hands on the items of its dataset.
     is_unbatched = any(getattr(one, "collate_fn", None) is default_convert for one in combined.flattened)
-    return BatchSource(stage, loaders, are_collated(combined.flattened), is_unbatched=is_unbatched)
+    is_collated = are_collated(combined.flattened)
+    return BatchSource(stage, loaders, is_collated, is_unbatched=is_unbatched, module=trainer.lightning_module)
+
+
+def first_batch(trainer: "pl.Trainer", module: "pl.LightningModule") -> Any:
+    """The first batch of the run that begins, read and changed by hooks in this process, and not moved to a device.
+
+    It changes the states of datasets and random numbers: called in a fork of a rank.
+
+    Raises:
+        UnsupportedError: a loader isn't torch's, or may read what the fork shares with the rank.
+    """
+    loop: Any = trainer._active_loop
+    source = loop._data_source
+    is_hook = isinstance(source.instance, pl.LightningModule | pl.LightningDataModule)
+    loaders = getattr(source.instance, source.name)() if is_hook else source.instance
+    if not isinstance(loaders, CombinedLoader):
+        loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.training else "sequential")
+    combined = copy.copy(loaders)
+    copies = [copy.copy(loader) for loader in combined.flattened]
+    for loader in copies:
+        if not isinstance(loader, DataLoader) or (
+            isinstance(loader.dataset, IterableDataset) and not loader.num_workers
+        ):
+            raise UnsupportedError("a stream may have one position for both processes")
+        vars(loader).update(num_workers=0, pin_memory=False, timeout=0)
+    combined.flattened = copies
+    batch = next(iter(combined))[0]
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        data = vars(trainer).get("datamodule")
+        owner = data if data is not None and is_overridden(hook, data) else module
+        batch = getattr(owner, hook)(batch, 0)
+    return batch
 
 
 def are_collated(loaders: Iterable[Any]) -> bool:

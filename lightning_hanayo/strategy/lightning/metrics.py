@@ -18,10 +18,12 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_hanayo.errors import NotAvailableError, UnsupportedError
+from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
 from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
@@ -271,13 +273,16 @@ class MicrobatchLog:
             for i in range(max(map(len, calls.values()))):  # a key may be logged several times in one step
                 self._log_merged(key, i, {piece: own[i] for piece, own in calls.items() if i < len(own)}, log)
 
-    def add_up(self, losses: Sequence[Tensor]) -> None:
+    def add_up(self, losses: Sequence[Tensor], number: HostNumbers) -> None:
         """Log the sum of this rank's `losses`, one per micro-batch, where the step has logged them: they are sums."""
-        numbers = torch.stack([loss.detach().reshape(()) for loss in losses]).tolist()
-        own = dict(zip(self._split.own, numbers, strict=True))
-        for key, calls in self._calls.items():
-            values = {piece: [call.value for call in of_piece] for piece, of_piece in calls.items()}
-            if all(len(one) == 1 and _is_number(one[0], own[piece]) for piece, one in values.items()):
+        own = dict(zip(self._split.own, losses, strict=True))
+        values = {
+            key: {piece: [one.value for one in of] for piece, of in calls.items()} for key, calls in self._calls.items()
+        }
+        number.add(values)
+        for key, of_pieces in values.items():
+            single = all(len(of) == 1 and isinstance(of[0], Tensor) and of[0].numel() == 1 for of in of_pieces.values())
+            if single and all(number(of[0]) == number(own[piece]) for piece, of in of_pieces.items()):
                 self._added.add(key)
 
     def enter(self, microbatch: int | None) -> None:
@@ -285,9 +290,14 @@ class MicrobatchLog:
         self._restore_metrics()
         piece = None if microbatch is None else self._split.own[microbatch]
         self._piece = piece if piece is not None and self._split.pieces[piece] is not None else None
-        if self._piece is None:
+        if self._piece is None or not self._split.counts:
             metrics = (part for part in self._trainer.lightning_module.modules() if isinstance(part, Metric))
             self._saved_states = [(metric, copy_state(metric)) for metric in metrics]
+
+    @property
+    def names(self) -> set[str]:
+        """Under which this rank has logged values in this batch."""
+        return set(self._calls)
 
     def means_of(self, piece: int) -> list[Tensor]:
         """The values that this rank has logged as means for a piece, once the batch has ended."""
@@ -295,9 +305,9 @@ class MicrobatchLog:
         return [call.value for own in means for call in own.get(piece, ()) if isinstance(call.value, Tensor)]
 
     def _restore_metrics(self) -> None:
-        """Undo updates of metrics by code on a padding sample."""
+        """Undo updates of metrics by code on a padding sample, or that another rank runs alike."""
         for metric, state in self._saved_states:
-            restore_state(metric, state)
+            restore_state(metric, state, counts_elsewhere=not self._split.counts)
         self._saved_states = []
 
     def _keep(self, key: str, value: Any, batch_size: int) -> None:
@@ -344,7 +354,7 @@ class MicrobatchLog:
                 merged: Any = sum(values.values())
             elif metric.meta.is_mean_reduction:
                 own = self._own_weights.get(key.rpartition(".")[2])
-                merged = _mean(values, self._weights) if own is None else sum(own[i] * values[i] for i in values)
+                merged = _mean(values, self._weights) if own is None else _added_up(values, own)
             else:
                 merged = metric.meta.reduce_fx(torch.stack(list(values.values())))
             log(key, merged, batch_size)
@@ -360,12 +370,11 @@ def _mean(values: dict[int, Tensor], weights: Sequence[float]) -> Tensor:
     total = sum(weights[piece] for piece in values)
     if len(values) == 1 or not total:
         return next(iter(values.values()))
-    parts = [value * (weights[piece] / total) for piece, value in values.items() if weights[piece]]
-    return torch.stack(parts).sum(0)
+    return _added_up(values, [weight / total for weight in weights])
 
 
-def _is_number(value: Any, number: float) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and float(value) == number
+def _added_up(values: dict[int, Tensor], weights: Sequence[float]) -> Tensor:
+    return torch.stack([value * weights[piece] for piece, value in values.items() if weights[piece]]).sum(0)
 
 
 Call = list[Any]
@@ -380,22 +389,23 @@ class BlockLogs(Carrier):
         self._module = module
         self._rejects = rejects
 
-    @contextmanager
-    def running(self, tree: list[Call] | None, run: BlockRun) -> Iterator[list[list[Call] | None]]:
-        """Keep what the blocks log."""
-        result = [tree]
-        results: Any = self._module.trainer._results
-        if results is None:  # predict logs nothing
-            yield result
-            return
+    def begin_blocks(self, tree: list[Call] | None, run: BlockRun) -> tuple[Any, list[Call]]:
+        """Keep what the blocks log, in the list that is returned with the Trainer's results."""
         calls: list[Call] = []
-        results.log = lambda hook, name, value, **options: calls.append(self._call(hook, name, value, options))
-        try:
-            yield result
-        finally:
-            del results.log
-        if calls:
-            result[0] = [*(tree or []), *calls]
+        results: Any = self._module.trainer._results
+        if results is not None:  # predict logs nothing
+            results.log = lambda hook, name, value, **options: calls.append(self._call(hook, name, value, options))
+        return results, calls
+
+    def abandon_blocks(self, begun: tuple[Any, list[Call]]) -> None:
+        """Keep no more."""
+        if begun[0] is not None:
+            del begun[0].log
+
+    def end_blocks(self, tree: list[Call] | None, run: BlockRun, begun: tuple[Any, list[Call]]) -> list[Call] | None:
+        """Add what they have logged."""
+        self.abandon_blocks(begun)
+        return [*(tree or []), *begun[1]] if begun[1] else tree
 
     def deliver(self, tree: list[Call] | None, left: Any) -> None:
         """Log what blocks elsewhere have logged."""
@@ -456,11 +466,17 @@ def copy_state(metric: Metric) -> Any:
     return metric._copy_state_dict(), (metric._update_count, metric._computed, metric._forward_cache)
 
 
-def restore_state(metric: Metric, state: Any) -> None:
-    """Set a metric back to the state of `copy_state`."""
-    values, (metric._update_count, metric._computed, metric._forward_cache) = state
+def restore_state(metric: Metric, state: Any, *, counts_elsewhere: bool = False) -> None:
+    """Set a metric back to the state of `copy_state`.
+
+    `counts_elsewhere`: another rank has made the same updates. What is a mean over ranks stays as it is there.
+    """
+    values, calls = state
+    if not counts_elsewhere:
+        metric._update_count, metric._computed, metric._forward_cache = calls
     for name, value in values.items():
-        setattr(metric, name, value)
+        if not counts_elsewhere or metric._reductions[name] is not dim_zero_mean:
+            setattr(metric, name, value)
 
 
 @dataclass

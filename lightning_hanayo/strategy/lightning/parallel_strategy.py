@@ -3,10 +3,11 @@
 import atexit
 import os
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -16,19 +17,20 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.errors import UnsupportedError, available
+from lightning_hanayo.errors import ONE_PACKAGE, OtherPackageError, UnsupportedError, available
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures, leave_at_exit, leave_group, pause_at_exit, store_after_failure
 from lightning_hanayo.strategy.groups import AllGather, ProcessGroups, backend_for, forget_groups, group_factory
 from lightning_hanayo.strategy.joining import close_monitor, monitor_of_world, store_of_start
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
-from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.options import Options, check_names
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives, world_size_watched
 from lightning_hanayo.topology import Topology, resolve
 
@@ -41,8 +43,18 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     Decisions are agreed over all ranks; metrics are reduced over the data ranks.
     """
 
+    def __new__(cls, *_: Any, **named: Any) -> Self:
+        """Answer unknown options before Python's bare TypeError does.
+
+        Raises:
+            HanayoError: there is no such option; the message names the most similar one, or what takes its place.
+        """
+        check_names(cls, named)
+        return super().__new__(cls)
+
     def __init__(self, options: Options) -> None:
         super().__init__()
+        _meet_other_package(type(self))
         self.options = options
         self.num_nodes = 1
         self._topology: Topology | None = None
@@ -220,6 +232,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     def set_world_ranks(self) -> None:
         """Called when the Trainer is constructed, and again in each process."""
+        accelerator: Any = self.accelerator
+        if not isinstance(accelerator, Accelerator | None):
+            raise OtherPackageError
         if self.cluster_environment is not None:
             self.num_nodes = _nodes_found(self.cluster_environment, self.num_nodes, self.num_processes)
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -239,6 +254,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def check_before_launch(self, trainer: "pl.Trainer", ckpt_path: Any = None) -> None:
         """Reject mistakes that show before any process starts."""
 
+    def after_launch(self) -> None:
+        """The Trainer's run has ended."""
+
     @override
     def _configure_launcher(self) -> None:
         self._launcher = CheckingLauncher(
@@ -246,6 +264,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             self.num_processes,
             self.num_nodes,
             check=self.check_before_launch,
+            after=self.after_launch,
             timeout=self.options.timeout,
         )
 
@@ -266,6 +285,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def connect_processes(self) -> None:
         """Join the process group, and create those of the topology unless an earlier run of this Trainer did."""
         self.set_world_ranks()
+        if self.global_rank > 0:  # Lightning runs alike on rank 0, which warns
+            warnings.filterwarnings("ignore", module=r"lightning\.")
         if self.topology.data > 1:  # as DDP; one data rank goes on with the random numbers of one process
             reset_seed()
         joined_before = dist.is_initialized()
@@ -284,10 +305,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             self._failures.watch_parent("torchrun's agent")
         if self._groups is None or not joined_before:
             factory = group_factory(self.root_device, self.options.timeout)
-            shares = self.options.cube_outside == "share"
-            self._groups = ProcessGroups.create(
-                self.topology, self.global_rank, factory, shares_samples=shares, pairs=self.options.pairs
-            )
+            self._groups = ProcessGroups.create(self.topology, self.global_rank, factory, pairs=self.options.pairs)
             if not joined_before:
                 leave = leave_at_exit if factory.is_native else pause_at_exit
                 atexit.unregister(leave)  # of an earlier group of this process
@@ -400,3 +418,17 @@ def _nodes_found(environment: ClusterEnvironment, wanted: int, num_processes: in
         return wanted
     found, rest = divmod(environment.world_size(), max(1, num_processes))
     return found if not rest and 0 < found < wanted else wanted
+
+
+def _meet_other_package(strategy: type) -> None:
+    """If `pytorch_lightning` is loaded, let its Trainers reach `set_world_ranks`, and warn of its LightningModules."""
+    other: Any = sys.modules.get("pytorch_lightning")
+    if other is None or other is pl:
+        return
+    other.strategies.Strategy.register(strategy)  # otherwise they say that it is no strategy, and not why
+    names = {cls.__module__: cls.__qualname__ for cls in other.LightningModule.__subclasses__()}
+    if users := [name for module, name in names.items() if not module.startswith("pytorch_lightning.")]:
+        rank_zero_warn(
+            f"{users[0]} is a LightningModule of `pytorch_lightning`, which Trainers of `lightning.pytorch` don't "
+            f"accept. To train it, {ONE_PACKAGE}"
+        )

@@ -1,12 +1,14 @@
 """Lets the ranks of a cube share the tokens of a step's loss, where all of them have the same samples.
 
 cube_outside    head and loss of a causal model of transformers     chunked_cross_entropy in the step
-"share"         whole, of this rank's samples                       the same, chunk by chunk
+"share"         whole, of this rank's samples                       the same, chunk by chunk; where the step runs once
+                                                                    on a whole batch, as with "replicate"
 "replicate"     whole, of all samples                               of this rank's tokens
 "tokens"        of this rank's tokens, chunk by chunk               of this rank's tokens
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,7 +16,6 @@ from torch import nn
 
 from lightning_hanayo.chunked_loss import causal_models, token_shares
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 
@@ -24,20 +25,17 @@ class TokenLosses:
     Args:
         model: the user's module.
         ranks: of the cube.
-        guard: knows when a step runs.
         is_required: whether each step's loss has to be shared by tokens: `cube_outside="tokens"`.
         is_allowed: whether steps may start collectives: not where another micro-batch runs at the same time.
     """
 
-    def __init__(
-        self, model: nn.Module, ranks: MeshAxis, guard: ParameterGuard, *, is_required: bool, is_allowed: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module, ranks: MeshAxis, *, is_required: bool, is_allowed: bool = True) -> None:
         self._model = model
         self._ranks = ranks
-        self._guard = guard
         self._is_required = is_required
         self._is_allowed = is_allowed
         self._is_checked = not is_required
+        self._runs_alike = False
 
     def start(self, set_attribute: Callable[[Any, str, Any], None]) -> None:
         """From now on losses in steps are shared; if required, also those of models that don't do it themselves.
@@ -47,6 +45,15 @@ class TokenLosses:
         if self._is_required:
             causal_models.chunk_losses(self._model, set_attribute)
         token_shares.start(self._shares)
+
+    @contextmanager
+    def in_batch(self, *, runs_alike: bool) -> Iterator[None]:
+        """To be open while a batch runs, whose steps all ranks of the cube run alike, or on shares of its samples."""
+        self._runs_alike = runs_alike
+        try:
+            yield
+        finally:
+            self._runs_alike = False
 
     def stop(self) -> None:
         """The run has ended."""
@@ -67,7 +74,7 @@ class TokenLosses:
             )
 
     def _shares(self) -> MeshAxis | None:
-        if self._guard.scope != "step" or not self._is_allowed:
+        if not self._runs_alike or not self._is_allowed:
             return None
         self._is_checked = True
         return self._ranks

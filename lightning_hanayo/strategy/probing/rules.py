@@ -10,6 +10,7 @@ sum of mask      ...
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -57,6 +58,11 @@ class Rule:
             case _:
                 return f"the sum of {self.path}{shifted}"
 
+    @property
+    def is_token(self) -> bool:
+        """Whether it leaves out one value of labels, which may stand for padding."""
+        return self.kind == "labels" and self.ignored != IGNORED_LABEL
+
     def counts(self, pieces: Sequence[Named], sizes: Sequence[int]) -> list[float] | None:
         """What each piece counts; None if a piece has no such tensor."""
         if self.kind == "samples":
@@ -84,6 +90,30 @@ class Rule:
 
 
 SAMPLES, EACH, NAMED = Rule("samples"), Rule("each"), Rule("named")
+
+
+class Weighed:
+    """The pieces of a batch, and their weights by each rule, which are computed once.
+
+    Args:
+        pieces: the tensors of each.
+        sizes: the samples of each.
+    """
+
+    def __init__(self, pieces: Sequence[Named], sizes: Sequence[int]) -> None:
+        self._pieces, self._sizes = pieces, sizes
+        self._made: dict[Rule, list[float] | None] = {}
+
+    @cached_property
+    def possible(self) -> tuple[Rule, ...]:
+        """All rules that they tell of."""
+        return tuple(possible_rules(self._pieces))
+
+    def by(self, rule: Rule) -> list[float] | None:
+        """Their weights by a rule; None if there are none."""
+        if rule not in self._made:
+            self._made[rule] = rule.weights(self._pieces, self._sizes)
+        return self._made[rule]
 
 
 def named_tensors(piece: Any) -> Named:

@@ -9,8 +9,10 @@ step="batch"          once                                       once
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -22,24 +24,30 @@ from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import SplitBatch
-from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.probing.probe import Probe, Verdict
 from lightning_hanayo.strategy.probing.rules import (
+    CLOSE,
     EACH,
     NAMED,
     SAMPLES,
     Named,
     Rule,
+    Weighed,
     are_close,
     named_tensors,
-    possible_rules,
 )
+from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
 
-ALWAYS, EVERY = 16, 64
-"""the first batches are all looked at; after so many, one is probed again"""
+ALWAYS, LOOKS = 16, 64
+"""the first batches are all looked at; later, where the host would wait for it, every so many"""
+FIXED, EVERY = (0, 64, 256), 1024
+"""numbers of batches that are probed again whatever they look like; then every so many"""
 TRIES = 4
 """probes of a batch of which only parts can be compared"""
+_IN_PARTS = "pairs=True runs it on two micro-batches at once (without it, it would run once on whole batches)"
+REFUTED = 8
+"""repeated values at the ends of a tensor's sequences that turned out to count: then all are taken for tokens"""
 MOST_UNKNOWN = 8
 """batches in a row of which nothing can be told"""
 
@@ -50,6 +58,8 @@ class Candidates:
 
     rules: tuple[Rule, ...] = ()
     _excluded: set[Rule] = field(default_factory=set)
+    _alike: dict[Rule, float] = field(default_factory=dict)
+    """by how much a rule's weights differed from the first one's, where a probe couldn't tell which is right"""
 
     def take(self, fitting: Sequence[Rule], tried: Collection[Rule]) -> bool:
         """Take what a probe has shown of the rules that it has tried; return whether one is left."""
@@ -58,15 +68,59 @@ class Candidates:
         self.rules = tuple(rule for rule in dict.fromkeys(known) if rule not in self._excluded)
         return bool(self.rules)
 
-    def weights(self, pieces: Sequence[Named], sizes: Sequence[int]) -> list[list[float] | None]:
-        """All weights of these pieces by rules that aren't excluded; the first that weighs now."""
-        rules = (rule for rule in possible_rules(pieces) if rule not in self._excluded)
-        return [rule.weights(pieces, sizes) for rule in dict.fromkeys((*self.rules, *rules))]
+    def weights(self, batch: Weighed) -> dict[Rule, list[float] | None]:
+        """The weights of a batch's pieces by all rules that aren't excluded; the first is the one that weighs now."""
+        rules = (rule for rule in batch.possible if rule not in self._excluded)
+        refuted = Counter(rule.path for rule in self._excluded if rule.is_token and rule.is_shifted)
+        others = (rule for rule in rules if not rule.is_token or refuted[rule.path] < REFUTED)
+        return {rule: batch.by(rule) for rule in (*self.rules, *others)}
 
-    def differ(self, pieces: Sequence[Named], sizes: Sequence[int]) -> bool:
-        """Whether rules that aren't excluded weigh these pieces differently."""
-        first, *others = self.weights(pieces, sizes)
-        return any(weights is not None and not are_close(first, weights) for weights in others)
+    def differ(self, batch: Weighed) -> bool:
+        """Whether rules weigh its pieces differently, by more than where a probe couldn't tell them apart."""
+        return any(by > max(CLOSE, 2 * self._alike.get(rule, 0.0)) for rule, by in self._differences(batch))
+
+    def leave(self, batch: Weighed) -> None:
+        """Note that a probe of the batch couldn't tell the rules that are left apart."""
+        for rule, by in self._differences(batch):
+            self._alike[rule] = max(by, self._alike.get(rule, 0.0))
+
+    def _differences(self, batch: Weighed) -> Iterator[tuple[Rule, float]]:
+        """By how much the weights of rules that aren't excluded differ from the first one's."""
+        (_, first), *others = self.weights(batch).items()
+        for rule, weights in others:
+            if weights is not None:
+                yield rule, 1.0 if first is None else max(abs(a - b) for a, b in zip(first, weights, strict=True))
+
+
+@dataclass
+class StageRules:
+    """The rules for the values of one stage's steps."""
+
+    loss: Candidates = field(default_factory=Candidates)
+    """and for what steps return; none before the first probe"""
+    logged: dict[str, Candidates] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Candidates]:
+        """Those of all values."""
+        return [self.loss, *self.logged.values()]
+
+    def differ(self, batch: Weighed) -> bool:
+        """Whether rules that aren't excluded weigh the batch's pieces differently."""
+        return any(one.differ(batch) for one in self.all)
+
+    def take(self, verdicts: Sequence[Verdict]) -> str:
+        """Take what probes have shown; return what they don't agree on."""
+        difference = ""
+        tried = {rule for one in verdicts for rule in one.tried}
+        if not self.loss.take(_common([one.rules for one in verdicts]), tried):
+            difference = "different batches follow different rules"
+        for name in {name for one in verdicts for name in one.logged}:
+            fitting = _common([one.logged[name] for one in verdicts if name in one.logged])
+            fitting.sort(key=lambda rule: rule not in self.loss.rules)
+            if not self.logged.setdefault(name, Candidates()).take(fitting, tried):
+                difference = f"the logged value {name!r} follows different rules in different batches"
+        return difference
 
 
 @dataclass
@@ -77,28 +131,37 @@ class StepChoice:
         probe: of batches.
         num_data: D, data ranks.
         group: of the data ranks; None if there is one.
+        in_cube: gathers objects from the ranks of the cube, which all have the same batch.
         device: of this rank.
-        watch: looks at the losses of micro-batches, where nothing can be probed.
+        may_run_once: whether steps can run once on a whole batch.
         named: the rule that the user has named, by which steps of micro-batches are weighed in training.
     """
 
     probe: Probe
     num_data: int
     group: dist.ProcessGroup | None
+    in_cube: AllGatherObject
     device: torch.device
-    watch: LossWatch
+    may_run_once: bool
     named: str = ""
     runs_once: bool = field(default=False, init=False)
     """for good: no rule puts the losses of micro-batches together"""
-    rules: Candidates = field(default_factory=Candidates, init=False)
-    """for the loss; none before the first probe"""
-    _logged: dict[str, Candidates] = field(default_factory=dict, init=False)
+    rules: StageRules = field(default_factory=StageRules, init=False)
+    """of training"""
     _num_batches: int = field(default=0, init=False)
+    _num_evaluated: int = field(default=0, init=False)
     _once: bool = field(default=False, init=False)
     """in the last batch that was probed"""
     _num_unknown: int = field(default=0, init=False)
+    _names: set[str] = field(default_factory=set, init=False)
+    """under which training steps have logged values"""
+    _has_new_name: bool = field(default=False, init=False)
+    _trained: tuple[bool, ...] = field(default=(), init=False)
+    """of parameters outside the stack, in the last batch"""
     _has_given_up: bool = field(default=False, init=False)
     _evaluates_once: dict[str, bool] = field(default_factory=dict, init=False)
+    _evaluations: dict[str, StageRules | None] = field(default_factory=dict, init=False)
+    """by stage; None: it can't be told, or a value follows none"""
 
     def trains_once(
         self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any], *, is_first: bool
@@ -117,15 +180,18 @@ class StepChoice:
         number, self._num_batches = self._num_batches, self._num_batches + 1
         rests = self._num_unknown >= MOST_UNKNOWN  # to probe would only cost time
         if self.named:
-            if any(self._gathered(number % EVERY == 0 or (is_first and not rests))):
-                self._check_named(
-                    self._gathered(self.probe.probe(batch, split, source, step, self._fits, self._differ_by))
-                )
+            if any(self._gathered(_is_fixed(number) or (is_first and not rests))):
+                self._check_named(self._gathered(self._verdict(self.rules, batch, split, source, step)))
             return False
-        known = bool(self.rules.rules)
-        looks = self.device.type == "cpu" or number < ALWAYS  # else the host would wait in each batch
+        known = bool(self.rules.loss.rules)
+        trained, self._trained = self._trained, self.probe.trained
         is_due = (
-            number % EVERY == 0 or not rests and (is_first or not known) or (known and looks and self._differ(split))
+            _is_fixed(number)
+            or trained != self._trained
+            or self._has_new_name
+            or not rests
+            and (is_first or not known)
+            or (known and self._looks(number) and self.rules.differ(_weighed(split)))
         )
         if not any(self._gathered(is_due)):
             return self._once and not known
@@ -135,48 +201,131 @@ class StepChoice:
     def _probed(self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> bool:
         """Probe a batch; return whether its step runs once. Of parts of it, several probes may be needed."""
         for _ in range(TRIES):
-            verdicts = self._gathered(self.probe.probe(batch, split, source, step, self._fits, self._differ_by))
+            verdicts = self._gathered(self._verdict(self.rules, batch, split, source, step))
             fits = all(self._gathered(self._fits(self.probe.needed(sum(split.sizes.parts[0])))))
             once, goes_on = self._take(verdicts, fits=fits)
-            if fits or not goes_on or not any(self._gathered(self._differ(split))):
+            weighed = _weighed(split)
+            is_open = goes_on and any(self._gathered(self.rules.differ(weighed)))
+            if fits or not is_open:
                 break
+        else:
+            warnings.warn(
+                f"parts of a batch don't tell how the losses of micro-batches add up: they are weighed by "
+                f"{self.rules.loss.rules[0]}. Set HanayoStrategy(loss_weight=...) if that is wrong.",
+                stacklevel=2,
+            )
+        if goes_on:
+            for one in self.rules.all:
+                one.leave(weighed)
         return once
 
-    def evaluates_once(self, stage: str, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> bool:
-        """Whether the step of a batch of an evaluation runs once: asked of the first batch of each stage."""
-        if stage not in self._evaluates_once:
-            needed = self.probe.needs(split, source, step)
-            samples = sum(split.sizes.parts[0])
-            self._evaluates_once[stage] = needed is not None and self._fits(samples * needed)
-        return self._evaluates_once[stage]
+    def evaluates_once(
+        self, stage: str, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]
+    ) -> bool:
+        """Whether the step of a batch of an evaluation runs once: decided by the first batch of each stage.
 
-    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes) -> PieceWeights:
-        """The weights of a training batch's micro-batches. As in DDP, each data rank counts the same."""
-        named, counts = list(map(named_tensors, pieces)), list(sizes.parts[0])
+        Else batches are probed in which rules for the values that steps log and return differ.
+        """
+        if stage not in self._evaluates_once:
+            needed = self.probe.needs(batch, split, source, step) if self.may_run_once else None
+            samples = sum(split.sizes.parts[0])
+            fits = needed is not None and self._fits(samples * needed)
+            self._evaluates_once[stage] = all(self.in_cube(fits))
+        if self._evaluates_once[stage] or self.named:
+            return self._evaluates_once[stage]
+        is_first = stage not in self._evaluations
+        rules, weighed = self._evaluations.setdefault(stage, StageRules()), _weighed(split)
+        number, self._num_evaluated = self._num_evaluated, self._num_evaluated + 1
+        if rules is None or not (is_first or self._looks(number) and rules.differ(weighed)):
+            return False
+        for _ in range(TRIES):
+            verdicts = self.in_cube(self._verdict(rules, batch, split, source, step, trains=False))
+            unknown = next((one.unknown for one in verdicts if one.unknown), "")
+            difference = next((one.difference for one in verdicts if one.difference), "")
+            if not (unknown or difference):
+                difference = rules.take(verdicts)
+            if unknown or difference:
+                self._evaluations[stage] = None
+                self._tell_of_evaluation(stage, difference, unknown)
+                return False
+            if not rules.differ(weighed):
+                break
+        else:
+            self._tell_of_evaluation(stage, "", "parts of a batch don't tell")
+        for one in rules.all:
+            one.leave(weighed)
+        return False
+
+    def _tell_of_evaluation(self, stage: str, difference: str, unknown: str) -> None:
+        if not difference:
+            rank_zero_info(
+                f"it can't be told how the values of micro-batches add up in the {stage} step ({unknown}), so they are "
+                f"weighed by samples."
+            )
+            return
+        warnings.warn(
+            f"the values of micro-batches don't add up to those of {self._name}'s {stage} step of the whole batch: "
+            f"{difference}. {self._why_in_parts}, so they are weighed by samples. Count them in a torchmetrics.Metric, "
+            f"which sums up over micro-batches.",
+            stacklevel=2,
+        )
+
+    def note_logged(self, names: set[str]) -> None:
+        """Called after each training batch. Where a name is new, the next batch is probed."""
+        self._has_new_name = bool(self._names and names - self._names)
+        self._names |= names
+
+    def knows(self, stage: str) -> bool:
+        """Whether rules for the values of an evaluation's stage were found."""
+        return self._evaluations.get(stage) is not None
+
+    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, stage: str = "") -> PieceWeights:
+        """The weights of a batch's micro-batches, of an evaluation's `stage`, or of training.
+
+        As in DDP, each data rank counts the same.
+        """
+        rules = (self._evaluations.get(stage) if stage else self.rules) or StageRules()
+        present = [i for i, piece in enumerate(pieces) if piece is not None]
+        counts = list(sizes.of(present).parts[0])
+        batch = Weighed([named_tensors(pieces[i]) for i in present], counts)
+
+        def of_all(weights: Sequence[float]) -> tuple[float, ...]:
+            found = dict(zip(present, weights, strict=True))
+            return tuple(found.get(i, 0.0) for i in range(len(pieces)))
+
         total = sum(counts)
-        by_samples = tuple(n / total for n in counts) if sizes.are_known else (1 / len(counts),) * len(counts)
-        rule = next(iter(self.rules.rules), SAMPLES)
-        found = rule.weights(named, counts) if sizes.are_known or rule != SAMPLES else None
-        in_loss = by_samples if found is None else tuple(found)
-        in_mean = by_samples if rule == EACH else in_loss
+        by_samples = [n / total for n in counts] if sizes.are_known else [1 / len(counts)] * len(counts)
+        rule = next(iter(rules.loss.rules), SAMPLES)
+        found = batch.by(rule) if sizes.are_known or rule != SAMPLES else None
+        in_loss = of_all(by_samples if found is None else found)
+        in_mean = of_all(by_samples) if rule == EACH else in_loss
         in_gradient = tuple(weight / self.num_data for weight in in_loss)
         logged = {}
-        for name, candidates in self._logged.items():
-            weights = candidates.rules[0].weights(named, counts)
-            if weights is not None and not are_close(weights, in_mean):
-                logged[name] = tuple(weights)
+        for name, candidates in rules.logged.items():
+            weights = batch.by(candidates.rules[0])
+            if weights is not None and not are_close(of_all(weights), in_mean):
+                logged[name] = of_all(weights)
         return PieceWeights(in_mean, in_loss, in_gradient, is_sum=rule == EACH, logged=logged)
 
-    def _differ(self, split: SplitBatch) -> bool:
-        """Whether rules that aren't excluded weigh this batch's micro-batches differently."""
-        named, sizes = list(map(named_tensors, split.pieces)), list(split.sizes.parts[0])
-        return any(one.differ(named, sizes) for one in (self.rules, *self._logged.values()))
+    def _verdict(
+        self,
+        rules: StageRules,
+        batch: Any,
+        split: SplitBatch,
+        source: BatchSource,
+        step: Callable[[Any], Any],
+        *,
+        trains: bool = True,
+    ) -> Verdict:
+        differ = partial(self._differ_by, rules)
+        return self.probe.probe(batch, split, source, step, self._fit_all, differ, trains=trains)
 
-    def _differ_by(self, pieces: Sequence[Named], sizes: Sequence[int]) -> int:
-        made = [weights for one in (self.rules, *self._logged.values()) for weights in one.weights(pieces, sizes)]
-        if any(weights is not None and 0.0 in weights for weights in made):
-            return 0
-        return len({tuple(round(one, 6) for one in weights) for weights in made if weights is not None})
+    @staticmethod
+    def _differ_by(rules: StageRules, pieces: Sequence[Named], sizes: Sequence[int]) -> int:
+        batch = Weighed(pieces, sizes)
+        made = [one.weights(batch).values() for one in rules.all]
+        rows = [weights for values in made for weights in values if weights is not None]
+        return 0 if any(0.0 in row for row in rows) else len({tuple(round(one, 6) for one in row) for row in rows})
 
     def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> tuple[bool, bool]:
         """Take the verdicts of all data ranks; return whether the step runs once, and whether rules are known."""
@@ -184,16 +333,10 @@ class StepChoice:
         unknown = next((one.unknown for one in verdicts if one.unknown), "")
         if not difference and not unknown:
             self._num_unknown = 0
-            tried = {rule for one in verdicts for rule in one.tried}
-            if not self.rules.take(_common([one.rules for one in verdicts]), tried):
-                difference = "different batches follow different rules"
-            for name in {name for one in verdicts for name in one.logged}:
-                fitting = _common([one.logged[name] for one in verdicts if name in one.logged])
-                if not self._logged.setdefault(name, Candidates()).take(fitting, tried):
-                    difference = f"the logged value {name!r} follows different rules in different batches"
+            difference = self.rules.take(verdicts)
         if not all(one.can_be_cut for one in verdicts):
             self._give_up(f"whether losses of micro-batches add up to that of the whole batch isn't known: {unknown}")
-        elif difference and fits:
+        elif difference and fits and self.may_run_once:
             self.runs_once = True
             rank_zero_info(
                 f"{self._differs(difference)}. So from now on the step runs once on whole batches, and only the stack "
@@ -203,23 +346,37 @@ class StepChoice:
         elif difference:
             self._give_up("")
             warnings.warn(
-                f"{self._differs(difference)}. In one piece the step doesn't fit in memory, so the training depends on "
-                f"num_microbatches.",
+                f"{self._differs(difference)}. {self._why_in_parts}, so the training depends on num_microbatches.",
                 stacklevel=2,
             )
         elif unknown:
             self._num_unknown += 1
-            if self._num_unknown == MOST_UNKNOWN and fits:
-                rank_zero_info(
-                    f"it can't be told how losses of micro-batches add up ({unknown}), so the step runs once on whole "
-                    f"batches. HanayoStrategy(step='microbatch') or loss_weight=... takes less time, if that is right."
+            once = fits and self.may_run_once
+            if self._num_unknown == MOST_UNKNOWN:
+                what = (
+                    "the step runs once on whole batches. HanayoStrategy(step='microbatch') or loss_weight=... takes "
+                    "less time, if that is right"
+                    if once
+                    else "they are weighed by samples. Set HanayoStrategy(loss_weight=...) if that is wrong"
                 )
-            return fits, False
-        return self.runs_once, bool(self.rules.rules)
+                rank_zero_info(f"it can't be told how losses of micro-batches add up ({unknown}), so {what}.")
+            return once, False
+        return self.runs_once, bool(self.rules.loss.rules)
 
     def _differs(self, difference: str) -> str:
-        name = type(self.probe.trainer.lightning_module).__name__
-        return f"the losses of micro-batches don't add up to {name}'s loss of the whole batch: {difference}"
+        return f"the losses of micro-batches don't add up to {self._name}'s loss of the whole batch: {difference}"
+
+    @property
+    def _name(self) -> str:
+        return type(self.probe.trainer.lightning_module).__name__
+
+    @property
+    def _why_in_parts(self) -> str:
+        return "In one piece the step doesn't fit in memory" if self.may_run_once else _IN_PARTS
+
+    def _looks(self, number: int) -> bool:
+        """Whether to look for differences: not always where the host would wait in each batch."""
+        return self.device.type == "cpu" or number < ALWAYS or number % LOOKS == 0
 
     def _check_named(self, verdicts: Sequence[Verdict]) -> None:
         """Warn, once, if the named rule isn't one that puts losses together."""
@@ -239,10 +396,8 @@ class StepChoice:
     def _give_up(self, why: str) -> None:
         """From now on micro-batches are weighed by samples."""
         self._has_given_up = True
-        self.rules = Candidates()
-        self._logged = {}
+        self.rules = StageRules()
         if why:
-            self.watch.is_on = True
             rank_zero_info(f"{why}. They are weighed by samples; set HanayoStrategy(loss_weight=...) if that is wrong.")
 
     def _fits(self, num_bytes: float) -> bool:
@@ -253,8 +408,21 @@ class StepChoice:
             free = psutil.virtual_memory().available
         return num_bytes <= free / 2
 
+    def _fit_all(self, num_bytes: float) -> bool:
+        return all(self.in_cube(self._fits(num_bytes)))
+
     def _gathered(self, value: Any) -> list[Any]:
-        return [value] if self.group is None else all_gather_objects(self.group, value)
+        of_data = [value] if self.group is None else all_gather_objects(self.group, value)
+        return [one for row in self.in_cube(of_data) for one in row]
+
+
+def _is_fixed(number: int) -> bool:
+    return number in FIXED or number % EVERY == 0
+
+
+def _weighed(split: SplitBatch) -> Weighed:
+    pieces, sizes = split.counted
+    return Weighed(list(map(named_tensors, pieces)), sizes)
 
 
 def _common(rows: Sequence[Sequence[Rule]]) -> list[Rule]:

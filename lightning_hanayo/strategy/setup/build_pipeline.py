@@ -16,11 +16,11 @@ from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import Load, cut, stage_shares
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
-from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside
+from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside, other_lists
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
-from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, RecordedOutputs
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, FilledArguments, RecordedOutputs
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_parameters
 from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import ReplacedParameters, UserStep
@@ -51,6 +51,7 @@ from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplit
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import OUTSIDE, Ends, GradientSync, Pipeline
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -100,7 +101,7 @@ def build_pipeline(
     ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks, tuple(kept))
     ownership.check(model)
     if cube is not None:
-        ownership.check_cube(model, is_replicated=not cube.shares_samples)
+        ownership.check_cube(model)
     prepared.ownership = ownership  # from now on the module is cut
     transport = _transport(run, table)
     rank = transport.rank
@@ -109,7 +110,7 @@ def build_pipeline(
     _move(model, run.device)
     if cube is not None:
         blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
-        cube.parallelize(blocks, parameters, modules_outside(model, plan.stack))
+        cube.parallelize(blocks, parameters)
     full_parameters = _guard_parameters(model, ownership, rank, cube, run)
     own_modules = _own_modules(model, ownership, rank)
     if plan.pretrained:
@@ -119,7 +120,7 @@ def build_pipeline(
         fill_initial_values(deferred, own_modules, run.device, cube)
 
     stages, ends = build_stages(
-        model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, layout, cube)
+        model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, layout)
     )
     gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients)
     engine = Engine(
@@ -132,11 +133,7 @@ def build_pipeline(
         values=run.values,
         pairs=_pairs(run, model, cube, stages, streams),
     )
-    splitter: BatchSplitter
-    if cube is not None:
-        splitter = cube.splitter
-    else:
-        splitter = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(run.options.batch_rule)
+    splitter, stack_splitter = _splitters(run.options, table, cube)
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(
         layout,
@@ -147,6 +144,7 @@ def build_pipeline(
         parameters,
         gradients,
         splitter,
+        stack_splitter,
         (lambda value: [value]) if cube is None else cube.all_gather,
         _step_state(model, ownership, rank, cube, run.groups, run.device),
         next(iter(ends.values())).user_step if ends else None,
@@ -155,9 +153,17 @@ def build_pipeline(
     )
 
 
-def may_run_once(run: Run, layout: Layout, cube: Cube | None) -> bool:
+def _splitters(options: Options, table: Schedule, cube: Cube | None) -> tuple[BatchSplitter, BatchSplitter]:
+    """Of batches whose step runs for each micro-batch, and of those whose step runs once."""
+    if cube is not None:
+        return cube.splitter, cube.whole_splitter
+    made = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(options.batch_rule)
+    return made, made
+
+
+def may_run_once(run: Run, layout: Layout) -> bool:
     """Whether the step may run once on some batches, and on others once for each micro-batch."""
-    return run.options.step == "auto" and layout.num_stages > 1 and cube is None
+    return run.options.step == "auto" and layout.num_stages > 1 and not run.options.pairs
 
 
 def _pairs(
@@ -213,6 +219,7 @@ def examine_first_batch(run: Run, pipeline: Pipeline, cube: Cube | None) -> None
         is_single=pipeline.layout.num_stages == 1,
         is_cube=cube is not None,
         keeps_samples=cube is None or cube.keeps_layout,
+        num_shares=1 if cube is None else cube.mesh.num_ranks,
         carriers=next(iter(pipeline.engine.stages.values())).carriers,
         share=partial(run.failures.gather, "what the first batch shows"),
         warns=run.rank == 0,
@@ -418,7 +425,9 @@ def build_stages(
     replaced = ReplacedParameters(model)
 
     def user_step(num_local: int) -> UserStep:
-        return UserStep(stack.blocks, num_local, stack.name, streams, carriers, run.guard.step, sends_objects, replaced)
+        others = partial(other_lists, model, stack)
+        around = carriers, run.guard.step, sends_objects, replaced, others
+        return UserStep(stack.blocks, num_local, stack.name, streams, *around)
 
     ends: dict[bool, Ends] = {}
     if not layout.runs_step_once:
@@ -484,7 +493,7 @@ def _ends_of_whole_batches(
 ) -> dict[int, Stage]:
     """The first and the last stage where the step runs once on a whole batch."""
     end = len(ownership.stages) - 1
-    boundary = NoReshard() if cube is None else cube.boundary
+    boundary = NoReshard() if cube is None else cube.whole_boundary
     hooks = [NoHooks() if cube is None else cube.stage_hooks(stage) for stage in (0, end)]
     carriers = step.user.carriers
     first = WholeBatchFirstStage(
@@ -520,5 +529,6 @@ def _carriers(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | No
             StateCarrier(state, stack.blocks, own, has_tensors=alike),
             RecordedOutputs(model, accepts=alike),
             BlockLogs(model, rejects=not alike),
+            FilledArguments(),
         ]
     )

@@ -117,8 +117,9 @@ def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> 
     outside = set(modules_outside(model, stack))
     found = [(name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm) and part.training]
     inside = [(name, part) for name, part in found if part not in outside]
-    for name, part in inside or (found if options.cube_outside == "share" else ()):
-        way_out = "Set HanayoStrategy(cube_outside='replicate'), where all ranks run it on whole micro-batches"
+    in_shares = options.cube_outside == "share" and (options.step == "microbatch" or options.pairs)
+    for name, part in inside or (found if in_shares else ()):
+        way_out = "Leave out step='microbatch' and pairs=True: then the step runs once, on the whole batch"
         if inside:
             way_out = "Within the stack use LayerNorm or GroupNorm, or leave the cube out"
         raise UnsupportedError(
@@ -234,13 +235,15 @@ def _check_graph(trainer: "pl.Trainer", module: "pl.LightningModule", topology: 
 
 def _check_loggers(trainer: "pl.Trainer") -> None:
     """Lightning's loggers look for files, and leave out folders without a word."""
-    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks_of(trainer)):
+    savers = (one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint))
+    if all(one.save_weights_only for one in savers):  # into files
         return
     for logger in filter(uploads_checkpoints, trainer.loggers):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_model=...) uploads checkpoints that are files, but several ranks save "
-            f"folders. Let rank 0 gather them into one file: HanayoStrategy(save_full=True). Or leave log_model out, "
-            f"and upload the folder trainer.checkpoint_callback.best_model_path yourself."
+            f"folders. Let rank 0 gather them into one file: HanayoStrategy(save_full=True), or save weights alone: "
+            f"ModelCheckpoint(save_weights_only=True). Or leave log_model out, and upload the folder "
+            f"trainer.checkpoint_callback.best_model_path yourself."
         )
 
 
@@ -266,6 +269,29 @@ def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
                 f"micro-batches run forward before the first one's backward. Compile it with the default mode, or with "
                 f"mode='max-autotune-no-cudagraphs'."
             )
+
+
+def check_layer_drop(model: nn.Module, stack: Stack) -> None:
+    """Reject layer drop, as models of transformers have it, before a step leaves out a block by chance.
+
+    Raises:
+        UnsupportedError: the module that has the stack leaves out blocks.
+    """
+    path = stack.block_names[0].rpartition(".")[0].rpartition(".")[0]
+    owner: Any = model.get_submodule(path)
+    places = (
+        (f"{path or type(model).__name__}.layerdrop", owner),
+        (f"{path}.config.layerdrop", getattr(owner, "config", None)),
+    )
+    for name, place in places:
+        rate = getattr(place, "layerdrop", None)
+        if isinstance(rate, float) and rate > 0.0:
+            raise UnsupportedError(
+                f"{name} is {rate:g}: each step leaves out blocks of {stack.name} at random, but the ranks of a "
+                f"pipeline run all blocks, in order. Set it to 0.0 before the run."
+            )
+        if rate is not None:
+            return
 
 
 def run_uncompiled(

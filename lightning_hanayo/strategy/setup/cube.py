@@ -15,6 +15,8 @@ from lightning_hanayo.errors import available
 from lightning_hanayo.partition import guards
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.stages import Stage
+from lightning_hanayo.pipeline_parallel.tp_stages import DryFirstBlock, TensorParallelFirstStage
 from lightning_hanayo.strategy.batch_split import BatchSplitter, ReplicatedSplitter, SharedSplitter
 from lightning_hanayo.strategy.groups import CubeGroups
 from lightning_hanayo.strategy.options import Options
@@ -37,39 +39,37 @@ class Cube:
         self._open_groups: CubeGroups | None = groups
         self._options = options
         self.shares_samples = options.cube_outside == "share"
-        """whether each rank runs user code on samples of its own, so that its gradients are to be summed"""
+        """whether each rank runs user code on samples of its own, unless the step runs once on a whole batch"""
         stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
-        make_reshard = SharedReshard if self.shares_samples else ReplicatedReshard
-        reshard = make_reshard(self.mesh, stream_dims, options.batch_dim)
-        self.boundary = MicrobatchReshard(reshard, lambda value: all_gather_objects(self._groups.plane, value))
-        self.splitter: BatchSplitter = (
-            SharedSplitter(options.batch_rule, self.mesh, self.boundary, self.all_gather)
-            if self.shares_samples
-            else ReplicatedSplitter(options.batch_rule, self.mesh, self.boundary)
-        )
+        self.whole_boundary = self._boundary(ReplicatedReshard(self.mesh, stream_dims, options.batch_dim))
+        """where user code runs on all ranks alike"""
+        self.whole_splitter = ReplicatedSplitter(options.batch_rule, self.mesh, self.whole_boundary)
+        self.boundary = self.whole_boundary
+        self.splitter: BatchSplitter = self.whole_splitter
+        if self.shares_samples:
+            self.boundary = self._boundary(SharedReshard(self.mesh, stream_dims, options.batch_dim))
+            self.splitter = SharedSplitter(options.batch_rule, self.mesh, self.boundary, self.all_gather)
         self.queues: dict[int, WeightGradientQueue] = {}
         self.outside = OutsideParameters(self.mesh)
         self._contexts: dict[int, StageContext] = {}
         self._shards: dict[Tensor, Shard] = {}
         self._whole_in_steps: set[Tensor] = set()
 
-    def parallelize(
-        self,
-        blocks: Mapping[int, Sequence[nn.Module]],
-        parameters: Sequence[nn.Parameter],
-        outside: Sequence[nn.Module],
-    ) -> None:
+    def parallelize(self, blocks: Mapping[int, Sequence[nn.Module]], parameters: Sequence[nn.Parameter]) -> None:
         """Shard the parameters of this rank's stages that aren't sharded yet. Called by all ranks of the cube.
 
         Args:
             blocks: of each stage, by its number.
             parameters: all that this rank holds.
-            outside: the modules that aren't in the stack.
         """
         for stage, own in blocks.items():
             if stage not in self._contexts:
                 self._convert(stage, own)
-        self._shard_outside([p for p in parameters if p not in self._shards], outside)
+        others = [p for p in parameters if p not in self._shards]
+        self.outside.shard(others)
+        for parameter in others:
+            self._shards[parameter] = self.outside.shards.get(parameter, Shard((), "xyz"))
+        self._whole_in_steps.update(others)
 
     def close(self) -> None:
         """The run has ended: refuse calls of the 3-D layers, which would wait for other ranks."""
@@ -105,6 +105,14 @@ class Cube:
     def keeps_layout(self) -> bool:
         """Whether tensors between a block's layers are as outside the stack: own samples, all features."""
         return self.shares_samples and not self.plan.is_registered
+
+    def first_block(self, stage: Stage) -> DryFirstBlock:
+        """Runs the first block of that stage in dry runs, on samples that all ranks of the cube have."""
+        assert isinstance(stage, TensorParallelFirstStage)
+        reshard: SharedReshard | ReplicatedReshard = self.boundary.reshard
+        if reshard.stream_dims is not None:
+            reshard = ReplicatedReshard(self.mesh, reshard.stream_dims, reshard.batch_dim)
+        return DryFirstBlock(stage, self._boundary(reshard))
 
     def stage_hooks(self, stage: int) -> StageContext:
         """The hooks that run before each forward and backward of a stage's blocks."""
@@ -176,6 +184,11 @@ class Cube:
         """Gather Python objects from all ranks of the cube, which call this."""
         return all_gather_objects(self._groups.whole, value, self.mesh.axis("xyz").group)
 
+    def _boundary(self, reshard: SharedReshard | ReplicatedReshard) -> MicrobatchReshard:
+        return MicrobatchReshard(
+            reshard, lambda value: all_gather_objects(self._groups.plane, value), lambda value: self.all_gather(value)
+        )
+
     def _convert(self, stage: int, blocks: Sequence[nn.Module]) -> None:
         queue = self.queues[stage] = WeightGradientQueue()
         context = self._contexts[stage] = StageContext(
@@ -189,14 +202,3 @@ class Cube:
         self.plan.install(blocks, context)
         for module in (part for block in blocks for part in block.modules()):
             self._shards.update({module._parameters[name]: shard for name, shard in shards_of(module).items()})  # type: ignore[misc]
-
-    def _shard_outside(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
-        """Shard the parameters that no 3-D layer has. Where all ranks run user code alike, gradients are equal."""
-        equal: set[Tensor] = set()
-        if not self.shares_samples:
-            equal.update(parameter for module in modules for parameter in module.parameters(recurse=False))
-        self.outside.shard(parameters, dict.fromkeys(equal, 1 / self.mesh.num_ranks))
-        for parameter in parameters:
-            scalar = Shard((), "" if parameter in equal else "xyz")
-            self._shards[parameter] = self.outside.shards.get(parameter, scalar)
-        self._whole_in_steps.update(parameters if self.shares_samples else equal)

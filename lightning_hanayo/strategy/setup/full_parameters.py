@@ -170,7 +170,7 @@ class FullParameters:
     def _used(self, leaves: list[_Leaf], *, reduce: bool) -> list[bool]:
         """Which leaves have a gradient, on any rank whose gradients are summed."""
         own = [int(leaf.whole.grad is not None) for leaf in leaves]
-        if self._pipe_rank == 0 and self._cube is not None and self._cube.shares_samples:
+        if self._pipe_rank == 0 and self._cube is not None:
             own = self._cube.mesh.largest(own)
         counts = torch.tensor(own)
         everywhere = torch.tensor([leaf.is_everywhere for leaf in leaves])
@@ -197,7 +197,7 @@ class FullParameters:
             self._accumulate(leaf.parameter, gradient, reduce=reduce)
 
     def _sum_over_cube(self, tensor: Tensor) -> Tensor:
-        if self._cube is None or not self._cube.shares_samples:
+        if self._cube is None:
             return tensor
         return self._cube.mesh.axis("xyz").all_reduce(tensor).wait()
 

@@ -1,25 +1,34 @@
 """Decides what becomes of a model, before any process starts: its stack, the pipeline's layout, its 3-D layers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import floor, prod
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
 from lightning_hanayo.partition.ownership import Ownership
-from lightning_hanayo.partition.stack import Stack, describe_uncut, find_stack, find_stack_if_any, modules_outside
+from lightning_hanayo.partition.stack import (
+    Stack,
+    describe_uncut,
+    find_stack,
+    find_stack_if_any,
+    modules_outside,
+    other_lists,
+)
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import attention_of
-from lightning_hanayo.planner.layout import RECOMPUTING, Layout, choose
+from lightning_hanayo.planner.layout import RECOMPUTING, Layout, TooFewBlocks, choose
 from lightning_hanayo.schedule.registry import AUTO
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options, Recompute
 from lightning_hanayo.strategy.setup.checks import (
     check_batch_statistics,
     check_cuda_graphs,
+    check_layer_drop,
     check_not_converted,
     check_packed_parameters,
 )
@@ -60,7 +69,10 @@ def plan_for(
     steady = not user_hooks.clips_by_norm(trainer, module)
     if drives_itself(module):
         options = replace(options, num_microbatches=1)
-    return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
+    plan = plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
+    if trainer.state.fn == TrainerFn.FITTING and topology.replica_size > 1:
+        check_layer_drop(module, plan.stack)
+    return plan
 
 
 def drives_itself(module: "pl.LightningModule") -> str | None:
@@ -92,24 +104,28 @@ def plan_model(
     costs, schedule = options.costs, options.schedule
     if costs is None and options.recompute in ("blocks", "attention"):
         costs = RECOMPUTING[str(options.recompute)]
-    if options.recompute != "none" and schedule == AUTO and topology.pipe > 1:
+    may_wave = options.num_waves != "auto" or len(stack) >= 2 * topology.pipe
+    if options.recompute != "none" and schedule == AUTO and topology.pipe > 1 and may_wave:
         schedule = _WHOLE_BACKWARD
     num_microbatches = options.num_microbatches
     if options.step == "batch" and topology.replica_size == 1:
         num_microbatches = 1  # one rank holds the whole stack
-    layout = choose(
-        num_ranks=topology.pipe,
-        num_blocks=max(1, len(stack)),
-        num_waves=options.num_waves,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        activation_budget=options.activation_budget,
-        costs=costs,
-        steady=steady,
-        separate_loss_stage=prod(topology.cube) > 1,
-        pairs=options.pairs and prod(topology.cube) > 1,
-        runs_step_once=options.step == "batch" and topology.replica_size > 1,
-    )
+    try:
+        layout = choose(
+            num_ranks=topology.pipe,
+            num_blocks=max(1, len(stack)),
+            num_waves=options.num_waves,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            activation_budget=options.activation_budget,
+            costs=costs,
+            steady=steady,
+            separate_loss_stage=prod(topology.cube) > 1,
+            pairs=options.pairs and prod(topology.cube) > 1,
+            runs_step_once=options.step == "batch" and topology.replica_size > 1,
+        )
+    except TooFewBlocks as error:
+        raise TooFewBlocks(f"{error}{other_lists(model, stack, longer=True)}") from None
     if topology.replica_size > 1 or layout.num_microbatches > 1:
         check_parameter_hooks(dict(model.named_parameters()))
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
@@ -160,8 +176,17 @@ def num_recomputed(number: int, num_blocks: int, layout: Layout, rank: int) -> i
     return num_blocks - min(num_blocks, max(kept, room))
 
 
-def report_plan(module: "pl.LightningModule", plan: ModelPlan, options: Options, topology: Topology) -> None:
-    """Say on rank 0 which stacks stay whole, and at which cost, and whether batches do. The model is whole."""
+def report_plan(
+    module: "pl.LightningModule",
+    plan: ModelPlan,
+    options: Options,
+    topology: Topology,
+    called: Collection[str] | None = None,
+) -> None:
+    """Say on rank 0 which stacks stay whole, and at which cost, and whether batches do. The model is whole.
+
+    `called`: the names of the stacks that the step calls, if they are known.
+    """
     if (why := drives_itself(module)) and options.num_microbatches not in ("auto", 1):
         rank_zero_info(f"{type(module).__name__} {why}: steps run on whole batches, as with num_microbatches=1")
     if options.pairs and prod(topology.cube) == 1:
@@ -169,7 +194,7 @@ def report_plan(module: "pl.LightningModule", plan: ModelPlan, options: Options,
             "pairs=True does nothing without a cube: sums and gathers over data ranks overlap with other stages' "
             "work anyway, and at the ends of a batch no second micro-batch is ready (docs/concepts/cube.md)."
         )
-    if topology.pipe > 1 and (text := describe_uncut(module, plan.stack, topology.pipe)):
+    if topology.pipe > 1 and (text := describe_uncut(module, plan.stack, topology.pipe, called)):
         rank_zero_info(text)
 
 

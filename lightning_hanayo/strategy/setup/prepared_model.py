@@ -5,11 +5,13 @@ rank 1      .           .         block 1   .   .         in a cube, each rank h
 
 gather_model    one tensor after another is sent to all ranks, and rank 0 puts it into a copy of the module
 restore_whole   ... and every rank puts it into the module: before a run with another layout
+take_parts      between runs `load_state_dict` of the module takes whole values, of which each rank keeps its part
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hanayo.dist_checkpointing.load_state import own_parts_taken
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.linear_modules import has_gradient_hooks
 from lightning_hanayo.packed_values import stored_tensors
@@ -29,7 +32,7 @@ from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast
 from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_values
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.topology import Topology
 
@@ -58,6 +61,10 @@ class PreparedModel:
     """whether a run has failed, so that ranks may be at different steps, and can't be reached any more"""
     names: dict[Tensor, str] = field(default_factory=dict)
     """of the parameters that the module has, and of those that it had"""
+    between_runs: TemporaryAttributes = field(default_factory=TemporaryAttributes)
+    """of the module, and of those in it"""
+    num_loads: int = 0
+    """how often the script has loaded values into the module on this rank, between runs"""
 
     @staticmethod
     def of(module: nn.Module) -> "PreparedModel":
@@ -153,6 +160,40 @@ class PreparedModel:
         if self.is_lost:
             self._refuse(module)
 
+    def take_parts(self, module: nn.Module) -> None:
+        """After a run: let scripts load whole values into the module, or into one in it."""
+        for one in module.modules():
+            load = Substitute(one.load_state_dict, partial(self._load, one))
+            self.between_runs.set(one, "load_state_dict", load)
+
+    def _load(self, module: nn.Module, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of `load_state_dict`. No rank waits for another."""
+        self.check(module)
+        if kwargs.get("assign") or True in args[2:]:
+            raise UnsupportedError(
+                f"load_state_dict(assign=True) would make whole tensors the parameters of this "
+                f"{type(module).__name__}, of which each rank holds a part. Leave out assign: values are copied."
+            )
+        self.num_loads += 1
+        with guards.released(module), own_parts_taken(module, self.cube):
+            return load(*args, **kwargs)
+
+    def check_loads(self) -> None:
+        """Check that a script has loaded values on all ranks, or on none. Called by all ranks of the world.
+
+        Raises:
+            UnsupportedError: on all ranks.
+        """
+        counts = on_all_ranks(lambda: self.num_loads)
+        if len(set(counts)) > 1:
+            most, fewest = counts.index(max(counts)), counts.index(min(counts))
+            error = UnsupportedError(
+                f"rank {most} has called load_state_dict between runs {counts[most]} times, but rank {fewest} "
+                f"{counts[fewest]} times: its parts of the module have other values. Call it on all ranks."
+            )
+            error.is_common = True
+            raise error
+
     @property
     def _has_connections(self) -> bool:
         """Whether the process groups still exist: a failed run of another module has ended all."""
@@ -184,7 +225,7 @@ class PreparedModel:
             whole = {name: tensor for name, tensor in self._whole_tensors(module) if is_wanted}
             if not is_wanted:
                 return None
-            with attributes.suspended():
+            with attributes.suspended(), self.between_runs.suspended():
                 copied = _copy_with(whole, module)
         # Take away the changes of a run under way, and of the first one, to the blocks.
         vars(copied).pop(_ATTRIBUTE, None)

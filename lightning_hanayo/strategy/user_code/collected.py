@@ -37,7 +37,7 @@ from typing_extensions import override
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes, are_whole_numbers
+from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import Array, Attribute, children, leaves, with_children
 from lightning_hanayo.pipeline_parallel.batches.reader import step_to
 from lightning_hanayo.pipeline_parallel.capture.proxy import Valueless, user_line
@@ -458,6 +458,7 @@ class CollectedMerge:
     """each piece's weight in the loss"""
     in_mean: Sequence[float]
     """its weight in means"""
+    number: HostNumbers = field(default_factory=HostNumbers)
     kept_apart: list[str] = field(default_factory=list, init=False)
     """names of lists and attributes that hold values of micro-batches, not of the batch"""
 
@@ -562,20 +563,24 @@ class CollectedMerge:
 
     def _mean(self, values: Sequence[Any]) -> Any:
         """The mean of values that are known to be means: the step has returned or logged the same numbers."""
-        if are_whole_numbers(values):
+        if self.number.are_whole(values):
             raise _Apart
-        found = [float(value) for value in values]
-        columns = zip(*(map(float, one.means) for one in self.left), strict=False)
+        found = list(map(self.number, values))
+        columns = zip(*(map(self.number, one.means) for one in self.left), strict=False)
         if not any(list(column) == found for column in columns):
             raise _Apart
-        losses = [float(one.loss) for one in self.left if one.loss is not None and one.loss.numel() == 1]
+        losses = [self.number(one.loss) for one in self.left if one.loss is not None and one.loss.numel() == 1]
         weights = self.in_loss if losses == found else self.in_mean
         parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
         return sum(parts[1:], parts[0]) if parts else values[0]
 
 
 def keep_collected(
-    collections: Collections, split: SplitBatch, weights: PieceWeights, left: Sequence[Left]
+    collections: Collections,
+    split: SplitBatch,
+    weights: PieceWeights,
+    left: Sequence[Left],
+    numbers: HostNumbers | None = None,
 ) -> Sequence[str]:
     """Store the merged changes of the steps of a batch's pieces in the module, as if the step had run once.
 
@@ -590,6 +595,7 @@ def keep_collected(
         split.sizes.of(kept),
         in_loss=[weights.in_loss[i] for i in kept],
         in_mean=[weights.in_mean[i] for i in kept],
+        number=numbers or HostNumbers(),
     )
     collections.store(merge.appended(), merge.assigned())
     return merge.kept_apart

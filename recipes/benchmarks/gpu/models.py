@@ -169,7 +169,7 @@ def start_fit(case: Case, candidate: Candidate, card: Card, num_steps: int) -> S
         return model, new_trainer(
             accelerator=card.accelerator,
             devices=1,
-            strategy=HanayoStrategy(num_microbatches=MICROBATCHES, num_waves=candidate.waves)
+            strategy=HanayoStrategy(schedule="hanayo", num_microbatches=MICROBATCHES, num_waves=candidate.waves)
             if candidate.waves
             else "auto",
             precision=case.precision,

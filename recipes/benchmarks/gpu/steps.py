@@ -18,7 +18,10 @@ from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import COMPILED, MICROBATCHES, PLAIN, Case, Kind, operations, start_fit
 from recipes.benchmarks.harness import Summary, in_turn
 
-WARM_UP = 3
+WARM_UP, WARM_UP_OF_SHORT = 3, 18
+"""steps before the timed ones. The strategy looks at the first 16 batches, which takes some of the host's time"""
+SHORT = 4096
+"""tokens per micro-batch, up to which that counts"""
 Say = Callable[[str], None]
 """Prints a figure as soon as it is there."""
 
@@ -33,8 +36,8 @@ class Rounds:
 
     @property
     def num_steps(self) -> int:
-        """All steps of a fit: warm-up, timed ones, and one whose kernels are counted."""
-        return WARM_UP + self.rounds * self.steps + 1
+        """The steps of a fit after its warm-up: timed ones, and one whose kernels are counted."""
+        return self.rounds * self.steps + 1
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,13 @@ def measure(case: Case, card: Card, rounds: Rounds, say: Say) -> CaseFigures:
     torch.compiler.reset()  # what was compiled for another case would count as a recompilation
     refused: dict[str, str] = {}
     running: dict[str, _Running] = {}
+    warm_up = WARM_UP_OF_SHORT if case.tokens <= SHORT else WARM_UP
     try:
         for candidate in case.candidates:
             with _Refusing(refused, candidate.label):
-                fit = start_fit(case, candidate, card, rounds.num_steps)
+                fit = start_fit(case, candidate, card, warm_up + rounds.num_steps)
                 running[candidate.label] = _Running(fit, [], [])
-                fit.run(WARM_UP)
+                fit.run(warm_up)
         for _, label in in_turn(list(running), rounds.rounds):
             if label not in refused:
                 with _Refusing(refused, label):

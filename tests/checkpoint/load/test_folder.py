@@ -93,14 +93,6 @@ def test_long_headers_are_read(path: str) -> None:
     assert all(folder.read(name).item() == i for i, name in enumerate(many))
 
 
-def test_verifying_says_how_many_bytes_it_has_read(path: str) -> None:
-    write_folder(path, TENSORS, {"model/fused": HEADS}, texts={"state": b"[]"})
-    folder = CheckpointFolder(path)
-    read: list[int] = []
-    folder.verify(advance=read.append)
-    assert sum(read) == folder.manifest.num_bytes
-
-
 def test_a_link_to_a_checkpoint_is_read(tmp_path: Path) -> None:
     write_folder(tmp_path / "epoch=1.ckpt", TENSORS)
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "epoch=1.ckpt", target_is_directory=True)

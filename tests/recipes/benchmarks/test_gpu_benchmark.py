@@ -5,6 +5,7 @@ tiny models, one round: the program, not time
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,15 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
+from lightning_hanayo.planner import candidates
+from lightning_hanayo.planner.estimates import StepModel
+from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.strategy.model_facts import read_model
 from recipes.benchmarks.gpu import card, parts, steps
 from recipes.benchmarks.gpu.__main__ import main, text
 from recipes.benchmarks.gpu.card import PEAKS, find_card
-from recipes.benchmarks.gpu.models import ALL, Candidate, Case, Sizes, operations
-from recipes.benchmarks.gpu.parts import BARS, Figures, Stack, measure_memory
+from recipes.benchmarks.gpu.models import ALL, MICROBATCHES, Candidate, Case, Kind, Sizes, batch_of, build, operations
+from recipes.benchmarks.gpu.parts import BARS, GPT_BLOCKS, LLAMA_7B, Figures, Stack, measure_memory
 from recipes.benchmarks.harness import read
 from recipes.benchmarks.pairs.tables import ALONE, STEADY
 from tests.harness.pool import Pool
@@ -234,3 +239,17 @@ def test_full_sizes_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 )  # fmt: skip
 def test_a_card_is_found_by_a_part_of_its_name(name: str, peak: float) -> None:
     assert next(value for part, value in PEAKS.items() if part in name) == peak
+
+
+@pytest.mark.parametrize("kind, sizes", [("llama", LLAMA_7B), ("gpt", GPT_BLOCKS)])
+def test_plans_for_the_card_take_as_long_as_its_steps(kind: Kind, sizes: Sizes) -> None:
+    """What the page about plans says of 16,384 tokens per micro-batch."""
+    page = Path(__file__).parents[3] / "docs/benchmarks/gpu.json"
+    found = json.loads(page.read_text())["steps"]
+    case = next(one for one in found if (one["kind"], one["tokens"]) == (kind, 16384))
+    samples = 4 * MICROBATCHES
+    batch = batch_of(kind, sizes, (samples, 4096), "bf16-true", torch.device("cpu"))
+    facts = read_model(build(kind, sizes, 4096, torch.device("meta")), batch, samples, precision="bf16-true")
+    model = StepModel(facts, replace(machine("h200"), ranks_per_node=1))
+    step = model.closed_form(candidates.Candidate(samples=4, num_microbatches=MICROBATCHES))
+    assert 0.95 <= step.seconds / case["candidates"][0]["step"]["median"] <= 1.0

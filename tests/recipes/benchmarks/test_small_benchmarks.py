@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipes.benchmarks import cube_host, nonfinite, random_streams, single
+from recipes.benchmarks import cube_host, nonfinite, random_streams, single, step_once
 from tests.harness.pool import Pool
 
 SMALL = ["--rounds", "1", "--steps", "2", "--batch-size", "1", "--blocks", "2"]
@@ -55,6 +55,13 @@ def test_every_random_stream_has_a_time(pool: Pool, tmp_path: Path) -> None:
     cases = data["cases"]
     assert len(cases) == 7 and all(0 < case["least"] <= case["us"] <= case["most"] for case in cases.values())
     assert "| a block of a stage |" in page
+
+
+@pytest.mark.thorough
+def test_steps_once_and_for_each_micro_batch_have_times(tmp_path: Path) -> None:
+    data, page = found_by(step_once.main, ["--microbatches", "2", "--forward-ms", "1", "--steps", "1"], tmp_path, None)
+    assert len(data["rows"]) == 13 and all(row["step"]["median"] > 0 < row["activations"] <= 2 for row in data["rows"])
+    assert data["probe"]["probe"] > 0 and "| hanayo W=1, step once |" in page
 
 
 @pytest.mark.thorough

@@ -23,7 +23,7 @@ def test_the_fastest_the_others_and_the_smallest_are_shown() -> None:
     def layout(pipe: int, mesh: list[int], total: float) -> dict[str, Any]:
         return {"pipe": pipe, "mesh": mesh, "memory": {"total": total}}
 
-    fastest, same, other = layout(2, [1, 1, 1], 9), layout(2, [1, 1, 1], 8), layout(1, [2, 1, 1], 7)
-    third, fourth = layout(1, [1, 2, 1], 6), layout(4, [1, 1, 1], 5)
-    assert chosen([fastest, same, other, third, fourth]) == [fastest, other, third, fourth]
+    fastest, other, third = layout(2, [1, 1, 1], 9), layout(1, [2, 1, 1], 7), layout(1, [1, 2, 1], 6)
+    fourth, fifth = layout(4, [1, 1, 1], 8), layout(8, [1, 1, 1], 5)
+    assert chosen([fastest, other, third, fourth, fifth]) == [fastest, other, third, fifth]
     assert chosen([fastest, other]) == [fastest, other]

@@ -5,7 +5,8 @@ call        (h, m)    (h, m)     (h, n)     (h,)
 behind it  h m n      h m n      h m n      h         m with block 1's call, n with block 2's
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.carriers import Carriers, FilledArguments
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_blocks, unpatch_blocks
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
@@ -96,25 +98,66 @@ def test_an_output_is_sent_as_far_as_a_later_block_gets_it() -> None:
 
 
 class Collects(nn.Module):
-    def forward(self, x: Tensor, state: dict[str, list[Tensor]]) -> Tensor:
+    def forward(self, x: Tensor, state: dict[str, Any]) -> Tensor:
         state["seen"].append(x)
         return x
 
 
-def test_a_list_that_a_block_changes_is_refused() -> None:
-    blocks: list[nn.Module] = [Collects() for _ in range(2)]
-    patch_blocks(blocks)
+class Counts(nn.Module):
+    def forward(self, x: Tensor, state: dict[str, Any]) -> Tensor:
+        state["sum"] = state["sum"] + x
+        return x + state["sum"]
+
+
+def first_input(blocks: list[nn.Module], call: Callable[[int, nn.Module, Tensor], Tensor]) -> StageInput:
+    """The input of the stage after the first block, in a step that calls each block by its number."""
 
     def step(_: int) -> Tensor:
-        state: dict[str, list[Tensor]] = {"seen": []}
-        return blocks[1](blocks[0](M, state), state)
+        x = torch.ones(2)
+        for index, block in enumerate(blocks):
+            x = call(index, block, x)
+        return x
 
+    patch_blocks(blocks)
     user = UserStep(blocks, 1, "blocks")
     stage_input = StageInput.from_message(user.begin_pass(Batch(step=step), 0))
     user.close()
+    unpatch_blocks(blocks)
+    return stage_input
+
+
+def test_a_dictionary_is_filled_from_stage_to_stage() -> None:
+    """x + sum:  1 + 1 = 2, 2 + 3 = 5, 5 + 8 = 13, 13 + 21 = 34"""
+    blocks: list[nn.Module] = [Counts() for _ in range(4)]
+    state: dict[str, Any] = {"sum": torch.zeros(2), "other": 1}
+    stage_input = first_input(blocks, lambda _, block, x: block(x, state))
+    carriers = Carriers([FilledArguments()])
+    stage_input = stage_input.after([stage_input.output], 0, (None,))
+    whole = stage_input.run(blocks[1:], carriers)
+    for block in blocks[1:]:
+        stage_input = StageInput.from_message(stage_input.run([block], carriers).message)
+    assert whole.output[0].item() == stage_input.output[0].item() == 34
+    ((number, items),) = stage_input.trees[0].items()
+    assert number == 0 and items.keys() == {"sum"} and items["sum"][0].item() == 21
+    assert state["sum"][0].item() == 1, "what the first block, in the step, has put in"
+
+
+def test_a_dictionary_that_the_step_changes_must_not_be_filled() -> None:
+    blocks: list[nn.Module] = [Counts() for _ in range(3)]
+    state: dict[str, Any] = {"sum": torch.zeros(2)}
+    stage_input = first_input(blocks, lambda index, block, x: block(x, state | {"index": index}))
+    assert stage_input.run(blocks[1:2]).output.shape == (2,), "each call has a dictionary of its own"
+    stage_input = first_input(blocks, lambda index, block, x: block(x, state.update(index=index) or state))
+    with pytest.raises(UnsupportedError, match="a Counts of the stack changes a dict that it gets as an argument"):
+        stage_input.run(blocks[1:])
+
+
+def test_a_list_that_a_block_changes_is_refused() -> None:
+    blocks: list[nn.Module] = [Collects() for _ in range(2)]
+    state: dict[str, Any] = {"seen": []}
+    stage_input = first_input(blocks, lambda _, block, x: block(x, state))
     with pytest.raises(UnsupportedError, match="a Collects of the stack changes a list that it gets as an argument"):
         stage_input.run(blocks[1:])
-    unpatch_blocks(blocks)
 
 
 def test_an_output_of_another_step_is_refused(blocks: list[nn.Module]) -> None:

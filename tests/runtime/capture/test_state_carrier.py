@@ -4,6 +4,8 @@ rank 0    step 0 |leave|  step 1 |leave|     |deliver| step 0 |end|     |deliver
 rank 1                           running 0                   running 1
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,11 +78,18 @@ class Rank:
         return sent(tree), left
 
     def run(self, tree: Any, *indices: int) -> Any:
-        blocks = [self.blocks[i] for i in indices]
-        with self.carrier.running(tree, BlockRun(blocks, is_last=True)) as result:
-            for block in blocks:
-                block(torch.ones(2))
+        with self.running(tree, *indices) as result:
+            for index in indices:
+                self.blocks[index](torch.ones(2))
         return sent(result[0])
+
+    @contextmanager
+    def running(self, tree: Any, *indices: int) -> Iterator[list[Any]]:
+        """These blocks run; the list holds the tree for the next stage at the end."""
+        run, result = BlockRun([self.blocks[i] for i in indices], is_last=True), []
+        begun = self.carrier.begin_blocks(tree, run)
+        yield result
+        result.append(self.carrier.end_blocks(tree, run, begun))
 
 
 def sent(tree: Any) -> Any:
@@ -243,7 +252,7 @@ def test_what_cannot_travel_to_a_block_is_rejected(ranks: SimpleNamespace, chang
 
 
 def test_what_cannot_travel_to_the_step_is_rejected_when_it_is_read(ranks: SimpleNamespace) -> None:
-    with ranks.second.carrier.running(None, BlockRun([ranks.second.blocks[1]], is_last=True)) as result:
+    with ranks.second.running(None, 1) as result:
         ranks.second.blocks[1].cache = object()
     ranks.first.carrier.deliver(sent(result[0]), ranks.first.leave()[1])
     with pytest.raises(UnsupportedError, match=r"layers\[1\].cache was set by a block to a builtins.object"):
@@ -272,7 +281,7 @@ def test_gradients_flow_through_what_is_carried(ranks: SimpleNamespace) -> None:
     level = torch.ones((), requires_grad=True)
     ranks.first.model.box.level = level * 3
     tree, left = ranks.first.carrier.leave(None)
-    with ranks.second.carrier.running(tree, BlockRun([ranks.second.blocks[2]], is_last=True)) as result:
+    with ranks.second.running(tree, 2) as result:
         ranks.second.blocks[2](torch.ones(2))
     ranks.first.carrier.deliver(result[0], left)
     ranks.first.blocks[2].aux.backward()
@@ -303,7 +312,7 @@ def test_blocks_elsewhere_add_to_what_each_step_has_reset(ranks: SimpleNamespace
 def test_a_value_of_shared_state_that_can_t_be_sent_fails_where_it_is_read(ranks: SimpleNamespace) -> None:
     carrier = ranks.first.carrier
     tree, left = ranks.first.leave()
-    with ranks.second.carrier.running(tree, BlockRun(ranks.second.blocks[1:], is_last=True)) as result:
+    with ranks.second.running(tree, 1, 2) as result:
         ranks.second.model.box.level = object()
     carrier.end(carrier.deliver(sent(result[0]), left))
     tree, _ = ranks.first.leave()
@@ -352,7 +361,7 @@ def test_one_value_that_cannot_travel_leaves_the_others_of_a_dictionary(ranks: S
     for rank in (ranks.first, ranks.second):
         rank.blocks[1].stats = {}
         rank.carrier.begin_batch(1)
-    with ranks.second.carrier.running(None, BlockRun([ranks.second.blocks[1]], is_last=True)) as result:
+    with ranks.second.running(None, 1) as result:
         ranks.second.blocks[1].stats.update(mean=0.5, cache=object())
     ranks.first.carrier.deliver(sent(result[0]), ranks.first.leave()[1])
     assert ranks.first.blocks[1].stats["mean"] == 0.5
@@ -401,7 +410,7 @@ def test_the_training_mode_of_one_pass_is_seen_by_no_other_step(ranks: SimpleNam
 
 
 def in_which_mode(rank: Rank, tree: Any) -> bool:
-    with rank.carrier.running(tree, BlockRun([rank.blocks[1]], is_last=True)):
+    with rank.running(tree, 1):
         return bool(rank.blocks[1].training)
 
 

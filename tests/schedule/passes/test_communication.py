@@ -17,8 +17,8 @@ from hypothesis import given
 
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, complete, forward_only, simulate
 from lightning_hanayo.schedule.communication import message_pairs
-from lightning_hanayo.schedule.dependency import executable_order, waits_in
 from tests.harness.thorough import covered
+from tests.schedule.message_rule import executable_order, waits_in
 from tests.schedule.samples import NAMES, make, row, schedules, table, unhurried
 
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)

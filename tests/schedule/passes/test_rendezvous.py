@@ -29,7 +29,6 @@ from lightning_hanayo.schedule import (
     without_forwards,
 )
 from lightning_hanayo.schedule.dependency import source_stage
-from lightning_hanayo.schedule.schedule import check_csv
 from tests.harness.thorough import covered
 from tests.schedule.samples import make, row, schedules, split, table, unhurried
 
@@ -176,7 +175,7 @@ def test_messages_in_a_file_are_placed_anew(tmp_path: Path) -> None:
     (tmp_path / "early.csv").write_text(
         "0F0,0SEND_F0,3RECV_F0,3F0,3B0,3SEND_B0,0RECV_B0,0B0\n1RECV_F0,1F0,2RECV_B0,2F0,2SEND_F0,2B0,1B0,1SEND_B0\n"
     )
-    schedule = check_csv(tmp_path / "early.csv")
+    schedule = Schedule.from_csv(tmp_path / "early.csv")
     assert hangs(schedule) == []
     assert complete(schedule)[1] == row("1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 2REDUCE_GRAD 1B0 1SEND_B0 1REDUCE_GRAD")
 

@@ -13,7 +13,7 @@ from lightning_hanayo.schedule import (
     without_forwards,
 )
 from lightning_hanayo.schedule.communication import first_microbatches
-from lightning_hanayo.schedule.dependency import executable_order, table_waits
+from tests.schedule.message_rule import executable_order, table_waits
 from tests.schedule.samples import schedules, unhurried
 
 TABLE = build("hanayo", num_ranks=2, num_microbatches=3)

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Schedule, build
-from lightning_hanayo.schedule.completeness import reject, table_text
+from lightning_hanayo.schedule.passes.validation import reject, table_text
 from tests.schedule.samples import row
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Schedule, build, forward_only, validate
-from lightning_hanayo.schedule.dependency import table_waits
+from tests.schedule.message_rule import table_waits
 from tests.schedule.samples import in_some_pairs, make, row, schedules, table, unhurried
 
 

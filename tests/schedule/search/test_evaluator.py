@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import Action, CostModel, Schedule, build
-from lightning_hanayo.schedule.dependency import executable_order, table_waits
 from lightning_hanayo.schedule.search.evaluator import Evaluator
+from tests.schedule.message_rule import executable_order, table_waits
 from tests.schedule.samples import LINK, schedules, split, table, unhurried
 
 COSTS = CostModel(forward=1.0, backward_input=1.25, backward_weight=0.75, message=0.125)

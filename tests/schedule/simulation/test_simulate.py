@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, forward_only, simulate
-from lightning_hanayo.schedule.dependency import table_waits
+from tests.schedule.message_rule import table_waits
 from tests.schedule.samples import make, schedules, table, unhurried
 
 times = st.integers(0, 64).map(lambda count: count / 32)

@@ -1,7 +1,5 @@
 """Timelines, simulated or measured."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from lightning_hanayo.schedule import (
     simulate,
     with_loss_stage,
 )
-from tests.schedule.samples import schedules, split, table, unhurried
+from tests.schedule.samples import schedules, table, unhurried
 
 
 def spans(*texts: str) -> tuple[Span, ...]:
@@ -111,34 +109,3 @@ def test_steps_one_by_one() -> None:
 def test_spans_that_do_not_divide_into_steps() -> None:
     with pytest.raises(HanayoError, match="1 spans and num_steps=2"):
         Timeline(spans("0 0F0 0 1"), num_steps=2)
-
-
-@given(schedules(), st.integers(1, 2))
-@unhurried
-def test_json_and_back(schedule: Schedule, steps: int) -> None:
-    timeline = simulate(split(schedule), CostModel(message=0.1, gradient_reduce=1.0), steps)
-    again = Timeline.from_json(timeline.to_json())
-    assert again == timeline
-    told = json.loads(timeline.to_json())
-    assert told["makespan"] == again.makespan
-    assert tuple(told["peak_activations"]) == again.peak_activations
-    assert tuple(told["step_times"]) == again.step_times
-    assert len(again.step_times) == steps
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"spans": [{"rank": 0}]}',
-        '{"spans": 3}',
-        '{"spans": [{"rank": 0, "action": 3}]}',
-        '{"spans": [{"rank": "zero", "action": "0F0", "start": 0, "end": 1}]}',
-        '{"spans": [], "num_steps": 0}',
-    ],
-)
-def test_text_that_is_no_timeline_is_rejected(text: str) -> None:
-    with pytest.raises(HanayoError, match="this is no timeline"):
-        Timeline.from_json(text)

@@ -35,14 +35,23 @@ def test_checkpoints_are_folders_in_the_loggers_folder(pool: Pool, tmp_path: Pat
     assert Left.in_folder(Path(dirpath)).folders == {"epoch=0-step=2.ckpt", "last.ckpt"}
 
 
-@pytest.mark.parametrize(("options", "saves"), [({}, True), ({"save_full": True}, True), ({}, False)])
-def test_log_model_is_refused_where_checkpoints_are_folders(options: dict[str, Any], saves: bool) -> None:
-    logger = WandbLogger(log_model=True)
-    trainer = trainer_for(
-        PIPE, [ModelCheckpoint()] if saves else [], strategy=options, logger=logger, enable_checkpointing=saves
-    )
+@pytest.mark.parametrize(
+    ("options", "saves", "is_refused"),
+    [
+        ({}, [{}], True),
+        ({}, [{"save_weights_only": True}, {"every_n_epochs": 2}], True),
+        ({}, [{"save_weights_only": True}], False),
+        ({"save_full": True}, [{}], False),
+        ({}, [], False),
+    ],
+)
+def test_log_model_is_refused_where_checkpoints_are_folders(
+    options: dict[str, Any], saves: list[dict[str, Any]], is_refused: bool
+) -> None:
+    logger, callbacks = WandbLogger(log_model=True), [ModelCheckpoint(**one) for one in saves]
+    trainer = trainer_for(PIPE, callbacks, strategy=options, logger=logger, enable_checkpointing=bool(saves))
     trainer.strategy.connect(models.build(Scored))
-    if options or not saves:
+    if not is_refused:
         trainer.strategy._check(trainer)
         return
     with pytest.raises(UnsupportedError, match=r"WandbLogger\(log_model=...\) uploads checkpoints that are files"):

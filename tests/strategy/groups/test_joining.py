@@ -54,6 +54,14 @@ def test_a_port_is_taken_before_it_is_told() -> None:
     assert joined[1].get("key") == b"value"
 
 
+def test_a_rank_alone_finds_the_store_of_its_agent() -> None:
+    """As under torchrun --nproc-per-node=1."""
+    agents = serve_store()
+    store = store_of_start("127.0.0.1", agents.port, 0, 1, TIMEOUT, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+
+
 def test_a_port_that_another_program_has_is_named() -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]

@@ -25,10 +25,6 @@ class Pretended:
     wait: Wait | None = None
     done: dict[str, int] = field(default_factory=dict)
     number: int = 0
-    is_in_trainer: bool = True
-
-    def is_in_run(self) -> bool:
-        return self.is_in_trainer
 
     def progress(self) -> int:
         return self.number
@@ -165,6 +161,7 @@ def test_ranks_that_can_never_go_on_end_the_run(capsys: pytest.CaptureFixture[st
 def test_the_next_rank_reports_if_rank_0_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
     with World(Pretended(0), Pretended(1, message(2)), Pretended(2)) as world:
         world.watches[0].stop()
+        assert wait_until(lambda: 0 in world.monitors[1].ask("hang status"), 30.0)
         world.monitors[0].close()
         assert wait_until(lambda: "has ended" in str(world.failures[1].held_up_by), 30.0)
     text = capsys.readouterr().err
@@ -209,9 +206,10 @@ def test_a_watch_that_was_stopped_asks_nothing_and_has_no_status() -> None:
 def test_a_rank_in_a_hook_after_training_is_reported_until_the_trainer_returns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with World(Pretended(0, is_in_trainer=False), Pretended(1), limits=Limits(first=2.0, look=0.02)) as world:
+    with World(Pretended(0), Pretended(1), limits=Limits(first=2.0, look=0.02)) as world:
         for watch in world.watches:
             watch.finish()
+        world.watches[0].stop()
         assert wait_until(lambda: 0 in world.monitors[1].ask("hang status"), 30.0)
         world.monitors[0].close()
         assert wait_until(lambda: world.monitors[1].state_of(0) == "ended", 30.0)
@@ -224,5 +222,3 @@ def test_a_rank_in_a_hook_after_training_is_reported_until_the_trainer_returns(
         assert wait_until(is_said, 30.0)
         assert "rank 1 (pipeline 1) is in hook, model.py:31" in "".join(texts)
         assert "The run goes on: no rank waits for another one." in "".join(texts)
-        world.ranks[1].is_in_trainer = False
-        assert wait_until(lambda: world.watches[1]._over.is_set(), 30.0)

@@ -89,7 +89,7 @@ USED = {
         "_lightning_module",
     },
     "of loggers": {"_log_graph", "_log_model"},
-    "of torchmetrics": {"_computed", "_copy_state_dict", "_forward_cache", "_update_count"},
+    "of torchmetrics": {"_computed", "_copy_state_dict", "_forward_cache", "_reductions", "_update_count"},
 }
 
 

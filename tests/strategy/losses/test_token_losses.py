@@ -20,7 +20,6 @@ from lightning_hanayo import chunk_loss, chunked_cross_entropy
 from lightning_hanayo.chunked_loss import token_shares
 from lightning_hanayo.chunked_loss.causal_models import ChunkedLoss, Logits
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.strategy.losses import token_losses
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses
 from lightning_hanayo.strategy.patches import TemporaryAttributes
@@ -281,19 +280,19 @@ def test_a_loss_from_whole_logits_is_refused() -> None:
     try:
         with pytest.raises(UnsupportedError, match="HuggingFace.training_step has computed its loss from whole logits"):
             losses.check()
-        losses._guard.scope = "hook"
+        with losses.in_batch(runs_alike=False):
+            assert token_shares.token_shares() is None
+        with losses.in_batch(runs_alike=True):
+            assert token_shares.token_shares() is losses._ranks
+            losses.check()
         assert token_shares.token_shares() is None
-        losses._guard.scope = "step"
-        assert token_shares.token_shares() is losses._ranks
-        losses.check()
     finally:
         losses.stop()
         attributes.restore()
 
 
 def one_rank(make: Callable[[], LightningModule], *, is_required: bool) -> TokenLosses:
-    guard = ParameterGuard(torch.device("cpu"))
-    return TokenLosses(models.build(make), Mesh.single().axis("xyz"), guard, is_required=is_required)
+    return TokenLosses(models.build(make), Mesh.single().axis("xyz"), is_required=is_required)
 
 
 @pytest.mark.thorough

@@ -155,7 +155,7 @@ def test_a_step_that_needs_values() -> None:
 
 
 def test_a_large_model_whose_step_needs_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hanayo.strategy.model_facts._MOST_REAL", 1000)
+    monkeypatch.setattr("lightning_hanayo.strategy.uncut_step._MOST_REAL", 1000)
     with pytest.raises(HanayoError, match="Module.training_step can't run on the meta device, without values"):
         read_model(Module(needs_values=True), torch.zeros(SAMPLES, 8), SAMPLES)
 

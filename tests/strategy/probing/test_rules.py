@@ -2,8 +2,16 @@
 
 import torch
 
-from lightning_hanayo.strategy.probing.rules import EACH, SAMPLES, Rule, are_close, named_tensors, possible_rules
-from lightning_hanayo.strategy.probing.step_choice import Candidates
+from lightning_hanayo.strategy.probing.rules import (
+    EACH,
+    SAMPLES,
+    Rule,
+    Weighed,
+    are_close,
+    named_tensors,
+    possible_rules,
+)
+from lightning_hanayo.strategy.probing.step_choice import REFUTED, Candidates
 
 LABELS = torch.tensor([[3, 7, -100, -100], [5, 2, 9, 4]])
 PIECES = [{"labels": one, "mask": (one > 0).float()} for one in LABELS.split(1)]
@@ -40,20 +48,41 @@ def test_a_rule_that_was_wrong_once_is_excluded() -> None:
     labels, shifted = (Rule("labels", "batch['labels']", is_shifted=shifted) for shifted in (False, True))
     rules = Candidates()
     assert rules.take([SAMPLES, labels, shifted], tried=[SAMPLES, EACH, labels, shifted])
-    assert rules.rules[0] == SAMPLES and rules.differ(NAMED, [1, 1])
+    assert rules.rules[0] == SAMPLES and rules.differ(Weighed(NAMED, [1, 1]))
     assert rules.take([shifted], tried=[SAMPLES, EACH, labels, shifted])
     assert rules.rules == (shifted,)
     assert not rules.take([SAMPLES], tried=[SAMPLES, labels, shifted])
+
+
+def test_after_some_repeated_tokens_that_counted_others_are_no_candidates() -> None:
+    rules = Candidates()
+    fitting = [SAMPLES, *(Rule("labels", "y", is_shifted=shifted) for shifted in (False, True))]
+    for token in range(REFUTED + 2):
+        pieces = [{"y": torch.tensor([[1 + token, 99, token, token]])}, {"y": torch.tensor([[1, 2, 3, 4]])}]
+        batch = Weighed(pieces, [1, 1])
+        assert rules.differ(batch) is (token < REFUTED)
+        assert rules.take(fitting, tried=batch.possible)
+    padded = [{"y": torch.tensor([[1, 2, -100, -100]])}, {"y": torch.tensor([[1, 2, 3, 4]])}]
+    assert rules.differ(Weighed(padded, [1, 1]))
 
 
 def test_a_value_that_was_not_there_is_a_candidate_when_it_comes() -> None:
     rules = Candidates()
     first = [{"y": torch.tensor([1, 2])}, {"y": torch.tensor([2, 3])}]
     assert rules.take([SAMPLES], tried=list(possible_rules(first)))
-    assert not rules.differ(first, [2, 2])
-    assert rules.differ([{"y": torch.tensor([1, 0])}, {"y": torch.tensor([2, 3])}], [2, 2])
+    assert not rules.differ(Weighed(first, [2, 2]))
+    assert rules.differ(Weighed([{"y": torch.tensor([1, 0])}, {"y": torch.tensor([2, 3])}], [2, 2]))
 
 
 def test_close_weights_are_the_same() -> None:
     assert are_close([0.5, 0.5], [0.5 + 1e-9, 0.5]) and not are_close([0.5, 0.5], [0.501, 0.499])
     assert are_close(None, None) and not are_close(None, [1.0])
+
+
+def test_rules_that_a_probe_could_not_tell_apart_are_tried_again_where_they_differ_more() -> None:
+    labels, rules = Rule("labels", "batch['labels']"), Candidates()
+    little = [{"batch['labels']": torch.arange(1, 101)}, {"batch['labels']": torch.tensor([-100, *range(1, 100)])}]
+    assert rules.take([SAMPLES, labels], tried=list(possible_rules([*little, *NAMED])))
+    assert rules.differ(Weighed(little, [1, 1]))
+    rules.leave(Weighed(little, [1, 1]))
+    assert not rules.differ(Weighed(little, [1, 1])) and rules.differ(Weighed(NAMED, [1, 1]))

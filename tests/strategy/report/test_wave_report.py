@@ -5,11 +5,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_hanayo import WaveReport
 from lightning_hanayo.errors import HanayoError
@@ -91,6 +92,48 @@ def _check_trace(events: list[dict[str, Any]]) -> None:
     assert sorted(measured, key=str) == sorted(4 * predicted, key=str)
     assert len(predicted) == 3 * 8 * WAVE.num_microbatches
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
+
+
+class Pictures(TensorBoardLogger):
+    """A logger of TensorBoard, which needn't be installed."""
+
+    def __init__(self) -> None:
+        super().__init__("unused")
+        self.metrics: set[str] = set()
+        self.images: list[tuple[str, int, tuple[int, ...]]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """None are kept."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics |= metrics.keys()
+
+    def save(self) -> None:
+        """Nothing is kept."""
+
+    def add_image(self, name: str, image: Any, global_step: int, dataformats: str) -> None:
+        assert dataformats == "HWC"
+        self.images.append((name, global_step, image.shape))
+
+
+def fit_unasked(folder: str) -> tuple[set[str], list[Any]]:
+    with patch("lightning.fabric.loggers.tensorboard._TENSORBOARD_AVAILABLE", True):
+        logger = Pictures()
+    trainer = make_trainer(WAVE, max_steps=STEPS, log_every_n_steps=2, default_root_dir=folder, logger=logger)
+    trainer.fit(models.build(models.MLP), make_loader(models.vectors((8,) * STEPS)))
+    return logger.metrics, logger.images
+
+
+def test_a_logger_that_takes_images_gets_figures_and_a_picture_unasked(pool: Pool, tmp_path: Path) -> None:
+    (metrics, images), *_ = pool.run(WORLD, fit_unasked, str(tmp_path))
+    assert {"hanayo/bubble", "hanayo/stage_0/forward_ms"} <= metrics
+    [(name, step, shape)] = images
+    assert (name, step) == ("hanayo/wave", STEPS) and shape[1] == 1600
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_numbers() -> None:

@@ -1,6 +1,7 @@
 """What can't run is refused before it starts, and the way out that an error names works."""
 
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 from torch import nn
@@ -8,7 +9,7 @@ from torch import nn
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack
-from lightning_hanayo.strategy.setup.checks import check_batch_statistics
+from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_layer_drop
 
 
 class Block(nn.Module):
@@ -33,6 +34,19 @@ def test_batch_norm_in_a_block_is_named_before_one_that_an_option_allows(
 
 def test_batch_norm_outside_the_stack_is_allowed_by_the_option_that_the_error_names() -> None:
     one = model(nn.LayerNorm)
-    with pytest.raises(UnsupportedError, match=r"^stem .*cube_outside='replicate'"):
-        check_batch_statistics(one, find_stack(one), HanayoStrategy().options)
-    check_batch_statistics(one, find_stack(one), HanayoStrategy(cube_outside="replicate").options)
+    with pytest.raises(UnsupportedError, match=r"^stem .*Leave out step='microbatch'"):
+        check_batch_statistics(one, find_stack(one), HanayoStrategy(step="microbatch").options)
+    check_batch_statistics(one, find_stack(one), HanayoStrategy().options)
+
+
+def test_layer_drop_is_named_with_its_place() -> None:
+    one: Any = nn.ModuleDict({"encoder": model(nn.LayerNorm)})
+    stack = find_stack(one)
+    one["encoder"].config = SimpleNamespace(layerdrop=0.1)
+    with pytest.raises(UnsupportedError, match=r"^encoder.config.layerdrop is 0.1: .*Set it to 0.0"):
+        check_layer_drop(one, stack)
+    one["encoder"].layerdrop = 0.0  # of this module, where the configuration may be of several
+    check_layer_drop(one, stack)
+    one["encoder"].layerdrop = 0.5
+    with pytest.raises(UnsupportedError, match=r"^encoder.layerdrop is 0.5"):
+        check_layer_drop(one, stack)

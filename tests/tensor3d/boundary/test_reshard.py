@@ -40,7 +40,7 @@ def shard(kind: str) -> list[tuple[int, ...]] | str:
         dist.all_gather_object(found, value)
         return found
 
-    boundary = MicrobatchReshard(SharedReshard(mesh, StreamDims()), all_gather)
+    boundary = MicrobatchReshard(SharedReshard(mesh, StreamDims()), all_gather, all_gather)
     boundary.begin([sample_shares(2, (1, 1, 2))])
     stream = torch.ones(1, 4, 6, requires_grad=kind != "a gradient on one rank" or rank == 0)
     table = torch.full((3, 4, 4), float(rank if kind == "values of its own" else 7))

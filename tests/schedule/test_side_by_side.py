@@ -1,4 +1,4 @@
-"""The README's table of schedules is what the simulator says."""
+"""The table of schedules side by side, in docs/concepts/schedules.md, is what the simulator says."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from lightning_hanayo.schedule import build, complete, simulate
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "schedules.md"
 OPTIONS: dict[str, dict[str, Any]] = {
     "4 stages per rank": {"num_stages_per_rank": 4},
     "W = 2": {"num_waves": 2},
@@ -16,7 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def rows() -> list[list[str]]:
-    lines = README.read_text().splitlines()
+    lines = PAGE.read_text().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith("| P = 4, F = I = W"))
     table = [line for line in lines[start + 2 : start + 20] if line.startswith("|")]
     return [[cell.strip().strip("*").strip() for cell in line.strip("|").split("|")] for line in table]

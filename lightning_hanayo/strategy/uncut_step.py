@@ -1,0 +1,181 @@
+"""Runs the step of a whole model before it is cut: on tensors without values, or with values where it needs them.
+
+The model itself stays as it is. One that is built in `configure_model` is built on the meta device.
+"""
+
+import copy
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.partition.deferred_init import MetaCopy, like
+from lightning_hanayo.partition.stack import Calls
+from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
+
+_Found = TypeVar("_Found")
+
+_MOST_REAL = 1 << 30
+"""bytes of a model up to which its step runs with numbers if it can't without"""
+
+
+def on_copy(
+    module: "pl.LightningModule",
+    batch: Any,
+    dtype: torch.dtype,
+    run: Callable[["pl.LightningModule", Any, set[int]], _Found],
+) -> _Found:
+    """Call `run` with a copy of the module, the batch, and the numbers of the storages of the copy's parameters.
+
+    First without values; if that fails, and the model is small, with those of the module, or any where it has none.
+    Floating-point tensors have this dtype.
+
+    Raises:
+        HanayoError: `run` raises it, or fails with values, too, or the model is too large for them.
+    """
+    name, own = type(module).__name__, _on_meta(module, dtype)
+    try:
+        with fake_tensors(own) as parameters:
+            return run(own, _converted(batch, dtype, "meta"), parameters)
+    except HanayoError:
+        raise
+    except Exception as error:  # user code, which may need values
+        reason = _first_line(error)
+        if sum(one.nbytes for one in own.parameters()) > _MOST_REAL:
+            raise HanayoError(
+                f"{name}.training_step can't run on the meta device, without values ({reason}), and the model is too "
+                f"large to run it with values. Make the step depend on shapes alone"
+            ) from error
+    own, tensors = _on_meta(module, dtype), _tensors(module)
+    try:
+        if len(tensors) == len(_tensors(own)) and not any(one.is_meta for one in tensors):
+            own = copy.deepcopy(module, {id(one): None for one in vars(module).values() if isinstance(one, pl.Trainer)})
+            vars(own).update(_fabric=None)
+            own.to(dtype)
+        else:
+            _fill(own)
+        return run(own, _converted(batch, dtype, "cpu"), storages(list(own.parameters())))
+    except HanayoError:
+        raise
+    except Exception as again:  # user code, too
+        second = _first_line(again)
+        others = "" if second == reason else f" (on the meta device: {reason})"
+        raise HanayoError(
+            f"{name}.training_step can't run by itself, without a Trainer and on a CPU: {second}{others}. A plan needs "
+            f"one step; or give the sizes to HanayoStrategy instead"
+        ) from again
+
+
+def run_step(own: "pl.LightningModule", batch: Any, step: str = "training_step") -> Any:
+    """Run a step of a copy, in the mode in which the Trainer does, and return its result."""
+    function: Any = getattr(own, step)
+    own.train(step == "training_step")
+    numbers = next(one for one in ((0,), (), (0, 0)) if _accepts(function, batch, *one))  # of batch and loader
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # that there is no Trainer to log with
+        return function(batch, *numbers)
+
+
+def _accepts(function: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def recorded_calls(own: "pl.LightningModule", batch: Any, step: str = "training_step") -> Calls:
+    """The calls of blocks in a step of a copy, which runs as written where it is compiled."""
+    calls = Calls(own)
+    has_compiled = "torch._dynamo" in sys.modules  # whose import takes seconds
+    with calls.recording(), torch.compiler.set_stance("force_eager") if has_compiled else nullcontext():
+        run_step(own, batch, step)
+    return calls
+
+
+@contextmanager
+def fake_tensors(module: nn.Module) -> Iterator[set[int]]:
+    """In this context tensors on the meta device are `FakeTensor`s, as while a model is exported or compiled.
+
+    Libraries know these, and then don't look at values: transformers doesn't ask whether a mask is all ones.
+
+    Yields:
+        The numbers of the storages of the module's parameters, here and outside.
+    """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before = log.disabled
+    log.disabled = True  # it prints a traceback of an error that is raised, too
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            parameters = [mode.from_tensor(one) for one in module.parameters() if not _is_packed(one)]
+            yield storages(list(module.parameters())) | {one.untyped_storage()._cdata for one in parameters}
+    finally:
+        log.disabled = before
+
+
+def storages(tensors: Sequence[Tensor]) -> set[int]:
+    """The numbers of their storages."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if not _is_packed(tensor)}
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    return type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided
+
+
+def _on_meta(module: "pl.LightningModule", dtype: torch.dtype) -> "pl.LightningModule":
+    """A copy without values, whose floating-point tensors have this dtype."""
+    own: Any = MetaCopy(module).modules[""]
+    for part in own.modules():  # a step may append to a list of the module, which the copy shares
+        shared = {name: value for name, value in vars(part).items() if type(value) in (list, dict, set)}
+        vars(part).update((name, value.copy()) for name, value in shared.items())
+    vars(own).update(_trainer=None, _fabric=None)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own.configure_model()
+    own.to(dtype)
+    return own  # type: ignore[no-any-return]
+
+
+def _converted(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """The batch with its floating-point tensors in this dtype, and all tensors on this device."""
+    if isinstance(value, Tensor):
+        dtype = dtype if value.is_floating_point() else value.dtype
+        return torch.empty_like(value, dtype=dtype, device="meta") if device == "meta" else value.to(device, dtype)
+    inside = children(value)
+    if inside is None:
+        return value
+    return with_children(value, {key: _converted(item, dtype, device) for key, item in inside.items()})
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _fill(module: nn.Module) -> None:
+    """Give the tensors small random numbers in place of none. Shared ones stay shared."""
+    made: dict[Tensor, Tensor] = {}
+    numbers = torch.Generator().manual_seed(0)  # its own, as the run's are needed for the training
+    for part in module.modules():
+        stores: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for own in stores:
+            for name, tensor in own.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    values = torch.zeros_like(tensor, device="cpu")
+                    values = values.uniform_(-0.02, 0.02, generator=numbers) if values.is_floating_point() else values
+                    made[tensor] = like(tensor, values)
+                own[name] = made[tensor]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

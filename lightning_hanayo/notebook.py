@@ -9,6 +9,7 @@ A fork has all that the notebook has defined, so nothing is pickled but results 
 
 import atexit
 import codecs
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -30,7 +31,7 @@ from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_hanayo.errors import HanayoError, PeerFailed
-from lightning_hanayo.monitor.processes import describe_end, end_with_parent
+from lightning_hanayo.monitor.processes import begin_fork, describe_end
 from lightning_hanayo.strategy.failure import leave_at_exit
 from lightning_hanayo.strategy.joining import serve_store
 from lightning_hanayo.strategy.lightning import launcher
@@ -215,11 +216,12 @@ def _main(
     arguments: tuple[Any, ...],
 ) -> None:
     """The main function of a rank's process."""
-    end_with_parent()
+    begin_fork()
     atexit._clear()  # the notebook's
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+    faulthandler.enable()
     become_rank(rank, world_size, port)
     for decorator in (rank_zero_only, fabric_rank_zero_only):
         vars(decorator)["rank"] = rank

@@ -3,11 +3,13 @@
 The recipe's notebook runs in a real Jupyter kernel: tox -e notebook.
 """
 
+import gc
 import importlib.util
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.notebook import launch
+from lightning_hanayo.strategy.joining import serve_store
 from lightning_hanayo.strategy.lightning import launcher
 from tests.harness import limits, models
 from tests.harness.training import assert_close, make_loader
@@ -50,6 +53,30 @@ def test_it_trains_as_in_one_process(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert_close(launch(function, devices=2), train(1, "auto"), 1e-12)
     assert {"shown 0", "shown 1"} <= set(capfd.readouterr().out.splitlines())
+
+
+def test_a_fork_destroys_nothing_of_its_parent() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.cycle, self.store = self, serve_store()  # with a thread that a fork can't join
+
+    def collect() -> int:
+        threads = [threading.Thread(target=int) for _ in range(20)]  # whose stacks take the place of the parent's
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        gc.collect()
+        return 1
+
+    gc.disable()
+    try:
+        for _ in range(20):
+            Cycle()
+        assert launch(collect, devices=1) == 1
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def fail(how: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ Linux sends the signal when the *thread* ends that has started the process. On o
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -199,6 +200,19 @@ def end_with_parent(parent: int | None = None) -> None:
         starter = multiprocessing.parent_process()
         if os.getppid() != parent if parent is not None else starter is not None and not starter.is_alive():
             os._exit(1)  # it has ended since
+
+
+def begin_fork(parent: int | None = None) -> None:
+    """The first thing in a fork that runs Python: end with the parent, and destroy nothing that is the parent's.
+
+    A collection that found the parent's garbage here would join the threads of its stores and process groups, which
+    only the parent has, and crash.
+
+    Args:
+        parent: as in `end_with_parent`.
+    """
+    gc.freeze()
+    end_with_parent(parent)
 
 
 def outlive_parent() -> None:

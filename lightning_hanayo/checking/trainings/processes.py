@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lightning_hanayo.checking.case import RankFailure
-from lightning_hanayo.monitor.processes import end_with_parent
+from lightning_hanayo.monitor.processes import begin_fork
 from lightning_hanayo.notebook import become_rank, start_forks
 from lightning_hanayo.strategy.joining import serve_store
 
@@ -72,7 +72,7 @@ def _wait(processes: list[BaseProcess], timeout: float) -> None:
 
 def _main(folder: str, rank: int, world_size: int, port: int, work: Any) -> None:
     """The main function of a rank's process."""
-    end_with_parent()
+    begin_fork()
     result_path, log_path = _paths(folder, rank)
     sys.stdout = sys.stderr = log_path.open("w", buffering=1)
     for descriptor in (1, 2):

@@ -29,7 +29,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.monitor.processes import end_with_parent, heed_signals_of_parent_alone
+from lightning_hanayo.monitor.processes import begin_fork, heed_signals_of_parent_alone
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import SharedGenerators, generator_states
@@ -312,7 +312,7 @@ class _WorkerStart:
         self._user_function = user_function
 
     def __call__(self, worker: int) -> None:
-        end_with_parent()
+        begin_fork()
         heed_signals_of_parent_alone()
         if self._user_function is not None:
             self._user_function(worker)

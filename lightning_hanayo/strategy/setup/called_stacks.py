@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.monitor.processes import end_with_parent
+from lightning_hanayo.monitor.processes import begin_fork
 from lightning_hanayo.partition.stack import find_stack, passed_stacks
 from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls
 
@@ -48,7 +48,7 @@ def called_stacks(
         pid = os.fork()
     if pid == 0:
         try:
-            end_with_parent(rank)
+            begin_fork(rank)
             _isolate()
             torch.set_num_threads(1)  # a fork has lost the threads of OpenMP, and would wait for them
             os.write(to_parent, json.dumps(_names(module, take_batch(), step)).encode())

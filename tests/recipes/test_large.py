@@ -16,8 +16,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from lightning_hanayo.planner.plan_file import load_plan
 from lightning_hanayo.strategy import HanayoStrategy
+from recipes.large import operations
 from recipes.large.data import Pretraining
 from recipes.large.module import CausalLM
+from recipes.large.operations import RUNS, Operations
 from recipes.large.plans import CASES, FOLDER, PAGE, PLANS, planned, table
 from tests.harness import models
 from tests.harness.oracle import plain
@@ -61,6 +63,20 @@ def test_the_page_has_the_plans() -> None:
 def test_a_plan_is_made_again(name: str, tmp_path: Path) -> None:
     assert planned(CASES[name], tmp_path) == json.loads(PLANS.read_text())[name]
     assert (tmp_path / f"{name}.yaml").read_text() == (FOLDER / "layouts" / f"{name}.yaml").read_text()
+
+
+def test_what_a_run_does_is_counted() -> None:
+    run = Operations(CASES[RUNS[0]], json.loads(PLANS.read_text())[RUNS[0]])
+    assert run.groups() == {"nccl": 8, "gloo": 6}
+    microbatches, ends = 8 * 32, 4  # of a wave: its rank receives two forwards and two backwards of each
+    assert run.messages() == (microbatches * 2 * ends, microbatches * 2 * ends * 8192 * 8192 * 2 / 4)
+    assert run.saved == 70_553_706_496 * (4 + 8)
+    assert run.lost < 0.01
+
+
+@pytest.mark.thorough
+def test_the_page_of_operations_has_their_table() -> None:
+    assert operations.table(json.loads(PLANS.read_text())) in operations.PAGE.read_text()
 
 
 def tiny(kind: str) -> LightningModule:

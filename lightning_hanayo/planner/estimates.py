@@ -140,9 +140,13 @@ class StepModel:
         self._works: dict[object, _Work] = {}
         self._cut = cache(self._cut_blocks)
         self._shares_of = cache(self._count_shares)
+        casts = facts.element * (facts.element < facts.parameter_bytes)  # under autocast
         self._saved = cache(
             lambda mesh, samples, weights: facts.mean(
-                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
+                lambda one: (
+                    one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
+                    + casts * one.cast_by_a_rank(samples, mesh)
+                )
             )
         )
         self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
@@ -404,7 +408,7 @@ class StepModel:
         once, count = candidate.runs_step_once, candidate.num_microbatches
         peak = count if once else min(count, candidate.pipe)
         first, *rest = held or (peak * own.blocks, peak * others.blocks)
-        more = candidate.pairs / candidate.stages_per_rank * (candidate.num_microbatches > peak)
+        more = candidate.pairs * (count > peak)  # an order of pairs may have one more micro-batch under way
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
         saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
         kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0

@@ -103,6 +103,11 @@ class BlockFacts:
         """Elements of the weights that a rank of a cube gathers."""
         return sum(one.storage(samples, mesh).saved_weights for one in self.products)
 
+    def cast_by_a_rank(self, samples: int, mesh: MeshSizes) -> float:
+        """Elements of the weights that autocast casts for each micro-batch: those that a cube doesn't gather."""
+        stored = (one.storage(samples, mesh) for one in self.products)
+        return sum(one.weights for one in stored if not one.saved_weights)
+
     def saved_by_a_rank(
         self, samples: int, mesh: MeshSizes, element: int, weights: CubeWeights = "microbatch"
     ) -> float:

@@ -205,8 +205,8 @@ def end_with_parent(parent: int | None = None) -> None:
 def begin_fork(parent: int | None = None) -> None:
     """The first thing in a fork that runs Python: end with the parent, and destroy nothing that is the parent's.
 
-    A collection that found the parent's garbage here would join the threads of its stores and process groups, which
-    only the parent has, and crash.
+    A garbage collector that found the parent's objects here would join the threads of its stores and process groups,
+    which only the parent has, and crash.
 
     Args:
         parent: as in `end_with_parent`.

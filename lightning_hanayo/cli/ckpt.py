@@ -34,7 +34,6 @@ SUBCOMMANDS = {
     "verify": "read every byte of a checkpoint, and compare the hashes",
     "diff": "compare two checkpoints: names, shapes, dtypes and values",
     "export": "write a Lightning file, safetensors, or a folder for from_pretrained",
-    "import": "make a checkpoint folder of a Lightning file or of Hugging Face's weights",
     "rm": "remove checkpoints",
 }
 _GROUP = CommandGroup("ckpt", "List, check, compare, convert and remove checkpoints.", SUBCOMMANDS, "verify last.ckpt")
@@ -139,37 +138,6 @@ def size(text: str) -> int:
     """The bytes of a size such as "5GB" or "500 MB"."""
     units = {name.upper(): float(num_bytes) for name, num_bytes in UNITS.items()}
     return int(quantity(text, units, "a size such as 5GB"))
-
-
-def import__options(parser: ArgumentParser) -> None:
-    """Add the source and the target."""
-    parser.add_argument("source", metavar="SOURCE", help="a plain file, or a folder of Hugging Face")
-    parser.add_argument("target", metavar="TARGET", help="a path where nothing is yet, or an fsspec URL")
-    meaning = "of a folder: the name that its model has in your LightningModule, such as net"
-    parser.add_argument("--module", default="", metavar="NAME", help=meaning)
-    meaning = "of a file: leave out states of optimizers, loops, callbacks and all else"
-    parser.add_argument("--weights-only", action="store_true", help=meaning)
-
-
-def run_import_(options: Namespace) -> int:
-    """Make a checkpoint folder, of which any layout reads its part, one tensor at a time.
-
-    It is made of a plain file of Lightning, or of a folder of Hugging Face (config.json and safetensors). To start a
-    new training from a folder of Hugging Face, HanayoStrategy(init_from=...) reads it as it is.
-
-    A plain file has no names for optimizer states: they are taken to be in the order of the module's parameters, as
-    after Adam(self.parameters()). Was the order another one, resume from the file itself, which any layout reads.
-
-    Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it can't be imported, or the target exists.
-    """
-    # imports torch: seconds, which --help needn't wait for
-    from lightning_hanayo.dist_checkpointing.convert import import_checkpoint
-
-    source = existing(options.source)
-    with showing(f"importing {source}"):
-        import_checkpoint(source, options.target, module=options.module, weights_only=options.weights_only)
-    print(json.dumps({"path": options.target}) if options.json else f"wrote {options.target}")
-    return 0
 
 
 def ls_options(parser: ArgumentParser) -> None:
@@ -278,7 +246,6 @@ def run_show(options: Namespace) -> int:
     elif plain:
         known = [f"{name} {facts[name]}" for name in ("step", "epoch") if facts[name] is not None]
         print(f"{plain.path}: {', '.join(['a plain file', size_text(plain.num_bytes), *known])}")
-        print("Its tensors are listed once it is a folder: hanayo ckpt import")
     else:
         _print(facts)
     return 0

@@ -228,22 +228,6 @@ def as_in_a_file(folder: CheckpointFolder, entry: Any) -> Any:
     return {**entry, "data": {rank: data_document(folder, rank) for rank in ranks}, "tensors": tensors}
 
 
-def as_in_a_folder(content: dict[str, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
-    """Returns the tensors, and the documents of data ranks by stem. They are taken out of the content of a file.
-
-    Raises:
-        UnsupportedError: a loader's state can't be stored without pickle.
-    """
-    entry = content.get(RUN)
-    if not isinstance(entry, dict):
-        return [], {}
-    content[RUN] = {key: value for key, value in entry.items() if key not in ("data", "tensors")}
-    found = {name: tensor for name, tensor in _items(entry, "tensors") if str(name).startswith(_PREFIXES)}
-    parts = [TensorPart.whole(name, tensor, "state") for name, tensor in found.items() if isinstance(tensor, Tensor)]
-    tensors, texts = data_parts(dict(_items(entry, "data")))
-    return [*parts, *tensors], texts
-
-
 def data_parts(documents: Mapping[int, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
     """Returns the tensors in the documents of data ranks, and the documents by stem.
 
@@ -264,8 +248,3 @@ def data_document(folder: CheckpointFolder, data_rank: int) -> Mapping[str, Any]
         return {}
     found: Mapping[str, Any] = decode(folder.text(stem), lambda number: folder.read(f"data/{data_rank}/{number}"))
     return found
-
-
-def _items(entry: Mapping[str, Any], key: str) -> Any:
-    value = entry.get(key)
-    return value.items() if isinstance(value, dict) else ()

@@ -37,13 +37,16 @@ class Ownership:
         """The stages of a pipeline rank."""
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
-    def stage_parameters(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
-        """The parameters of `stage`, in the model's order. One that several stages use belongs to the lowest of them.
+    def stage_parameters(self, model: nn.Module, stages: Iterable[int]) -> dict[int, list[nn.Parameter]]:
+        """The parameters of each of `stages`, in the model's order. One of several stages belongs to the lowest.
 
         Its gradient is complete after that stage's backward. A parameter used outside the stack belongs to stage 0.
         """
         users = self._users(model)
-        return [parameter for parameter in model.parameters() if max(0, min(users[parameter])) == stage]
+        found: dict[int, list[nn.Parameter]] = {stage: [] for stage in stages}
+        for parameter in model.parameters():
+            found.get(max(0, min(users[parameter])), []).append(parameter)
+        return found
 
     def tied_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that two stages use, or a block and the code outside the stack."""

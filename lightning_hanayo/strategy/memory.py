@@ -73,12 +73,8 @@ def rank_bytes(
         "optimizer": {first: storage_bytes(optimizer)},
         "gathered": {first: whole + whole_gradients + batch.kept},
         "gradients" if batch.keeps_gradients else "new_gradients": {
-            stage: sum(
-                _gradient_bytes(p, p.shape)
-                for p in pipeline.ownership.stage_parameters(model, stage)
-                if p.requires_grad and p not in shapes
-            )
-            for stage in last
+            stage: sum(_gradient_bytes(p, p.shape) for p in parameters if p.requires_grad and p not in shapes)
+            for stage, parameters in pipeline.ownership.stage_parameters(model, last).items()
         },
     }
     for stage, microbatch in last.items():

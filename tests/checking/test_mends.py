@@ -112,7 +112,7 @@ CASES: dict[str, tuple[type[LightningModule], Layout, str, Break, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", covered(CASES, by=["what blocks store", "a loop over parts of gradients"]))
+@pytest.mark.parametrize("name", covered(CASES, by=["what blocks store"]))
 def test_what_is_no_longer_prevented_is_found(pool: Pool, name: str) -> None:
     factory, layout, outcome, break_, first = CASES[name]
     assert verdict_of(pool, factory, VECTORS, layout).outcome == outcome

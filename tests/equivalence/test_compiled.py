@@ -64,7 +64,7 @@ class Encoder(models.Trained):
 
 
 IN_CUBES = [
-    ("aot_eager", Layout(cube=(1, 1, 2))),
+    pytest.param("aot_eager", Layout(cube=(1, 1, 2)), marks=pytest.mark.thorough),
     pytest.param("aot_eager", Layout(2, 1, 1, cube=(2, 1, 2), schedule="hanayo-zb"), marks=pytest.mark.thorough),
     pytest.param("inductor", Layout(cube=(1, 1, 2)), marks=[needs_compiler, pytest.mark.thorough]),
     pytest.param("inductor", Layout(cube=(2, 1, 1), weights="batch"), marks=[needs_compiler, pytest.mark.thorough]),

@@ -132,6 +132,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
 }
 ALONE = Layout()
 LAYOUTS = [
+    Layout(2),
     Layout(2, data=2),
     Layout(cube=(2, 1, 1), outside="replicate", num_microbatches=1),
     Layout(cube=(1, 2, 2), num_microbatches=1),

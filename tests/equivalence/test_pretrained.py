@@ -14,11 +14,11 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_hanayo.dist_checkpointing.convert import import_checkpoint
 from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
 from lightning_hanayo.errors import CheckpointError, PeerFailed
 from lightning_hanayo.strategy.setup import values
 from tests.harness import models
+from tests.harness.checkpoints import write
 from tests.harness.models import Batch
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
@@ -183,6 +183,12 @@ def test_a_new_head_has_the_same_initial_values_on_every_layout(pool: Pool, fold
         assert any("has no values for net.score.weight: initial values are kept" in one for one in said)
 
 
+def save_folder(folder: Path, checkpoint: Path) -> None:
+    module = Tuned(folder, reads=True)
+    module.configure_model()
+    write(checkpoint, {"state_dict": module.state_dict(), "epoch": 0, "global_step": 0})
+
+
 def from_checkpoint(folder: Path, checkpoint: Path, layout: Layout) -> Outcome:
     return fit(Tuned(folder, reads=False), layout, init_from=checkpoint)
 
@@ -192,7 +198,7 @@ def test_a_checkpoint_folder_gives_its_weights(
     pool: Pool, folders: dict[str, Path], layout: Layout, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "gpt2.ckpt"
-    import_checkpoint(str(folders["gpt2"]), str(checkpoint), module="net")
+    save_folder(folders["gpt2"], checkpoint)
     (expected,) = pool.run(1, whole, folders["gpt2"])
     outcome = merge(pool.run(layout.world_size, from_checkpoint, folders["gpt2"], checkpoint, layout), layout)
     assert_close(outcome.weights, expected.weights, TOLERANCES["gpt2"])
@@ -203,7 +209,7 @@ def test_a_flipped_bit_in_a_checkpoint_folder_is_found_before_training(
     pool: Pool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "gpt2.ckpt"
-    import_checkpoint(str(folders["gpt2"]), str(checkpoint), module="net")
+    save_folder(folders["gpt2"], checkpoint)
     [file] = checkpoint.glob("model-*")
     data = bytearray(file.read_bytes())
     data[-3] ^= 4

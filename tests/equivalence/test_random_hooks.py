@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.harness import models
 from tests.harness.models import NUM_BLOCKS, Batch
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.harness.training import Layout, Outcome, OutcomeCallback, assert_close, make_trainer, merge
 
 ONE_PROCESS = Layout()
@@ -119,11 +120,12 @@ def fit(
 
 
 PIPELINE, CUBE = Layout(2, 1, 1), Layout(1, 1, 1, cube=(1, 2, 1))
+HOOKED = [(Drawing, PIPELINE), (Drawing, CUBE), (ChangesWeights, PIPELINE)]
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(Drawing, PIPELINE), (Drawing, CUBE), (ChangesWeights, PIPELINE)],
+    covered(HOOKED, by=[(Drawing, PIPELINE), (ChangesWeights, PIPELINE)]),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_hooks_draw_the_numbers_of_one_process(pool: Pool, model: Any, layout: Layout) -> None:
@@ -135,6 +137,7 @@ def test_hooks_draw_the_numbers_of_one_process(pool: Pool, model: Any, layout: L
     assert outcome.losses == pytest.approx(expected.losses, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_each_data_rank_draws_as_without_a_pipeline(pool: Pool) -> None:
     alone, pipelines = Layout(1, 1, 2), Layout(2, 1, 2)
     expected = [seen for seen, _ in pool.run(2, fit, Drawing, alone)]

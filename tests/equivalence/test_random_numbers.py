@@ -223,7 +223,7 @@ def masks(layout: Layout) -> dict[tuple[int, int], list[float]]:
     return {(m, i): note for i, block in enumerate(module.blocks) for m, note in enumerate(block.notes)}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 1, "hanayo-zb"), Layout(2, 1, 1, "gpipe")], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 2, 1, "hanayo-zb")], ids=str)
 def test_no_two_draws_are_equal(pool: Pool, layout: Layout) -> None:
     """Neither of two stages, nor of two micro-batches, nor shifted by one draw."""
     merged = {key: note for rank in pool.run(2, masks, layout) for key, note in rank.items()}
@@ -380,9 +380,9 @@ def test_one_rank_with_one_microbatch_draws_the_numbers_of_an_ordinary_trainer(p
     assert with_strategy == plain
 
 
-@pytest.mark.parametrize("outside", covered(["share", "replicate"], by=["share"]))
+@pytest.mark.parametrize("outside", covered(["share", "replicate"], by=["replicate"]))
 def test_a_cube_draws_the_same_numbers_with_and_without_waves(pool: Pool, outside: str) -> None:
     cubes = [Layout(1, 1, 1, "1f1b", cube=(1, 2, 1), outside=outside)]
-    cubes.append(Layout(2, 2, 1, "hanayo-zb", cube=(1, 2, 1), outside=outside))
+    cubes.append(Layout(1, 2, 1, "hanayo-zb", cube=(1, 2, 1), outside=outside))
     outcomes = [merge(pool.run(layout.world_size, fit, Dropping, layout), layout) for layout in cubes]
     assert_close(outcomes[1].weights, outcomes[0].weights, 1e-10)

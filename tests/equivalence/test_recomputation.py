@@ -131,7 +131,7 @@ def cost(layout: Layout, recompute: Recompute) -> tuple[int, int]:
     return DroppingBlock.num_runs, live.peak
 
 
-@pytest.mark.parametrize("schedule", ["auto", "hanayo-zb"])
+@pytest.mark.parametrize("schedule", covered(["auto", "hanayo-zb"], by=["hanayo-zb"]))
 def test_each_block_runs_twice_and_keeps_its_input(pool: Pool, schedule: str) -> None:
     """With the backward in two parts, too: the part for weights doesn't run it again, but has kept all it needs."""
     layout = Layout(2, 1, 1, schedule)

@@ -282,7 +282,7 @@ HABITS = {
             for habit, loader, limit in product(HABITS, LOADERS, ["max_epochs", "max_steps"])
             if HABITS[habit][0].batch == NUM_BATCHES - 1 or loader in ("sized", "unsized")  # others have no position
         ],
-        by=[(list(HABITS)[1], kind, "max_steps") for kind in ("sized", "unsized")],
+        by=[(list(HABITS)[1], kind, "max_steps") for kind in ("sized",)],
     ),
 )
 def test_habits_of_saving(pool: Pool, tmp_path: Path, habit: str, loader: str, limit: str) -> None:

@@ -219,10 +219,12 @@ IN_CUBES = [
     covered(
         IN_CUBES,
         by=[
-            *[(one, ALONG_X if one[0] is models.llama else (SHARE, SHARE_P2)[i % 2]) for i, one in enumerate(LOSSES)],
-            *[(one, REPLICATE) for one in LOSSES[1::2] if one[0] is not models.llama],
+            ((models.MLP, "samples"), ALONG_X),
+            (LOSSES[3], REPLICATE),
+            ((whole.Contrastive, ""), SHARE_P2),
+            ((whole.TwoDenominators, ""), SHARE),
         ],
-    ),
+    ),  # fmt: skip
     ids=lambda v: getattr(v[0], "__name__", None) if type(v) is tuple else None,
 )
 def test_in_cubes(pool: Pool, loss: tuple[Any, str], layout: Layout) -> None:
@@ -308,7 +310,7 @@ OF_DATA = [
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), covered(product(DATA, OF_DATA), by=[(one, OF_DATA[i % 3]) for i, one in enumerate(DATA)])
+    ("model", "layout"), covered(product(DATA, OF_DATA), by=[(Ignores, OF_DATA[0]), (whole.Contrastive, OF_DATA[1])])
 )
 def test_data_ranks_count_as_in_ddp(pool: Pool, model: Any, layout: Layout) -> None:
     """The mean of both data ranks' losses, whatever they count."""
@@ -380,7 +382,10 @@ def test_where_no_whole_batch_fits_the_difference_is_warned_of(pool: Pool, model
 
 @pytest.mark.parametrize(
     ("precision", "layout"),
-    [("32-true", P2), ("bf16-mixed", P2), ("bf16-true", P2), ("bf16-true", P1)],
+    covered(
+        [("32-true", P2), ("bf16-mixed", P2), ("bf16-true", P2), ("bf16-true", P1)],
+        by=[("bf16-mixed", P2), ("bf16-true", P1)],
+    ),
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_rules_are_found_in_lower_precision(pool: Pool, precision: Any, layout: Layout) -> None:

@@ -15,6 +15,7 @@ from tests.harness import models
 from tests.harness.models import NUM_BLOCKS, WIDTH, Batch
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Outcome,
@@ -228,7 +229,20 @@ CASES += [(model, P2) for model in FURTHER]
 CASES += [(model, DATA) for model in (models.MLP, models.Skip, After, ChosenAndRejected)]  # means over samples
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
+COVERED = [(Gated, P2), (Scaled, W2), (After, P2), (Before, W2), (BeforeAndAfter, P2), (ChosenAndRejected, W2)]
+COVERED += [
+    (hidden, P2),
+    (Contrastive, P4),
+    (Whitened, CUBE),
+    (Unused, P2),
+    (Injects, P2),
+    (CountsDepth, P2),
+    (After, DATA),
+]
+# test_step_auto runs the other losses.
+
+
+@pytest.mark.parametrize(("model", "layout"), covered(CASES, by=COVERED), ids=name_of)
 def test_equals_one_process(pool: Pool, model: Any, layout: Layout) -> None:
     is_text = model in (models.gpt2, models.llama, hidden)
     batches = partial(models.padded, (8, 8, 6), (8,)) if is_text else partial(models.vectors, (8, 8, 6))

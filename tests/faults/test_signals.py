@@ -193,7 +193,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("layout", "own", "kind"), covered(STOPS, by=[STOPS[2]]), ids=str)
+@pytest.mark.parametrize(("layout", "own", "kind"), covered(STOPS, by=[STOPS[7]]), ids=str)
 def test_sigterm_to_a_rank(pool: Pool, tmp_path: Path, layout: Layout, own: Signal, kind: str) -> None:
     assert_stopped_run_goes_on(pool, tmp_path, layout, own, **OPTIONS[kind])
 

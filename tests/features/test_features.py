@@ -12,7 +12,7 @@ from tests.harness.thorough import covered
 
 CASES = [(feature, layout) for feature in FEATURES for layout in feature.outcomes]
 DEFAULT = [
-    (find("`validate`, `test` and `predict` after `fit`"), "P = 2, D = 2"),
+    (find("`validate`, `test` and `predict` after `fit`"), "P = 2"),
     (find("`fast_dev_run=True`"), "P = 2"),
 ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.habit import EXACT, Habit, Refused, everywhere, on
+from tests.habits.habit import EXACT, Habit, Refused, everywhere
 from tests.habits.side_outputs import Stack
 from tests.harness import models
 from tests.harness.models import WIDTH, Batch, Block
@@ -257,8 +257,7 @@ HABITS = [
     Habit("blocks read an attribute of the LightningModule", ReadsOwner, VECTORS, everywhere(EXACT)),
     Habit("the step calls `self.eval()` and `self.train()`", SwitchesMode, VECTORS, everywhere(EXACT)),
     Habit("an attribute is set before the blocks, and read after", KeepsTargets, VECTORS, everywhere(EXACT)),
-    Habit("a counter advances before the blocks and after", CountsTwice, VECTORS,
-          on(pipelines=Refused("steps of other micro-batches"), cubes=EXACT)),
+    Habit("a counter advances before the blocks and after", CountsTwice, VECTORS, everywhere(EXACT)),
     Habit("the step sets a function on each block", SetsFunction, VECTORS, everywhere(Refused("can't be sent"))),
     Habit("a context variable (`contextvars`) set in hooks and in the step, and read there", Contextual, VECTORS,
           everywhere(EXACT)),

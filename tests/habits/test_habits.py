@@ -11,9 +11,9 @@ from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 
 HABITS = [habit for group in GROUPS.values() for habit in group]
-# By default every seventh habit runs on one layout of two processes, in turn.
-TURNS = ("pipeline", "cube", "waves", "waves", "pipeline")
-DEFAULT = [(habit, TURNS[index % len(TURNS)]) for index, habit in enumerate(HABITS[::7])]
+# By default every ninth habit runs on one layout, in turn; two on a cube, whose processes take ten times as long.
+TURNS = (*("pipeline", "waves") * 6, "cube")
+DEFAULT = [(habit, TURNS[index % len(TURNS)]) for index, habit in enumerate(HABITS[::9])]
 
 
 def _name(value: Habit | str) -> str:

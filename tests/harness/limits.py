@@ -26,13 +26,13 @@ PERIOD_S = 2.0
 NUM_RECENT = 3  # the slowest of the last ones counts: the scheduler favours a process that has slept
 MAX_SLOWNESS = 64.0
 NOISE = 1.5  # a smaller slowness counts as 1
-IDLE_S = 0.025  # the time of `_work` on an idle core of a 2023 server
+IDLE_S = 0.01  # the time of `_work` on an idle core of a 2023 server
 VARIABLE = "TEST_SLOWNESS"  # passes the slowness to processes that a test starts
-_TEXT = bytes(byte & 15 for byte in Random(0).randbytes(10 << 16))
+_TEXT = bytes(byte & 15 for byte in Random(0).randbytes(4 << 16))
 
 
 def slowness() -> float:
-    """How many times slower than an idle machine this one is now, 1 to `MAX_SLOWNESS`. Takes 25 ms on an idle one."""
+    """How many times slower than an idle machine this one is now, 1 to `MAX_SLOWNESS`. Takes 10 ms on an idle one."""
     start = time.monotonic()
     _work()
     factor = (time.monotonic() - start) / IDLE_S

@@ -60,7 +60,7 @@ class Training:
     model: Callable[[], LightningModule]
     batches: Callable[[], list[Batch]]
     dtype: torch.dtype = torch.float32
-    steps: int = 5
+    steps: int = 3
     accumulate: int = 1
     clip: float | None = None
     loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Batch], Any] = "samples"

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import torch
 from lightning_hanayo.monitor.processes import command_ending_with_parent
 from tests.harness.launch import MARKER, ROOT, marked
 from tests.harness.limits import wait_until
+from tests.harness.pool import Pool
 from tests.launching import script
 
 SCRIPT = str(Path(script.__file__))
@@ -49,10 +49,9 @@ def run_nodes(
     return [node.returncode for node in nodes], log.read_text(errors="replace")
 
 
-def one_process(folder: Path) -> Weights:
+def one_process(pool: Pool, folder: Path) -> Weights:
     """The weights after the training in one process."""
-    codes, output = run_nodes(folder, [[sys.executable, SCRIPT, *arguments(folder, 1, 1)]])
-    assert codes == [0], output
+    pool.run(1, script.main, 1, 1, folder / "weights.pt")
     return _weights(folder)
 
 

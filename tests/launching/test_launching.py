@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.benchmarks.cluster import DEVICE, Cluster, Link, refusal
+from tests.harness.pool import Pool
 from tests.harness.training import assert_close
 from tests.launching import srun
 from tests.launching.nodes import SCRIPT, Weights, arguments, one_process, run_nodes, trained
@@ -20,8 +21,8 @@ SRUN = [sys.executable, str(Path(srun.__file__))]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    return one_process(tmp_path_factory.mktemp("alone"))
+def expected(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    return one_process(pool, tmp_path_factory.mktemp("alone"))
 
 
 def test_lightnings_launcher(tmp_path: Path, expected: Weights) -> None:

@@ -68,7 +68,7 @@ def test_block_1_is_not_confused_with_block_11() -> None:
 def test_every_parameter_belongs_to_one_stage() -> None:
     model = Model()
     owner = ownership(model)
-    stages = [owner.stage_parameters(model, stage) for stage in range(4)]
+    stages = list(owner.stage_parameters(model, range(4)).values())
     assert [len(stage) for stage in stages] == [1 + 8, 4, 4, 8]
     assert {p for stage in stages for p in stage} == set(model.parameters())
 
@@ -119,8 +119,8 @@ def test_a_kept_parameter_is_complete_after_the_backward_of_the_lowest_stage_tha
     model = Model()
     weight = model.blocks[4][0].weight
     found = Ownership(find_stack(model), STAGES, RANKS, ((weight, 1, "blocks[1].next"),))
-    assert any(one is weight for one in found.stage_parameters(model, 0))
-    assert not any(one is weight for one in found.stage_parameters(model, 3))
+    assert any(one is weight for one in found.stage_parameters(model, [0])[0])
+    assert not any(one is weight for one in found.stage_parameters(model, [3])[3])
 
 
 def test_a_cube_uses_no_parameter_of_another_block() -> None:

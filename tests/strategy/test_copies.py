@@ -25,6 +25,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     assert_bit_equal,
@@ -92,7 +93,7 @@ def copied(layout: Layout, strategy: Callable[[], Any], copied_by: Callable[[Tra
     return weights
 
 
-@pytest.mark.parametrize("copied_by", COPIES)
+@pytest.mark.parametrize("copied_by", covered(COPIES, by=COPIES[:1]))
 @pytest.mark.parametrize(
     "layout",
     [Layout(2, 1, 1), pytest.param(Layout(2, 2, 1), id="by name", marks=pytest.mark.thorough)],

@@ -96,20 +96,21 @@ class ReportsSamples(Reports):
         return {name: one / 8 for name, one in super().training_step(batch, batch_idx).items()}
 
 
+GPT = partial(models.gpt, 2, 2)
 VECTORS, TEXTS = partial(models.vectors, (8,) * 10), partial(models.texts, (8,) * 10)
 RUNS = {
     "waves-on-one-rank": (models.MLP, VECTORS, Layout(1, 2)),
     "tied": (models.SharesOutside, VECTORS, Layout(2, 2)),
     "data": (models.MLP, VECTORS, Layout(2, 1, data=2)),
-    "cube": (models.gpt, TEXTS, Layout(1, 1, cube=(1, 2, 1))),
+    "cube": (GPT, TEXTS, Layout(1, 1, cube=(1, 2, 1))),
     "generic-cube-in-pipeline": (models.SharesOutside, VECTORS, Layout(2, 1, cube=(1, 2, 1))),
     "reports": (Reports, VECTORS, Layout(1, 2)),
     "reports-samples": (ReportsSamples, VECTORS, Layout(1, 2)),
-    "replicating-cube": (models.gpt, TEXTS, Layout(1, 1, cube=(1, 2, 1), outside="replicate")),
+    "replicating-cube": (GPT, TEXTS, Layout(1, 1, cube=(1, 2, 1), outside="replicate")),
 }
 
 
-@pytest.mark.parametrize("name", covered(RUNS, by={"generic-cube-in-pipeline", "reports"}))
+@pytest.mark.parametrize("name", covered(RUNS, by={"cube", "tied", "reports"}))
 def test_the_host_waits_only_where_the_guide_says_so(pool: Pool, tmp_path: Path, name: str) -> None:
     model, batches, layout = RUNS[name]
     rule: Any = "tokens" if batches is TEXTS else "sum" if model is Reports else "samples"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 from tests.harness.training import Layout, Training, assert_close, run
 
 
@@ -77,11 +78,12 @@ class Unregistered(models.MLP):
 
 
 LAYOUTS = (Layout(2, 1, 1), Layout(1, 1, 1, cube=(1, 2, 1)))
+CASES = [(Adapters, LAYOUTS[0]), (Adapters, LAYOUTS[1]), (Deeper, LAYOUTS[0]), (Configured, LAYOUTS[1])]
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(Adapters, LAYOUTS[0]), (Adapters, LAYOUTS[1]), (Deeper, LAYOUTS[0]), (Configured, LAYOUTS[1])],
+    covered(CASES, by=[(Adapters, LAYOUTS[0]), (Configured, LAYOUTS[1])]),
 )
 def test_they_train_as_in_one_process(pool: Pool, model: type[models.MLP], layout: Layout) -> None:
     training = Training(model, partial(models.vectors, (8, 8, 8)), torch.float64, steps=3)

@@ -68,7 +68,7 @@ def test_a_step_reads_the_gradients_that_accumulate(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    covered(product(MODELS, [WAVE, LINE]), by=[*product(list(MODELS)[::2], [WAVE]), ("Sequence", LINE)]),
+    covered(product(MODELS, [WAVE, LINE]), by=[*product(list(MODELS)[::3], [WAVE]), ("Sequence", LINE)]),
     ids=str,
 )
 def test_trains_as_in_one_process(pool: Pool, kind: str, layout: Layout) -> None:
@@ -76,9 +76,7 @@ def test_trains_as_in_one_process(pool: Pool, kind: str, layout: Layout) -> None
     assert_close(run(pool, training, layout).weights, plain(pool, training).weights, 1e-10)
 
 
-@pytest.mark.parametrize(
-    "kind", covered(FOREIGN, by=["gpt2 checkpointed re-entrant", "llama checkpointed anew", "looked into before"])
-)
+@pytest.mark.parametrize("kind", covered(FOREIGN, by=["llama checkpointed anew", "looked into before"]))
 def test_transformers(pool: Pool, kind: str) -> None:
     training = Training(FOREIGN[kind], PADDED, DOUBLE, steps=3, loss_weight="tokens")
     assert_close(run(pool, training, WAVE).weights, by_hand(pool, training).weights, 1e-10)
@@ -96,7 +94,7 @@ def test_parameters_unused_on_some_data_ranks(pool: Pool) -> None:
 def test_dropout_and_batch_norm_train(pool: Pool) -> None:
     outcome = run(pool, Training(odd.Noisy, partial(models.vectors, (8, 8))), WAVE)
     assert all(weight.isfinite().all() for weight in outcome.weights.values())
-    assert len(outcome.losses) == 5 and max(outcome.losses) < 10
+    assert len(outcome.losses) == 3 and max(outcome.losses) < 10
 
 
 @pytest.mark.parametrize("kind", covered(OPTIMIZERS, by=["Adagrad", "Rprop", "AdamW"]))
@@ -150,7 +148,9 @@ def mappings(convert: Callable[[Batch], Any], layout: Layout) -> tuple[dict[str,
     return own_weights(module), trainer.predict(module, make_loader(batches))
 
 
-@pytest.mark.parametrize("convert", [as_defaultdict, OrderedDict, UserDict, as_text_batch])
+@pytest.mark.parametrize(
+    "convert", covered([as_defaultdict, OrderedDict, UserDict, as_text_batch], by=[as_defaultdict, UserDict])
+)
 def test_batches_that_are_mappings(pool: Pool, convert: Callable[[Batch], Any]) -> None:
     ((weights, predicted),) = pool.run(1, mappings, convert, Layout())
     ranks = pool.run(2, mappings, convert, WAVE)

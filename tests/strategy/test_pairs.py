@@ -55,8 +55,8 @@ def chunked() -> LightningModule:
 
 
 MODELS: dict[str, Callable[[], LightningModule]] = {
-    "llama": partial(models.llama, 2, 2),
-    "gpt2": models.gpt2,
+    "llama": partial(models.llama, 2, 2, 4),
+    "gpt2": partial(models.gpt2, 2, 4),
     "noisy": noisy,
     "chunked": chunked,
 }

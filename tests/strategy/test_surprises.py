@@ -255,7 +255,7 @@ def ends_early(layout: Layout, options: dict[str, Any], validated: int) -> tuple
     watch = Watches()
     strategy = make_strategy(layout) if layout.world_size > 1 else "auto"
     trainer = make_trainer(
-        layout, strategy=strategy, max_epochs=3, num_sanity_val_steps=1, callbacks=[watch], **options
+        layout, strategy=strategy, max_epochs=2, num_sanity_val_steps=1, callbacks=[watch], **options
     )
     module = models.build(Evaluated, torch.float64)
     trainer.fit(module, short(6), [short(2) for _ in range(validated)])
@@ -271,7 +271,7 @@ EARLY: dict[str, tuple[dict[str, Any], int]] = {
 
 
 IN_A_CUBE = Layout(2, 1, 1, cube=(1, 2, 1))
-ENDS = covered(product(EARLY, (WAVE, IN_A_CUBE)), by=product(EARLY, (WAVE,)))
+ENDS = covered(product(EARLY, (WAVE, IN_A_CUBE)), by=[("accumulating", WAVE), ("validating by batches", WAVE)])
 
 
 @pytest.mark.parametrize(("case", "layout"), ENDS, ids=str)

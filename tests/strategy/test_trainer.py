@@ -308,7 +308,8 @@ RARE = (
     "streams with workers", "two modules", "balance by time", "steps of a stream counted at set-up", "overfit",
     "fast dev run", "clipped by value", "plateau per step", "combined loaders", "validation every other epoch",
     "accumulation by epoch", "checkpoints by step", "limits", "anomalies", "logs in hooks", "reloaded loaders",
-    "balance by hand", "a table from a file",
+    "balance by hand", "a table from a file", "steps counted at set-up", "an odd end while accumulating", "interleaved",
+    "several validation loaders",
 )  # fmt: skip
 
 

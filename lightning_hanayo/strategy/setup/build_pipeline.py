@@ -256,7 +256,7 @@ def _gradient_sync(
 ) -> GradientSync:
     """Sum over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
     groups = run.groups
-    trained = {stage: ownership.stage_parameters(model, stage) for stage in ownership.stages_of(rank)}
+    trained = ownership.stage_parameters(model, ownership.stages_of(rank))
     if cube is None:
         sparse = sparse_weights(model).values()
         shards = _optimizer_shards(trained, run, None, scatters, sparse)
@@ -357,7 +357,7 @@ def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.M
 
 def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:
     """Replace other pipeline ranks' parameters by placeholders; return those of this one, in the model's order."""
-    kept = {p for stage in ownership.stages_of(rank) for p in ownership.stage_parameters(model, stage)}
+    kept = {p for own in ownership.stage_parameters(model, ownership.stages_of(rank)).values() for p in own}
     own = set(_own_modules(model, ownership, rank))  # blocks may share a module without parameters
     others = (part for block in ownership.stack.blocks for part in block.modules())
     replace_with_placeholders(model, kept, buffers_of=[part for part in others if part not in own])

@@ -1,4 +1,4 @@
-"""Checkpoints in other formats: plain Trainers read the file, transformers its folder, and folders are made of both."""
+"""Checkpoints in other formats: plain Trainers read the file, and transformers its folder."""
 
 import io
 import json
@@ -11,19 +11,19 @@ import pytest
 import torch
 import transformers
 from lightning.pytorch import LightningModule, Trainer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hanayo.dist_checkpointing.compare import tied_in_memory
-from lightning_hanayo.dist_checkpointing.convert import export_checkpoint, import_checkpoint
+from lightning_hanayo.dist_checkpointing.convert import export_checkpoint
 from lightning_hanayo.dist_checkpointing.export import Format, write_weights
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import RUN, StateDocument
-from lightning_hanayo.errors import CheckpointError, HanayoError, UnsupportedError
+from lightning_hanayo.errors import CheckpointError, HanayoError
+from tests.harness.checkpoints import write
 from tests.harness.pretrained_models import MODELS, SIZES
 from tests.harness.pretrained_models import trained as trained_model
 from tests.harness.thorough import covered
@@ -93,9 +93,9 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_plain_file_becomes_a_folder_and_the_same_file_again(tmp_path: Path) -> None:
+def test_a_folder_becomes_the_file_that_a_plain_trainer_writes(tmp_path: Path) -> None:
     plain, model = trained(tmp_path)
-    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
+    write(tmp_path / "folder.ckpt", torch.load(plain, weights_only=True))
     folder = CheckpointFolder(tmp_path / "folder.ckpt")
     folder.verify()
     assert "optimizer/0/net.2.bias/exp_avg" in folder.manifest.tensors
@@ -118,29 +118,16 @@ def test_what_a_resume_needs_goes_through_files_and_folders(tmp_path: Path) -> N
     entry = {"run": {"seed": 5}, "data": loaders, "tensors": tensors}
     torch.save({**torch.load(plain, weights_only=True), RUN: entry}, plain)
 
-    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
+    write(tmp_path / "folder.ckpt", torch.load(plain, weights_only=True))
     folder = CheckpointFolder(tmp_path / "folder.ckpt")
     assert tensors.keys() <= folder.manifest.tensors.keys() and "state-data-00001" in folder.manifest.texts
     export_checkpoint(folder.path, str(tmp_path / "again.ckpt"), to="file")
     assert same(torch.load(tmp_path / "again.ckpt", weights_only=True)[RUN], entry)
 
 
-def test_several_groups_have_no_names_but_weights_alone_have(tmp_path: Path) -> None:
-    plain, _ = trained(tmp_path)
-    content = torch.load(plain, weights_only=True)
-    [state] = content["optimizer_states"]
-    [group] = state["param_groups"]
-    state["param_groups"] = [{**group, "params": group["params"][:2]}, {**group, "params": group["params"][2:]}]
-    torch.save(content, plain)
-    with pytest.raises(UnsupportedError, match="2 groups of 6 parameters.*--weights-only"):
-        import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
-    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"), weights_only=True)
-    assert {name.split("/")[0] for name in CheckpointFolder(tmp_path / "folder.ckpt").manifest.tensors} == {"model"}
-
-
 def test_a_damaged_checkpoint_is_not_exported_and_nothing_is_overwritten(tmp_path: Path) -> None:
     plain, _ = trained(tmp_path)
-    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
+    write(tmp_path / "folder.ckpt", torch.load(plain, weights_only=True))
     with pytest.raises(HanayoError, match="plain.ckpt exists"):
         export_checkpoint(str(tmp_path / "folder.ckpt"), str(plain), to="file")
     [file] = (tmp_path / "folder.ckpt").glob("model-*")
@@ -162,7 +149,7 @@ def test_safetensors_have_the_names_of_the_module(tmp_path: Path) -> None:
 
 def test_folders_and_files_may_be_remote(tmp_path: Path) -> None:
     plain, _ = trained(tmp_path)
-    import_checkpoint(str(plain), "memory://convert/folder.ckpt")
+    write("memory://convert/folder.ckpt", torch.load(plain, weights_only=True))
     export_checkpoint("memory://convert/folder.ckpt", "memory://convert/whole.ckpt", to="file")
     read = torch.load(io.BytesIO(fsspec.filesystem("memory").cat("/convert/whole.ckpt")), weights_only=True)
     assert same(read, torch.load(plain, weights_only=True))
@@ -249,20 +236,6 @@ def test_from_pretrained_gives_equal_logits(name: str, tmp_path: Path) -> None:
     assert index["weight_map"].keys() == stored.keys()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_a_folder_of_hugging_face_becomes_a_checkpoint(name: str, tmp_path: Path) -> None:
-    model = tiny(name)
-    model.save_pretrained(tmp_path / "own")
-    import_checkpoint(str(tmp_path / "own"), str(tmp_path / "folder.ckpt"), module="net")
-    export_checkpoint(str(tmp_path / "folder.ckpt"), str(tmp_path / "whole.ckpt"), to="file")
-    state = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
-    expected = around(model).state_dict()
-    assert same(dict(state), dict(expected))
-    assert tied_in_memory(state) == tied_in_memory(expected), "tied weights are stored once"
-    export_checkpoint(str(tmp_path / "folder.ckpt"), str(tmp_path / "out"), to="huggingface")
-    assert same(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "own/model.safetensors"))
-
-
 @pytest.mark.parametrize("name", covered([*MODELS, *EXPERTS], by=["T5ForConditionalGeneration", "GptOssForCausalLM"]))
 def test_a_folder_has_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
     model = trained_model(name, {**MODELS, **EXPERTS}[name])
@@ -328,12 +301,3 @@ def test_weights_that_were_untied_are_not_exported_as_tied(tmp_path: Path) -> No
     path = save(tmp_path / "last.ckpt", around(model))
     with pytest.raises(HanayoError, match="different values.*tie_word_embeddings=false"):
         export_checkpoint(path, str(tmp_path / "out"), to="huggingface")
-
-
-def test_a_folder_with_missing_weights_is_not_imported(tmp_path: Path) -> None:
-    tiny("gpt2").save_pretrained(tmp_path / "own")
-    weights = load_file(tmp_path / "own/model.safetensors")
-    del weights["transformer.h.1.ln_1.bias"]
-    save_file(weights, tmp_path / "own/model.safetensors")
-    with pytest.raises(HanayoError, match=r"no values for transformer\.h\.1\.ln_1\.bias of GPT2LMHeadModel"):
-        import_checkpoint(str(tmp_path / "own"), str(tmp_path / "folder.ckpt"))

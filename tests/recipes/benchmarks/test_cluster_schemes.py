@@ -39,6 +39,7 @@ def compare() -> dict[str, float]:
     return check_all(dist.get_rank(), [(name, 4) for name in (*ONE_D, TWO_D, *MESHES)])
 
 
+@pytest.mark.thorough
 def test_all_compute_what_dense_layers_do(pool: Pool) -> None:
     for errors in pool.run(4, compare):
         assert len(errors) == 7 and max(errors.values()) < 1e-12, errors

@@ -241,7 +241,9 @@ def test_a_card_is_found_by_a_part_of_its_name(name: str, peak: float) -> None:
     assert next(value for part, value in PEAKS.items() if part in name) == peak
 
 
-@pytest.mark.parametrize("kind, sizes", [("llama", LLAMA_7B), ("gpt", GPT_BLOCKS)])
+@pytest.mark.parametrize(
+    "kind, sizes", [pytest.param("llama", LLAMA_7B, marks=pytest.mark.thorough), ("gpt", GPT_BLOCKS)]
+)
 def test_plans_for_the_card_take_as_long_as_its_steps(kind: Kind, sizes: Sizes) -> None:
     """What the page about plans says of 16,384 tokens per micro-batch."""
     page = Path(__file__).parents[3] / "docs/benchmarks/gpu.json"

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue, _layers
+from tests.harness.thorough import covered
 from tests.runtime.queued_bytes import queued_bytes
 
 
@@ -400,7 +401,10 @@ COMPILED = ["plain", "no bias", "in place", "tied", "conv1d", "frozen weight", "
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "split"),
-    [*((name, True) for name in COMPILED), ("tied", False), ("hook on the weight", False)],
+    covered(
+        [*((name, True) for name in COMPILED), ("tied", False), ("hook on the weight", False)],
+        by=[(name, True) for name in ("plain", "tied", "hook on the weight", "checkpoint, not reentrant")],
+    ),
 )
 def test_compiled_in_one_graph(name: str, split: bool) -> None:
     torch._dynamo.reset()

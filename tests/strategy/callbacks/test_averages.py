@@ -126,7 +126,7 @@ def train(
         warnings.filterwarnings("ignore", message=f".*{message}")
     savers = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else []
     rank, size = (0, 1) if layout is None else (data_rank(layout), layout.data)
-    own = [{key: value[rank::size] for key, value in one.items()} for one in models.vectors((8, 8, 8))]
+    own = [{key: value[rank::size] for key, value in one.items()} for one in models.vectors((8, 8))]
     module, loader = models.build(model), make_loader(own)
     for _ in range(num_runs):
         strategy = {} if layout is None else {"strategy": make_strategy(layout, **options)}
@@ -149,7 +149,7 @@ CASES = [(name, layout) for name in CALLBACKS for layout in LAYOUTS if name != "
 FEW = [("moving average", "pipelines"), ("from an epoch on", "pipeline")]
 
 
-@pytest.mark.parametrize(("name", "layout"), covered(CASES, by=[("moving average", "pipelines")]))
+@pytest.mark.parametrize(("name", "layout"), covered(CASES, by=[("moving average", "pipeline")]))
 def test_averages_are_those_of_one_process(pool: Pool, name: str, layout: str) -> None:
     ((weights, seen),) = pool.run(1, train, name, None)
     found, found_seen = merged(pool.run(LAYOUTS[layout].world_size, train, name, LAYOUTS[layout]))

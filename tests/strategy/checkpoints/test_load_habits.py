@@ -160,7 +160,7 @@ def loaded(layout: Layout, path: Path, habits: list[Any]) -> list[Weights]:
 
 
 CASES = [(layout, kind) for layout in LAYOUTS for kind in ("plain", "folder")]
-COVER = [(LAYOUTS[1], "folder")]
+COVER = [(LAYOUTS[0], "folder")]
 
 
 @pytest.mark.parametrize(("layout", "kind"), covered(CASES, by=COVER), ids=str)

@@ -92,7 +92,7 @@ def evaluate(layout: Layout | None, inference: bool) -> tuple[dict[str, set[bool
 CASES = [(layout, inference) for layout in LAYOUTS for inference in (True, False)]
 
 
-@pytest.mark.parametrize(("layout", "inference"), covered(CASES, by=[("pipelines", True)]))
+@pytest.mark.parametrize(("layout", "inference"), covered(CASES, by=[("pipeline", True)]))
 def test_evaluation_runs_in_the_mode_that_was_asked_for(pool: Pool, layout: str, inference: bool) -> None:
     ((_, metrics, predictions),) = pool.run(1, evaluate, None, inference)
     ranks = pool.run(LAYOUTS[layout].world_size, evaluate, LAYOUTS[layout], inference)

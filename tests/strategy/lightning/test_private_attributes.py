@@ -104,19 +104,23 @@ def private_names() -> frozenset[str]:
     return frozenset(name for name in found if name and not name.startswith("__"))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def uses(path: Path) -> Iterator[tuple[str, int]]:
     """The private names of Lightning that a file uses, with their lines; not those that it defines for itself."""
-    tree = ast.parse(path.read_text())
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own = {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {
         node.attr
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("lightning.", "torchmetrics")):
             yield from ((alias.name, node.lineno) for alias in node.names if alias.name.startswith("_"))
-        elif isinstance(node, ast.Attribute) and node.attr in private_names() - own:
+        elif isinstance(node, ast.Attribute) and node.attr in private_names() and node.attr not in own:
             yield node.attr, node.lineno
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in private_names():
             yield node.value, node.lineno
@@ -124,7 +128,7 @@ def uses(path: Path) -> Iterator[tuple[str, int]]:
 
 def defines(path: Path) -> Iterator[str]:
     """The private methods and attributes of Lightning that a file of the one package overrides or assigns."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef) and any(ast.unparse(one) == "override" for one in node.decorator_list):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -148,11 +152,11 @@ def own_names() -> frozenset[str]:
     """Private names that the package defines somewhere, or torch does."""
     import torch
 
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    fields = {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    all_of_them = [node for path in PACKAGE.rglob("*.py") for node in nodes(path)]
+    functions = {node.name for node in all_of_them if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = {node.attr for node in all_of_them if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    assigned = [node.target for node in all_of_them if isinstance(node, ast.AnnAssign)]
+    fields = {target.id for target in assigned if isinstance(target, ast.Name)}
     return frozenset(functions | stored | fields | set(dir(torch.Tensor)) | set(dir(torch.nn.Module())))
 
 

@@ -118,7 +118,7 @@ THREE = [Layout(data=3), Layout(2, 1, 2), Layout(1, 1, 2, cube=(1, 2, 1)), Layou
 CLIPPED: list[dict[str, Any]] = [{"clip": 0.1}, {"clip": 0.1, "accumulate": 2, "reads": True}]
 
 
-@pytest.mark.parametrize(("layout", "how"), covered(product(THREE, CLIPPED), by=[(THREE[2], CLIPPED[0])]), ids=str)
+@pytest.mark.parametrize(("layout", "how"), covered(product(THREE, CLIPPED), by=[(THREE[0], CLIPPED[0])]), ids=str)
 def test_other_orders_of_sums_are_equal(pool: Pool, layout: Layout, how: dict[str, Any]) -> None:
     """Three ranks are added in another order, and a norm over other parts. 16, 32 and 5 rows are uneven parts."""
     whole = pool.run(layout.world_size, partial(train, layout, sharded=False, **how))
@@ -159,7 +159,7 @@ KINDS = [(False, False), (True, False), (False, True), (True, True)]
 
 @pytest.mark.parametrize(
     ("runs", "kind"),
-    covered(product(OTHERS, KINDS), by=[(OTHERS[3], KINDS[1])]),
+    covered(product(OTHERS, KINDS), by=[(OTHERS[1], KINDS[0])]),
     ids=str,
 )
 def test_any_layout_reads_its_checkpoints(pool: Pool, tmp_path: Any, runs: Any, kind: Any) -> None:

@@ -18,6 +18,7 @@ from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.topology import Topology
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.tensor3d.comparing import gradient_errors, too_large
 
 E, HEADS, BATCH_SIZE, LENGTH, MEMORY = 16, 4, 8, 6, 4
@@ -219,7 +220,10 @@ def shards_make_up_the_whole(ranks: Mesh) -> None:
         nn.functional.linear(torch.ones(E), module.in_proj_weight)
 
 
-@pytest.mark.parametrize("meshes", [[(2, 2, 1)], [(2, 2, 2)], [(1, 2, 2), (2, 1, 2)]], ids=str)
+MESHES: list[list[Sizes]] = [[(2, 2, 1)], [(2, 2, 2)], [(1, 2, 2), (2, 1, 2)]]
+
+
+@pytest.mark.parametrize("meshes", covered(MESHES, by=[MESHES[0], MESHES[2]]), ids=str)
 def test_equals_torchs_attention(pool: Pool, meshes: list[Sizes]) -> None:
     assert too_large(pool.run(prod(meshes[0]), attentions, meshes)) == []
 

@@ -16,6 +16,7 @@ from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, ParallelSt
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.tensor3d.comparing import gradient_errors, too_large
 
 STYLES: dict[str, tuple[ParallelStyle, tuple[str, ...]]] = {
@@ -133,7 +134,10 @@ def test_dropout_is_applied_in_training_only() -> None:
     assert torch.equal(module.eval()(x), module(x))
 
 
-@pytest.mark.parametrize("meshes", [[(2, 2, 2)], [(1, 2, 2), (2, 1, 2), (4, 1, 1)]], ids=["8 ranks", "4 ranks"])
+MESHES: list[list[Sizes]] = [[(2, 2, 2)], [(1, 2, 2), (2, 1, 2), (4, 1, 1)]]
+
+
+@pytest.mark.parametrize("meshes", covered(MESHES, by=MESHES[1:]), ids=["8 ranks", "4 ranks"])
 def test_equals_torchs_layers(pool: Pool, meshes: list[Sizes]) -> None:
     assert too_large(pool.run(prod(meshes[0]), feed_forwards, meshes)) == []
 

@@ -1,14 +1,12 @@
 """Converts checkpoints, in one process and one tensor at a time.
 
 a checkpoint folder, or a plain file    export_checkpoint    a Lightning file, safetensors, or Hugging Face's folder
-a plain file, Hugging Face's folder     import_checkpoint    a checkpoint folder
 
 Example:
     >>> from lightning_hanayo.dist_checkpointing.convert import export_checkpoint
     >>> export_checkpoint("checkpoints/last.ckpt", "gpt2-tuned", to="huggingface")
 """
 
-from lightning_hanayo.dist_checkpointing.convert.import_checkpoint import import_checkpoint
 from lightning_hanayo.dist_checkpointing.export import Exported, export_checkpoint
 
-__all__ = ["Exported", "export_checkpoint", "import_checkpoint"]
+__all__ = ["Exported", "export_checkpoint"]

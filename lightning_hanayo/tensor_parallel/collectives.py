@@ -182,5 +182,5 @@ class CallOrder:
         return largest
 
     def _name(self, number: int) -> str:
-        part = getattr(self._layers[number - 1]._parameters["weight"], "_part", None)
+        part = getattr(next(iter(self._layers[number - 1]._parameters.values())), "_part", None)
         return f"layer {number}" if part is None else str(part.name).rpartition(".")[0]

@@ -1,7 +1,7 @@
 """Values that a recomputed module makes once: its second run, in the backward, takes those of the first one.
 
-F    once(route)     makes a value
-B    once(route)     returns it again, as does the n-th call for the n-th value
+F    once(choose)     makes a value
+B    once(choose)     returns it again, as does the n-th call for the n-th value
 """
 
 import threading

@@ -3,7 +3,9 @@
 experts 0 .. 4 of each block on the cube (1, 2, 2):   0 1 | 2 3 | 4 | -      tokens go to their experts and back
 """
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hanayo.errors import HanayoError
+from tests.equivalence.test_layout_pairs import train
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
-from tests.harness.pool import Pool, RunFailed
+from tests.harness.pool import Pool
 from tests.harness.thorough import covered
-from tests.harness.training import Layout, Training, assert_close, run
+from tests.harness.training import Layout, Training, assert_close, make_loader, make_trainer, merge, run
 
 NUM_EXPERTS, CHOSEN = 5, 2
 
@@ -67,6 +70,19 @@ class Skewed(Mixture):
             block.router.bias.data[:2] = 100.0  # type: ignore[union-attr]
 
 
+class Penalised(Mixture):
+    """Blocks compute with the weights of their experts themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsWeights() for _ in range(4))
+
+
+class ReadsWeights(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (1 + 0.1 * self.experts.down_proj.square().mean())
+
+
 def sequences(sizes: tuple[int, ...] = (8, 8, 6)) -> list[Batch]:
     random = torch.Generator().manual_seed(3)
     return [
@@ -78,22 +94,33 @@ def sequences(sizes: tuple[int, ...] = (8, 8, 6)) -> list[Batch]:
     ]
 
 
-CUBES = [(1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 3)]
+def cubes(*sizes: tuple[int, int, int], **options: Any) -> list[Layout]:
+    return [Layout(1, 1, 1, num_microbatches=2, experts="cube", cube=one, **options) for one in sizes]
+
+
+PIPELINE = Layout(2, 1, 1, cube=(1, 2, 1), experts="cube")
+CUBES = cubes((1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 3))
 LAYOUTS = [
-    *(Layout(1, 1, 1, cube=cube, num_microbatches=2, experts="cube") for cube in CUBES),
-    Layout(2, 1, 1, cube=(1, 2, 1), experts="cube"),
-    Layout(2, 1, 1, cube=(1, 2, 1), experts="cube", schedule="hanayo-zb"),
-    Layout(1, 1, 1, cube=(1, 2, 2), num_microbatches=2, experts="cube", recompute="blocks"),
-    Layout(2, 1, 1, cube=(1, 1, 2), experts="cube", recompute="blocks"),
-    Layout(1, 1, 2, cube=(1, 2, 1), num_microbatches=2, experts="cube"),
-    Layout(1, 1, 1, cube=(1, 2, 1), num_microbatches=2, experts="cube", outside="replicate"),
-    Layout(1, 1, 1, cube=(2, 1, 2), num_microbatches=2, experts="cube", weights="batch"),
+    *CUBES,
+    PIPELINE,
+    replace(PIPELINE, schedule="hanayo-zb"),
+    replace(PIPELINE, recompute="blocks"),
+    *cubes((1, 2, 2), recompute="blocks"),
+    *cubes((1, 2, 1), data=2),
+    *cubes((1, 2, 1), outside="replicate"),
+    *cubes((2, 1, 2), weights="batch"),
 ]
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    covered([(model, layout) for model in (Mixture, Skewed) for layout in LAYOUTS], by=[(Mixture, LAYOUTS[3])]),
+    covered(
+        [
+            *((model, layout) for model in (Mixture, Skewed) for layout in LAYOUTS),
+            *((Penalised, layout) for layout in (CUBES[2], PIPELINE)),
+        ],
+        by=[(Mixture, LAYOUTS[8])],
+    ),
     ids=str,
 )
 def test_it_trains_as_in_one_process(pool: Pool, model: type[LightningModule], layout: Layout) -> None:
@@ -101,3 +128,85 @@ def test_it_trains_as_in_one_process(pool: Pool, model: type[LightningModule], l
     actual, expected = run(pool, training, layout), plain(pool, training)
     assert_close(actual.gradients, expected.gradients, 1e-10)
     assert_close(actual.weights, expected.weights, 1e-9)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (CUBES[2], CUBES[4]),
+        (PIPELINE, Layout(1)),
+        (Layout(2, 1, 1), PIPELINE),
+        (CUBES[3], replace(CUBES[3], experts="whole")),
+    ],
+    ids=str,
+)
+def test_a_layout_reads_the_checkpoints_of_another(pool: Pool, tmp_path: Path, writer: Layout, reader: Layout) -> None:
+    training, half = Training(Mixture, sequences, torch.float64), tmp_path / "half.ckpt"
+    (whole,) = pool.run(1, train, training, Layout(1), 2, tmp_path / "whole.ckpt")
+    pool.run(writer.world_size, train, training, writer, 1, half)
+    ranks = pool.run(reader.world_size, train, training, reader, 2, tmp_path / "full.ckpt", half)
+    assert_close(merge(ranks, reader).weights, whole.weights, 1e-9)
+
+
+SIZES = {"vocab_size": models.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 24, "num_key_value_heads": 2, "num_local_experts": 3},
+    "qwen3_moe": {"moe_intermediate_size": 8, "num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "deepseek_v3": {
+        "moe_intermediate_size": 8, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
+        "first_k_dense_replace": 0, "intermediate_size": 24,
+    },
+    "gpt_oss": {
+        "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2,
+        "head_dim": 4,
+    },
+}  # fmt: skip
+
+
+def of_transformers(kind: str, implementation: str) -> LightningModule:
+    """Its routers and norms compute in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **SIZES | KINDS[kind], experts_implementation=implementation)
+    return models.HuggingFace(AutoModelForCausalLM.from_config(config))
+
+
+def of_tokens() -> list[Batch]:
+    return models.texts((8, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation", "layout"),
+    covered(
+        [
+            (kind, implementation, layout)
+            for kind in KINDS
+            for implementation in ("grouped_mm", "batched_mm", "eager")
+            for layout in (CUBES[2], PIPELINE)
+        ],
+        by=[("qwen3_moe", "grouped_mm", CUBES[2])],
+    ),
+    ids=str,
+)
+def test_models_of_transformers_train_as_in_one_process(
+    pool: Pool, kind: str, implementation: str, layout: Layout
+) -> None:
+    model = partial(of_transformers, kind, implementation)
+    training = Training(model, of_tokens, steps=3, loss_weight="shifted_tokens")
+    actual, expected = run(pool, training, layout), plain(pool, training)
+    largest = max(one.abs().max().item() for one in expected.gradients.values())
+    assert_close(actual.gradients, expected.gradients, 1e-5 * largest)
+
+
+def refused(model: type[LightningModule], layout: Layout) -> str:
+    with pytest.raises(HanayoError) as error:
+        make_trainer(layout, max_steps=1).fit(model(), make_loader(models.vectors((8,))))
+    return str(error.value)
+
+
+def test_blocks_without_fused_experts_are_refused(pool: Pool) -> None:
+    layout = CUBES[0]
+    for text in pool.run(layout.world_size, refused, models.MLP, layout):
+        assert "experts='cube': the blocks of blocks have no experts that a cube's ranks could share" in text

@@ -37,7 +37,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Routing:
+class DispatchPlan:
     """Where the tokens of one call go."""
 
     tokens: Tensor
@@ -97,26 +97,24 @@ class ExpertSharding:
             )
         axis = self.context.mesh.axis("yz")
         self.context.call_order.check(self.number)
-        routing = once(lambda: self._route(index, axis))
-        rows, choices = _Send.apply(x[routing.tokens], weights[routing.tokens], axis, routing)
-        if len(routing.rows):
+        plan = once(lambda: self._plan_dispatch(index, axis))
+        rows, choices = _Dispatch.apply(x[plan.tokens], weights[plan.tokens], axis, plan)
+        if len(plan.rows):
             module.num_experts = self._num_own
             try:
-                of_pairs = run(
-                    rows[routing.rows], routing.experts[:, None], choices[routing.rows, routing.slots][:, None]
-                )
+                of_pairs = run(rows[plan.rows], plan.experts[:, None], choices[plan.rows, plan.slots][:, None])
             finally:
                 module.num_experts = self.num_experts
-            out = torch.zeros_like(rows).index_put((routing.rows,), of_pairs, accumulate=True)
+            out = torch.zeros_like(rows).index_put((plan.rows,), of_pairs, accumulate=True)
         else:  # no rows: the parameters get gradients all the same, as in one process
             parameters = [one for one in module._parameters.values() if one is not None]
             out = rows + sum(one[:0].sum().to(rows.dtype) for one in parameters)
         # not index_add, which adds in any order on GPUs
-        back = _SendBack.apply(out, axis, routing)
-        return torch.zeros_like(x).index_put((routing.tokens,), back, accumulate=True)
+        back = _Combine.apply(out, axis, plan)
+        return torch.zeros_like(x).index_put((plan.tokens,), back, accumulate=True)
 
     @torch.no_grad()
-    def _route(self, index: Tensor, axis: MeshAxis) -> Routing:
+    def _plan_dispatch(self, index: Tensor, axis: MeshAxis) -> DispatchPlan:
         """Called by all ranks of the plane."""
         ranks = index // self._of_a_rank
         chosen = index.new_zeros(axis.size, len(index)).scatter_add_(0, ranks.t(), torch.ones_like(ranks.t()))
@@ -127,7 +125,7 @@ class ExpertSharding:
         own = axis.exchange_rows(index[tokens], sent, received).wait() - self._first
         pairs = torch.nonzero_static((own >= 0) & (own < self._num_own), size=sum(num_pairs))
         rows, slots = pairs.unbind(1)
-        return Routing(tokens, sent, received, rows, slots, own[rows, slots])
+        return DispatchPlan(tokens, sent, received, rows, slots, own[rows, slots])
 
 
 class ShardedExperts(ShardedModule):
@@ -143,20 +141,20 @@ class ShardedExperts(ShardedModule):
             return self.sharding.forward(self, super().forward, hidden_states, top_k_index, top_k_weights)
 
 
-class _Send(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Sends rows and their weights; gradients come back. One function, so that all ranks run its backward, also those
     that have no use for weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, axis: MeshAxis, routing: Routing) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.routing = axis, routing
-        pending = [axis.exchange_rows(one, routing.sent, routing.received) for one in (x, weights)]
+    def forward(ctx: Any, x: Tensor, weights: Tensor, axis: MeshAxis, plan: DispatchPlan) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.plan = axis, plan
+        pending = [axis.exchange_rows(one, plan.sent, plan.received) for one in (x, weights)]
         return tuple(one.wait() for one in pending)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        axis, sent, received = ctx.axis, ctx.routing.received, ctx.routing.sent
+        axis, sent, received = ctx.axis, ctx.plan.received, ctx.plan.sent
         pending = [
             axis.exchange_rows(one, sent, received) if needed else None
             for one, needed in zip(gradients, ctx.needs_input_grad, strict=False)
@@ -164,15 +162,15 @@ class _Send(torch.autograd.Function):
         return *(one and one.wait() for one in pending), None, None
 
 
-class _SendBack(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Sends rows back to where they came from."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, axis: MeshAxis, routing: Routing) -> Tensor:
-        ctx.axis, ctx.routing = axis, routing
-        return axis.exchange_rows(out, routing.received, routing.sent).wait()
+    def forward(ctx: Any, out: Tensor, axis: MeshAxis, plan: DispatchPlan) -> Tensor:
+        ctx.axis, ctx.plan = axis, plan
+        return axis.exchange_rows(out, plan.received, plan.sent).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.exchange_rows(gradient, ctx.routing.sent, ctx.routing.received).wait(), None, None
+        return ctx.axis.exchange_rows(gradient, ctx.plan.sent, ctx.plan.received).wait(), None, None

@@ -95,7 +95,7 @@ def sequences(sizes: tuple[int, ...] = (8, 8, 6)) -> list[Batch]:
 
 
 def cubes(*sizes: tuple[int, int, int], **options: Any) -> list[Layout]:
-    return [Layout(1, 1, 1, num_microbatches=2, experts="cube", cube=one, **options) for one in sizes]
+    return [Layout(num_microbatches=2, experts="cube", cube=one, **options) for one in sizes]
 
 
 PIPELINE = Layout(2, 1, 1, cube=(1, 2, 1), experts="cube")
@@ -106,7 +106,7 @@ LAYOUTS = [
     replace(PIPELINE, schedule="hanayo-zb"),
     replace(PIPELINE, recompute="blocks"),
     *cubes((1, 2, 2), recompute="blocks"),
-    *cubes((1, 2, 1), data=2),
+    *cubes((1, 2, 1), (1, 3, 1), data=2, shard_optimizer=True),
     *cubes((1, 2, 1), outside="replicate"),
     *cubes((2, 1, 2), weights="batch"),
 ]

@@ -42,7 +42,7 @@ class CountingAxis(MeshAxis):
 
     def exchange_rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[Tensor]:
         others = sum(received) - received[self.rank] if self.size > 1 else 0
-        self._count("rows", others * tensor[:1].nbytes)
+        self._count("rows", others * tensor.new_empty(tensor.shape[1:]).nbytes)
         return super().exchange_rows(tensor, sent, received)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:

@@ -39,6 +39,7 @@ class Layout:
     step: str = "microbatch"
     experts: str = "whole"
     recompute: str = "none"
+    shard_optimizer: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -52,6 +53,7 @@ class Layout:
         cube = "" if self.cube == (1, 1, 1) else f"-{self.outside}{'x'.join(map(str, self.cube))}"
         cube += "-batch" if self.weights == "batch" else ""
         cube += "-experts" * (self.experts == "cube") + "-recompute" * (self.recompute == "blocks")
+        cube += "-sharded" * self.shard_optimizer
         pairs, once = "-pairs" * self.pairs, "-once" * (self.step == "batch")
         return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}{pairs}{once}"
 
@@ -168,6 +170,7 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         "step": layout.step,
         "experts": layout.experts,
         "recompute": layout.recompute,
+        "shard_optimizer": layout.shard_optimizer,
     }
     return HanayoStrategy(**of_layout | options)
 

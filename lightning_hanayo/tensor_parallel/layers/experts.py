@@ -76,10 +76,10 @@ class ExpertSharding:
         self._first, stop = of_experts.span(mesh)
         self._num_own = stop - self._first
         self._of_a_rank = -(-self.num_experts // mesh.size("yz"))
-        module.__class__ = sharded_class(ShardedExperts, type(module))
+        module.__class__ = sharded_class(ShardedExperts, type(module))  # type: ignore[arg-type]
         module.sharding = self  # type: ignore[assignment]
         shard_parameters(module, shards, mesh)
-        self.number = self.context.call_order.add(module)
+        self.number = self.context.call_order.add(module, "experts='whole'")
 
     def forward(
         self, module: "ShardedExperts", run: Callable[..., Tensor], x: Tensor, index: Tensor, weights: Tensor

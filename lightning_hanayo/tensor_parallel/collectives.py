@@ -177,11 +177,11 @@ class CallOrder:
         highest, lowest, largest = self._mesh.largest([number, -number, count])
         if highest != -lowest:
             other = highest if highest != number else -lowest
-            known = number if number != END else other
-            layer = self._name(known)
+            called = number if number != END else other
+            layer = self._name(called)
             words = [word for word in layer.split(".") if not word.isdigit()]
             own, others = ("calls no further layer" if n == END else f"calls {self._name(n)}" for n in (number, other))
-            option = self._options.get(known, f"cube_exclude=({words[-1]!r},)")
+            option = self._options.get(called, f"cube_exclude=({words[-1]!r},)")
             raise UnsupportedError(
                 f"this rank {own}, while another rank of its cube {others}. The ranks of a cube run a block on "
                 f"different samples, and must call the same layers in the same order. Leave those out that some "

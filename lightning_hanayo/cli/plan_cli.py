@@ -36,8 +36,8 @@ from lightning_hanayo.strategy.model_facts import read_model
 from lightning_hanayo.strategy.options import Options
 
 COLUMNS = (
-    "#", "P", "W", "D", "cube", "batch", "schedule", "recompute", "sharded", "weights", "pairs", "step s",
-    "bubble", "waits", "memory", "MFU",
+    "#", "P", "W", "D", "cube", "batch", "schedule", "recompute", "sharded", "weights", "pairs", "experts",
+    "step s", "bubble", "waits", "memory", "MFU",
 )  # fmt: skip
 _CHOICES = range(COLUMNS.index("schedule"), COLUMNS.index("step s"))
 """the columns that are left out where all rows are alike"""
@@ -135,6 +135,7 @@ def rows(plan: Plan) -> list[list[str]]:
             "yes" if own.shard_optimizer else "-",
             own.cube_weights if own.mesh[0] > 1 else "-",
             "yes" if own.pairs else "-",
+            own.experts if own.experts != "whole" else "-",
         )
         predicted = (
             f"{one.seconds:.3g}",

@@ -161,8 +161,18 @@ def time_block(
         )
         steps.append(step)
     first, *others = steps or [_Step(behind=between)]
-    attention = samples / num_ranks * block.attention_flops / machine.matmul_rate(dtype, float("inf"))
-    steps = [replace(first, behind=first.behind + attention), *others]
+    rate = machine.matmul_rate(dtype, float("inf")) * num_ranks / samples
+    attention, experts = block.attention_flops, block.shared_experts(mesh)
+    if experts is not None:  # tokens are sent, computed with, and sent back
+        attention -= experts.flops
+        used = [link for link, size in zip((y, z), mesh[1:], strict=True) if size > 1]
+        link = min(used, key=lambda link: link.bandwidth)
+        one_way = link.seconds(element * samples * experts.sent(mesh))
+        others += [
+            _Step(behind=experts.flops / rate, gather_x=one_way, scatter_dx=one_way),
+            _Step(scatter_y=one_way, gather_dy=one_way),
+        ]
+    steps = [replace(first, behind=first.behind + attention / rate), *others]
     if weights == "batch":
         steps = [replace(one, gather_w=0.0, scatter_dw=0.0) for one in steps]
     host = _host(steps, block, machine)

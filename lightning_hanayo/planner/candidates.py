@@ -8,7 +8,7 @@ from itertools import product
 from math import isqrt, prod
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
-from lightning_hanayo.planner.communication_volume import CubeWeights
+from lightning_hanayo.planner.communication_volume import CubeWeights, Experts
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.schedule.registry import WAVES
 from lightning_hanayo.topology import Topology
@@ -48,6 +48,8 @@ class Candidate:
     """whether ranks work on two micro-batches at once"""
     runs_step_once: bool = False
     """whether code outside the stack runs on the whole batch, while the other ranks wait"""
+    experts: Experts = "whole"
+    """where experts are while a batch runs"""
 
     @cached_property
     def cube_size(self) -> int:
@@ -84,6 +86,7 @@ class Candidate:
             "weights gathered once a batch": self.cube_weights == "batch",
             "two micro-batches at once": self.pairs,
             "the step once on whole batches": self.runs_step_once,
+            "experts shared over the cube": self.experts == "cube",
         }
         batches = f" x {self.accumulate} batches" if self.accumulate > 1 else ""
         return ", ".join([f"{self}{batches}", *(name for name, holds in choices.items() if holds)])
@@ -98,12 +101,13 @@ class Candidate:
 class Choices:
     """What a plan chooses from in a cube. One value is what has been decided.
 
-    `runs_step_once`: with `step="batch"`; that excludes pairs.
+    `runs_step_once`: with `step="batch"`; that excludes pairs. `experts` are chosen where there are any.
     """
 
     cube_weights: tuple[CubeWeights, ...] = ("microbatch", "batch")
     pairs: tuple[bool, ...] = (False, True)
     runs_step_once: bool = False
+    experts: tuple[Experts, ...] = ("whole", "cube")
 
 
 ALL = Choices()
@@ -162,6 +166,7 @@ def _of_topology(
             in_cube = mesh != (1, 1, 1) and count > 1
             gathers = in_cube and facts.gathers_weights(size, mesh)
             weights: Sequence[CubeWeights] = choices.cube_weights if gathers else ("microbatch",)
+            experts: Sequence[Experts] = choices.experts if facts.has_experts and mesh[1] * mesh[2] > 1 else ("whole",)
             for recompute, sharded in product((False, True), (False, True) if data > 1 else (False,)):
                 # recomputed blocks keep the backward in one piece
                 schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
@@ -170,8 +175,9 @@ def _of_topology(
                 if not pairs:
                     refused["pairs need registered blocks, and no recomputation"] += 1
                 sizes = data, pipe, mesh, num_waves, size, count, accumulate
-                for weight, at_once in product(weights, pairs):
-                    yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once, choices.runs_step_once)
+                for weight, at_once, where in product(weights, pairs, experts):
+                    once = choices.runs_step_once
+                    yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once, once, where)
 
 
 def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:

@@ -11,6 +11,7 @@ and norms communicate a few numbers per token. Sizes that don't divide are count
 """
 
 from dataclasses import dataclass
+from math import comb
 from operator import add
 from typing import Literal, Self
 
@@ -147,3 +148,55 @@ class LinearLayer:
         x, y, z = mesh
         of_x, of_w, of_y = (size / (x * y * z) for size in self.sizes)
         return of_x, of_w, of_y
+
+
+Experts = Literal["whole", "cube"]
+"""where experts are while a batch runs: all of a block's on each rank of its cube, or shared over y and z"""
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """E experts that the n = y z ranks of a plane can share, replicated over x, for one sample.
+
+    A token is sent once to each rank that has one of its k experts, and comes back summed. With even choices it has
+    none on a rank of m = E / n experts with probability q = C(E - m, k) / C(E, k): a rank with M / P tokens receives
+
+        all-to-all                       (n-1) (1-q) M h / P    four times: tokens and outputs, and both gradients
+        all-gather, reduce-scatter       (n-1) M h / P          four times
+
+    Args:
+        tokens: M, of one sample.
+        features: h, of a token.
+        num_experts: E.
+        chosen: k, the experts of each token.
+        parameters: elements of all experts.
+        flops: of the forward.
+        saved: bytes that the forward keeps for the backward, besides parameters.
+    """
+
+    tokens: int
+    features: int
+    num_experts: int
+    chosen: int
+    parameters: int
+    flops: float = 0.0
+    saved: float = 0.0
+
+    def of_a_rank(self, mesh: MeshSizes) -> int:
+        """Returns the most experts that a rank has."""
+        return -(-self.num_experts // (mesh[1] * mesh[2]))
+
+    def sent(self, mesh: MeshSizes) -> float:
+        """Returns the elements that a rank receives one way: of four ways in a forward and a backward."""
+        x, y, z = mesh
+        own, others = self.of_a_rank(mesh), min(y * z, self.num_experts) - 1
+        missed = comb(self.num_experts - own, self.chosen) / comb(self.num_experts, self.chosen)
+        return others * (1 - missed) * self.tokens * self.features / (x * y * z)
+
+    def parameters_of_a_rank(self, mesh: MeshSizes) -> float:
+        """Returns the elements of its experts."""
+        return self.parameters * self.of_a_rank(mesh) / self.num_experts
+
+    def most_saved(self, mesh: MeshSizes) -> float:
+        """Returns the bytes that a rank keeps in the worst case, if all tokens of its plane choose its experts."""
+        return self.saved / mesh[0] * min(self.of_a_rank(mesh), self.chosen) / self.chosen

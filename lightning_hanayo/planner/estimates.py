@@ -11,7 +11,7 @@ hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/repr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import ceil, prod
 
 from lightning_hanayo.divisibility import MeshSizes
@@ -110,7 +110,11 @@ class _Share:
     blocks: int
     parameters: float
     trained: float
-    """those of its parameters that are trained"""
+    """those of its parameters that have gradients while a batch runs"""
+    updated: float
+    """those that it trains between batches"""
+    gathered: float
+    """bytes of parameters that its cube gathers for a batch, and of their gradients"""
     has_outside: bool
     """whether it holds the parameters outside the stack, too"""
 
@@ -155,6 +159,8 @@ class StepModel:
 
     def closed_form(self, candidate: Candidate) -> Estimate:
         """The estimate without a simulation."""
+        if self._is_of_other(candidate):
+            return self._other.closed_form(candidate)
         work = self._work(candidate)
         stages, pipe, count = candidate.stages_per_rank, candidate.pipe, candidate.num_microbatches
         waves, batch = candidate.num_waves, count * work.slowest
@@ -179,6 +185,8 @@ class StepModel:
 
     def simulated(self, candidate: Candidate) -> Estimate:
         """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
+        if self._is_of_other(candidate):
+            return self._other.simulated(candidate)
         sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
         order = RECOMPUTING["blocks"] if candidate.recompute else COSTS
         layout = Layout(candidate.schedule, *sizes, costs=order, runs_step_once=candidate.runs_step_once)
@@ -193,6 +201,14 @@ class StepModel:
         curves = (timeline.held(rank, sizes_of_stages) for rank in range(candidate.pipe))
         memory = self._of_fullest(candidate, [max(held for _, held in curve) for curve in curves])
         return self._estimate(candidate, batch, busy, exposed, memory)
+
+    def _is_of_other(self, candidate: Candidate) -> bool:
+        return candidate.experts == "cube" and self.facts is not self.facts.sharing_experts
+
+    @cached_property
+    def _other(self) -> "StepModel":
+        """Of the same model, whose experts a cube's ranks share."""
+        return StepModel(self.facts.sharing_experts, self.machine, self._measured)
 
     def _estimate(
         self, candidate: Candidate, batch: float, busy: float, exposed: float, memory: RankMemory
@@ -213,13 +229,14 @@ class StepModel:
         if candidate.runs_step_once:  # while the other ranks wait
             batch += (serial := 3 * candidate.num_microbatches * self._outside(candidate))
             busy += serial / candidate.pipe
-        own = self._most_trained(candidate)
+        shares = self._shares(candidate)
+        own = self._most_updated(candidate)
         if candidate.shard_optimizer:  # updated parameters are gathered: the first stage waits for its own
             num_bytes = (1 - 1 / candidate.data) * facts.parameter_bytes * own
             link = self._data_link(candidate)
             exposed += link.seconds(num_bytes, candidate.stages_per_rank) / candidate.stages_per_rank
-        if candidate.cube_size > 1:  # parameters outside the stack are gathered, and their gradients summed
-            num_bytes = (1 - 1 / candidate.cube_size) * facts.outside_bytes
+        if candidate.cube_size > 1:  # parameters outside of 3-D layers are gathered, and their gradients summed
+            num_bytes = (1 - 1 / candidate.cube_size) * max(one.gathered for one in shares)
             exposed += self.machine.link(1, candidate.cube_size).seconds(num_bytes, 2) * candidate.accumulate
         # parameters and states are read and written, gradients are read
         each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
@@ -341,7 +358,7 @@ class StepModel:
         if candidate.data == 1:
             return 0.0
         passes = 1 if candidate.shard_optimizer else 2
-        num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._most_trained(candidate)
+        num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._most_updated(candidate)
         return self._data_link(candidate).seconds(num_bytes, candidate.stages_per_rank)
 
     # simulation
@@ -381,9 +398,9 @@ class StepModel:
         own = candidate
         return self._shares_of(own.pipe, own.stages_per_rank, own.mesh, once=own.runs_step_once)
 
-    def _most_trained(self, candidate: Candidate) -> float:
+    def _most_updated(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
-        return max(share.trained for share in self._shares(candidate))
+        return max(share.updated for share in self._shares(candidate))
 
     def _count_shares(self, pipe: int, stages: int, mesh: MeshSizes, *, once: bool) -> tuple[_Share, _Share]:
         facts = self.facts
@@ -392,9 +409,21 @@ class StepModel:
         own, others = _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
         stored = facts.mean(lambda one: one.parameters_of_a_rank(mesh))
         trained = facts.mean(lambda one: one.trained_by_a_rank(mesh))
+        updated = facts.mean(lambda one: one.updated_by_a_rank(mesh))
+        whole = facts.mean(lambda one: one.whole_of_a_rank(mesh)) * (facts.parameter_bytes + facts.gradient_bytes)
         of_outside, trained_outside = outside / prod(mesh), (outside - frozen) / prod(mesh)
-        first = _Share(own, own * stored + of_outside, own * trained + trained_outside, has_outside=True)
-        return first, _Share(others, others * stored, others * trained, has_outside=False)
+
+        def share(blocks: int, *, has_outside: bool) -> _Share:
+            return _Share(
+                blocks,
+                blocks * stored + has_outside * of_outside,
+                blocks * trained + has_outside * trained_outside,
+                blocks * updated + has_outside * trained_outside,
+                blocks * whole + has_outside * facts.outside_bytes,
+                has_outside,
+            )
+
+        return share(own, has_outside=True), share(others, has_outside=False)
 
     def _of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
         """Of the rank that needs the most.
@@ -404,6 +433,8 @@ class StepModel:
             held: for each rank, of how many blocks it holds activations at most, without pairs; if none is given, of
                 as many micro-batches as there are pipeline ranks, or of all if the step runs once.
         """
+        if self._is_of_other(candidate):
+            return self._other.memory(candidate)
         own, others = self._shares(candidate)
         once, count = candidate.runs_step_once, candidate.num_microbatches
         peak = count if once else min(count, candidate.pipe)
@@ -424,7 +455,7 @@ class StepModel:
             return RankMemory(
                 weights=share.parameters * facts.parameter_bytes,
                 gradients=share.trained * facts.gradient_bytes,
-                optimizer=share.trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
+                optimizer=share.updated * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
                 activations=blocks * (message if candidate.recompute else saved),
                 # parameters outside the stack, and weights that are gathered for the batch, with their gradients
                 gathered=has_outside * (ranks > 1) * facts.outside_bytes

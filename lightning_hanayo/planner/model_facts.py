@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
-from lightning_hanayo.planner.communication_volume import CubeWeights, LinearLayer, Storage, Volume
+from lightning_hanayo.planner.communication_volume import CubeWeights, ExpertLayer, LinearLayer, Storage, Volume
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ class BlockFacts:
     """bytes that the forward keeps for the backward, besides parameters"""
     frozen: int = 0
     """parameters that aren't trained: they have no gradients and no states"""
+    experts: ExpertLayer | None = None
+    """those that the ranks of a cube can share; their work is part of `attention_flops` and `saved`"""
+    shares_experts: bool = False
+    """whether they do"""
 
     @cached_property
     def flops(self) -> float:
@@ -91,13 +95,35 @@ class BlockFacts:
         """Those of the linear layers, of which each rank of a cube stores its part."""
         return sum(one.parameters for one in self.products)
 
+    def shared_experts(self, mesh: MeshSizes) -> ExpertLayer | None:
+        """The experts that the ranks of this cube share."""
+        return self.experts if self.shares_experts and mesh[1] * mesh[2] > 1 else None
+
     def parameters_of_a_rank(self, mesh: MeshSizes) -> float:
-        """Elements that a rank of a cube stores."""
-        return self.parameters - self.sharded_parameters * (1 - 1 / prod(mesh))
+        """Elements that a rank of a cube holds while a batch runs."""
+        of_others = 0.0
+        if (experts := self.shared_experts(mesh)) is not None:
+            of_others = experts.parameters - experts.parameters_of_a_rank(mesh)
+        return self.parameters - self.sharded_parameters * (1 - 1 / prod(mesh)) - of_others
 
     def trained_by_a_rank(self, mesh: MeshSizes) -> float:
         """Those of them that are trained."""
-        return self.parameters_of_a_rank(mesh) * (1 - self.frozen / max(1, self.parameters))
+        return self.parameters_of_a_rank(mesh) * self._trained
+
+    def whole_of_a_rank(self, mesh: MeshSizes) -> float:
+        """Those of them that a generic block has whole, gathered for the batch: between batches they are sharded."""
+        if not any(one.is_generic for one in self.products):
+            return 0.0
+        experts = self.shared_experts(mesh)
+        return self.parameters - self.sharded_parameters - (0 if experts is None else experts.parameters)
+
+    def updated_by_a_rank(self, mesh: MeshSizes) -> float:
+        """Elements that a rank of a cube trains, between batches."""
+        return (self.parameters_of_a_rank(mesh) - self.whole_of_a_rank(mesh) * (1 - 1 / prod(mesh))) * self._trained
+
+    @property
+    def _trained(self) -> float:
+        return 1 - self.frozen / max(1, self.parameters)
 
     def gathered_by_a_rank(self, samples: int, mesh: MeshSizes) -> float:
         """Elements of the weights that a rank of a cube gathers."""
@@ -114,6 +140,8 @@ class BlockFacts:
         """Bytes that a rank of a cube keeps for the backward of a micro-batch; `element` bytes per number."""
         inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
         others = max(0.0, samples * self.saved - inputs) / prod(mesh)
+        if (experts := self.shared_experts(mesh)) is not None:  # memory must do for any choice of experts
+            others += samples * (experts.most_saved(mesh) - experts.saved / prod(mesh))
         stored = [one.storage(samples, mesh) for one in self.products]
         own_weights = weights == "microbatch"
         return others + element * sum(one.saved_inputs + own_weights * one.saved_weights for one in stored)
@@ -187,6 +215,19 @@ class ModelFacts:
     def kinds(self) -> tuple[tuple[BlockFacts, float], ...]:
         """The different blocks, and the part that each is of all blocks."""
         return tuple((kind, count / len(self.blocks)) for kind, count in Counter(self.blocks).items())
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether a cube's ranks can share experts."""
+        return any(block.experts is not None for block, _ in self.kinds)
+
+    @cached_property
+    def sharing_experts(self) -> "ModelFacts":
+        """The model where they do."""
+        if all(block.shares_experts for block, _ in self.kinds):
+            return self
+        sharing = {block: replace(block, shares_experts=True) for block, _ in self.kinds}
+        return replace(self, blocks=tuple(sharing[block] for block in self.blocks))
 
     def gathers_weights(self, samples: int, mesh: MeshSizes) -> bool:
         """Whether a cube gathers any weights for a micro-batch of so many samples."""

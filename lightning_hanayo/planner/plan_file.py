@@ -45,6 +45,7 @@ def strategy_options(candidate: Candidate) -> dict[str, Any]:
         "shard_optimizer": candidate.shard_optimizer,
         "cube_weights": candidate.cube_weights,
         "pairs": candidate.pairs,
+        "experts": candidate.experts,
         "step": "batch" if candidate.runs_step_once else "auto",
     }
 

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -26,10 +26,11 @@ from torch.utils.flop_counter import flop_registry
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import is_linear
 from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
-from lightning_hanayo.planner.communication_volume import LinearLayer
+from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
 from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_step
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
+from lightning_hanayo.tensor_parallel.layers.experts import is_fused_experts
 from lightning_hanayo.tensor_parallel.layers.linear import features
 
 VIEWS = (
@@ -75,6 +76,10 @@ class Counts:
     """bytes that the block hands on"""
     shape: tuple[int, ...] = ()
     """of the largest tensor that it hands on"""
+    experts: ExpertLayer | None = None
+    """the sizes of experts that a cube's ranks can share, for all samples"""
+    of_experts: "Counts | None" = None
+    """their part of flops and saved"""
 
     def num_saved(self, without: set[int]) -> int:
         """Bytes that autograd keeps, without these storages."""
@@ -90,6 +95,7 @@ class Counter(TorchDispatchMode):
         self.blocks = [Counts() for _ in blocks]
         self._modules = blocks
         self._now = self.outside
+        self._experts: Counts | None = None
         self._keeps: list[Tensor] = []
 
     @contextmanager
@@ -117,16 +123,30 @@ class Counter(TorchDispatchMode):
             x = inputs[0]
             counts.tokens[path] = counts.tokens.get(path, 0) + x.numel() // x.shape[-1]
 
+        def begin_experts(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x, index, *_ = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            parameters = sum(one.numel() for one in module._parameters.values() if one is not None)
+            number: Any = module.num_experts
+            counts.experts = ExpertLayer(len(x), x.shape[-1], number, index.shape[-1], parameters)
+            counts.of_experts = self._experts = Counts()
+
+        def end_experts(*_: Any) -> None:
+            self._experts = None
+
         hooks.callback(block.register_forward_pre_hook(begin).remove)
         hooks.callback(block.register_forward_hook(end).remove)
         for path, module in block.named_modules():
             if is_linear(module):
                 hooks.callback(module.register_forward_hook(partial(count_rows, path)).remove)
+            elif is_fused_experts(module):
+                hooks.callback(module.register_forward_pre_hook(begin_experts, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(end_experts).remove)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._keeps.append(tensor)  # so that no other storage gets its number
         storage = tensor.untyped_storage()
-        self._now.saved[storage._cdata] = storage.nbytes()
+        for counts in filter(None, (self._now, self._experts)):
+            counts.saved[storage._cdata] = storage.nbytes()
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,17 +154,22 @@ class Counter(TorchDispatchMode):
         result = func(*args, **kwargs)
         now, name = self._now, _SAME_FLOPS.get(func._opname, func._overloadpacket)
         now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
-        if name in flop_registry:
+        if (flops := _flops(func, name, args, kwargs, result)) is not None:
             now.calls += 1
-            now.flops += flop_registry[name](*args, **kwargs, out_val=result)
-        elif func._opname in GROUPED:
-            now.calls += 1
-            now.flops += 2.0 * result.numel() * args[0].shape[-1]
+            for counts in filter(None, (now, self._experts)):
+                counts.flops += flops
         elif func._opname not in VIEWS:
             now.calls += 1
             tensors = tree_leaves((args, kwargs, result))
             now.traffic += sum(one.nbytes for one in tensors if isinstance(one, Tensor))
         return result
+
+
+def _flops(func: Any, name: Any, args: Any, kwargs: Any, result: Any) -> float | None:
+    """Of a product; None for other operations."""
+    if name in flop_registry:
+        return float(flop_registry[name](*args, **kwargs, out_val=result))
+    return 2.0 * result.numel() * args[0].shape[-1] if func._opname in GROUPED else None
 
 
 class _FlashAttention(TorchFunctionMode):
@@ -281,6 +306,10 @@ def _block(
     found = [_product(block, paths, counts, num_samples, is_row, plan) for paths, is_row in products]
     own = tuple(one for one in found if one is not None)
     linear = sum(one.flops for one in own)
+    experts, of_experts = counts.experts, counts.of_experts
+    if experts is not None and of_experts is not None:
+        tokens, saved = experts.tokens // num_samples, of_experts.num_saved(parameters) / num_samples
+        experts = replace(experts, tokens=tokens, flops=of_experts.flops / num_samples, saved=saved)
     return BlockFacts(
         products=own,
         parameters=sum(one.numel() for one in block.parameters()),
@@ -289,6 +318,7 @@ def _block(
         calls=counts.calls,
         saved=counts.num_saved(parameters) / num_samples,
         frozen=_num_frozen(block.parameters()),
+        experts=experts,
     )
 
 

@@ -89,6 +89,7 @@ class Options:
     pairs: bool
     cube_tokens: int | None
     cube_exclude: Sequence[str]
+    experts: Literal["whole", "cube"]
     timeout: timedelta
     batch_dim: int
     split_batch: SplitFunction | None
@@ -120,6 +121,7 @@ class Options:
             raise HanayoError(f"activation_budget={budget!r}: expected a positive number of M_a, or None")
         self._choice("cube_memory", ("gathered", "shards"))
         self._choice("cube_weights", ("microbatch", "batch"))
+        self._choice("experts", ("whole", "cube"))
         self._choice("tied_gradients", ("in_order", "at_once"))
         self._choice("nonfinite", ("raise", "skip", "ignore"))
         if self.master_weights is not None:

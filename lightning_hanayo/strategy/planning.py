@@ -115,7 +115,12 @@ def _best(
                     global_batch=data * samples_per_rank,
                     top=3,
                     batch_size=batch_size,
-                    choices=Choices((options.cube_weights,), (options.pairs,), runs_step_once=options.step == "batch"),
+                    choices=Choices(
+                        (options.cube_weights,),
+                        (options.pairs,),
+                        runs_step_once=options.step == "batch",
+                        experts=(options.experts,),
+                    ),
                     accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
                 )
             )
@@ -192,6 +197,7 @@ _IN_FILES = {
     "shard_optimizer": False,
     "cube_weights": "microbatch",
     "pairs": False,
+    "experts": "whole",
     "step": "auto",
 }
 

@@ -118,6 +118,9 @@ class HanayoStrategy(CheckpointingStrategy):
             None: 2048.
         cube_exclude: names of modules in blocks whose linear layers stay whole while a batch runs, with those inside
             them, such as "experts" or "mlp.extra": layers that some samples skip, which not all ranks of a cube call.
+        experts: where the experts of mixtures of transformers are while a batch runs, if their weights are fused, as in
+            Mixtral, Qwen3-MoE and DeepSeek-V3: all of a block's are "whole" on each rank of a cube; or the ranks of y
+            and z share them ("cube"), replicated over x, and tokens are sent to their experts and back.
         timeout: how long a transfer may take before it counts as failed: a timedelta, or a number of seconds.
         batch_dim: the dimension of the samples in a batch's tensors, 1 if they are sequence-first, [seq, batch, ...].
             Tensors without it are cut along dimension 0, labels [batch]; and so are tensors with fewer dimensions than
@@ -196,6 +199,7 @@ class HanayoStrategy(CheckpointingStrategy):
         pairs: bool = False,
         cube_tokens: int | None = None,
         cube_exclude: Sequence[str] = ("experts",),
+        experts: Literal["whole", "cube"] = "whole",
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
         timeout: timedelta | float = timedelta(minutes=30),
         batch_dim: int = 0,

@@ -151,10 +151,16 @@ class CallOrder:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._layers: list[nn.Module] = []
+        self._options: dict[int, str] = {}
 
-    def add(self, layer: nn.Module) -> int:
-        """Returns the layer's number. All ranks add the same layers in the same order."""
+    def add(self, layer: nn.Module, option: str | None = None) -> int:
+        """Returns the layer's number. All ranks add the same layers in the same order.
+
+        `option`: the one of `HanayoStrategy` that leaves the layer out; None: `cube_exclude`.
+        """
         self._layers.append(layer)
+        if option is not None:
+            self._options[len(self._layers)] = option
         return len(self._layers)
 
     @property
@@ -171,16 +177,18 @@ class CallOrder:
         highest, lowest, largest = self._mesh.largest([number, -number, count])
         if highest != -lowest:
             other = highest if highest != number else -lowest
-            layer = self._name(number if number != END else other)
+            called = number if number != END else other
+            layer = self._name(called)
             words = [word for word in layer.split(".") if not word.isdigit()]
             own, others = ("calls no further layer" if n == END else f"calls {self._name(n)}" for n in (number, other))
+            option = self._options.get(called, f"cube_exclude=({words[-1]!r},)")
             raise UnsupportedError(
                 f"this rank {own}, while another rank of its cube {others}. The ranks of a cube run a block on "
-                f"different samples, and must call the same linear layers in the same order. Leave those out that some "
-                f"samples skip: HanayoStrategy(cube_exclude=({words[-1]!r},))."
+                f"different samples, and must call the same layers in the same order. Leave those out that some "
+                f"samples skip: HanayoStrategy({option})."
             )
         return largest
 
     def _name(self, number: int) -> str:
-        part = getattr(self._layers[number - 1]._parameters["weight"], "_part", None)
+        part = getattr(next(iter(self._layers[number - 1]._parameters.values())), "_part", None)
         return f"layer {number}" if part is None else str(part.name).rpartition(".")[0]

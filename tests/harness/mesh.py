@@ -40,6 +40,11 @@ class CountingAxis(MeshAxis):
         self._count("exchange", parts.nbytes // self.size * (self.size - 1))
         return super().all_to_all(parts)
 
+    def exchange_rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[Tensor]:
+        others = sum(received) - received[self.rank] if self.size > 1 else 0
+        self._count("rows", others * tensor.new_empty(tensor.shape[1:]).nbytes)
+        return super().exchange_rows(tensor, sent, received)
+
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         self._count("reduce", 2 * tensor.nbytes // self.size * (self.size - 1))
         return super().all_reduce(tensor)

@@ -37,6 +37,9 @@ class Layout:
     pairs: bool = False
     weights: str = "microbatch"
     step: str = "microbatch"
+    experts: str = "whole"
+    recompute: str = "none"
+    shard_optimizer: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -49,6 +52,8 @@ class Layout:
     def __str__(self) -> str:
         cube = "" if self.cube == (1, 1, 1) else f"-{self.outside}{'x'.join(map(str, self.cube))}"
         cube += "-batch" if self.weights == "batch" else ""
+        cube += "-experts" * (self.experts == "cube") + "-recompute" * (self.recompute == "blocks")
+        cube += "-sharded" * self.shard_optimizer
         pairs, once = "-pairs" * self.pairs, "-once" * (self.step == "batch")
         return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}{pairs}{once}"
 
@@ -163,6 +168,9 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         "pairs": layout.pairs,
         "cube_weights": layout.weights,
         "step": layout.step,
+        "experts": layout.experts,
+        "recompute": layout.recompute,
+        "shard_optimizer": layout.shard_optimizer,
     }
     return HanayoStrategy(**of_layout | options)
 

@@ -6,12 +6,13 @@ x=0 y=0  .    .    gathered      y=0 x=0  .    .   gathered    x=0 z=0  .    .  
     y=1  .    .    over y            x=1  .    .   over x          z=1  .    .   over z
 """
 
+import random
 from math import prod
 
 import pytest
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
-from lightning_hanayo.planner.communication_volume import Keep, LinearLayer
+from lightning_hanayo.planner.communication_volume import ExpertLayer, Keep, LinearLayer
 from recipes.cube.meshes import TransformerLayer, best_mesh
 
 MESHES: list[MeshSizes] = [
@@ -137,3 +138,14 @@ def test_the_cube_is_rarely_the_best_mesh(m: int, h: int, ranks: int, best: Mesh
 def test_hops_count_the_steps_of_each_ring() -> None:
     one = layer(2048, 1024)
     assert one.hops((2, 2, 2)) == 24 and one.hops((2, 2, 2), "shards") == 32 and one.hops((1, 1, 1)) == 0
+
+
+@pytest.mark.parametrize(("mesh", "number", "chosen"), [((1, 2, 2), 16, 2), ((2, 1, 4), 12, 8), ((1, 2, 1), 4, 1)])
+def test_a_token_is_sent_once_to_each_rank_of_its_experts(mesh: MeshSizes, number: int, chosen: int) -> None:
+    """Tokens choose at random; M tokens of the micro-batch, of which each rank has M / P."""
+    layer, choice = ExpertLayer(4000, 8, number, chosen, parameters=number), random.Random(1)
+    ranks, own = mesh[1] * mesh[2], layer.of_a_rank(mesh)
+    of_ranks = [{expert // own for expert in choice.sample(range(number), chosen)} for _ in range(layer.tokens)]
+    others = sum(len(one) for one in of_ranks) * (ranks - 1) / ranks  # those that aren't at home
+    assert layer.sent(mesh) == pytest.approx(others * layer.features / prod(mesh), rel=0.03)
+    assert layer.parameters_of_a_rank(mesh) == own

@@ -5,8 +5,9 @@
     W                      nothing runs again
 
 It is torch's non-reentrant checkpoint around the module's `forward`, on the instance: names, parameters, class and repr
-stay as they are. Random numbers are those of the first run, whose generators' states are kept. Key/value caches, lists
-and dictionaries among the arguments, which the first run fills, are for the second one as they were before.
+stay as they are. Random numbers are those of the first run, whose generators' states are kept, and so are the values
+that it makes `once`. Key/value caches, lists and dictionaries among the arguments, which the first run fills, are for
+the second one as they were before.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.made_once import MadeOnce
 from lightning_hanayo.pipeline_parallel.pytree import is_cache
 from lightning_hanayo.versions import identity_of
 
@@ -77,10 +79,12 @@ class _Runs:
         self._function = function
         self._first: Any = (args, kwargs)
         self._again = tree_map(_as_now, (args, kwargs), is_leaf=is_cache)
+        self._made = MadeOnce()
 
     def __call__(self) -> Any:
         (args, kwargs), self._first = self._first or tree_map(_as_now, self._again, is_leaf=is_cache), None
-        return self._function(*args, **kwargs)
+        with self._made.running():
+            return self._function(*args, **kwargs)
 
 
 def _as_now(value: Any) -> Any:

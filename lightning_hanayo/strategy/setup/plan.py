@@ -211,6 +211,7 @@ def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology:
         tokens=options.cube_tokens,
         outside=outside,
         exclude=options.cube_exclude,
+        experts=options.experts,
     )
     if options.pairs:
         _check_pairs(plan, stack, options)

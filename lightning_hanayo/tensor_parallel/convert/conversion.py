@@ -49,12 +49,17 @@ def reason_ineligible(module: nn.Module, owners: ParameterOwners) -> str | None:
         return "left out by cube_exclude"
     if weight is None:
         return "its weight is computed from other parameters"
+    if any(name not in ("weight", "bias") for name in module._parameters):
+        return "it has parameters besides weight and bias"
+    return reason_unshared(module, owners)
+
+
+def reason_unshared(module: nn.Module, owners: ParameterOwners) -> str | None:
+    """Returns why no module with such parameters could be sharded; None if it can."""
     if name := owners.shared_parameter(module):
         return f"its {name} is another module's too"
     if any(has_gradient_hooks(parameter) for parameter in module._parameters.values() if parameter is not None):
         return "its parameters have hooks, which would see a part of each"
-    if any(name not in ("weight", "bias") for name in module._parameters):
-        return "it has parameters besides weight and bias"
     return "its instance has a forward of its own" if has_instance_forward(module) else None
 
 

@@ -40,6 +40,7 @@ from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel.collectives import END, all_to_all, padded, split_dim
 from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
+from lightning_hanayo.tensor_parallel.layers.experts import ExpertSharding, ShardedExperts, is_fused_experts
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
@@ -52,6 +53,9 @@ from lightning_hanayo.weight_gradients import gradient_dtype
 Communicated = Literal["activations", "weight"]
 """by ranks to each other: activations, and parts of the weight; or the weight alone"""
 
+Experts = Literal["whole", "cube"]
+"""where fused experts of a block are while a batch runs: all on each rank, or shared over the ranks of y and z"""
+
 _OUTCOMES: dict[Communicated, str] = {
     "activations": "3-D, activations exchanged around it",
     "weight": "weight sharded over all ranks, gathered whole",
@@ -59,13 +63,24 @@ _OUTCOMES: dict[Communicated, str] = {
 
 
 class GenericBlock:
-    """Block `number` of a stack, on a mesh of these `sizes`. `tokens` estimates how many a micro-batch has."""
+    """Block `number` of a stack, on a mesh of these `sizes`. `tokens` estimates how many a micro-batch has.
+
+    `experts`: whether fused experts are "whole" on each rank while a batch runs, or shared over the "cube".
+    """
 
     def __init__(
-        self, block: nn.Module, number: int, owners: conversion.ParameterOwners, sizes: MeshSizes, tokens: int
+        self,
+        block: nn.Module,
+        number: int,
+        owners: conversion.ParameterOwners,
+        sizes: MeshSizes,
+        tokens: int,
+        experts: Experts = "whole",
     ) -> None:
         self.block = block
         self.number = number
+        self.experts: list[str] = []
+        """the paths of experts that are shared"""
         self._reasons: dict[str, str] = {}
         self._communicated: dict[str, Communicated] = {}
         for path, module in block.named_modules():
@@ -73,6 +88,11 @@ class GenericBlock:
                 self._communicated[path] = cheapest(features(module), tokens, sizes)
             elif is_linear(module):
                 self._reasons[path] = str(reason)
+            elif experts == "cube" and is_fused_experts(module):
+                if (reason := conversion.reason_unshared(module, owners)) is None:
+                    self.experts.append(path)
+                else:
+                    self._reasons[path] = reason
             elif any(parameter is not None for parameter in module._parameters.values()):
                 self._reasons[path] = "a subclass" if isinstance(module, nn.Linear) else "no linear layer"
 
@@ -90,6 +110,8 @@ class GenericBlock:
             outcome, reason = conversion.NOT_CONVERTED, self._reasons.get(path, "")
             if path in self._communicated:
                 outcome = _OUTCOMES[self._communicated[path]]
+            elif path in self.experts:
+                outcome = "experts shared over y and z, tokens sent to them"
             elif type(module) is nn.Dropout:
                 outcome = "random stream of each rank"
             elif not reason:
@@ -100,10 +122,13 @@ class GenericBlock:
         """Convert all eligible layers, in place."""
         for path, communicated in self._communicated.items():
             parallelize_generic_linear(self.block.get_submodule(path), context, communicated)
+        for path in self.experts:
+            module: Any = self.block.get_submodule(path)
+            ExpertSharding(context, module.num_experts).attach(module)
         for module in self.block.modules():
             if type(module) is nn.Dropout:
                 parallelize_dropout(module, context)
-        if any(self._communicated):  # not where the block is a linear layer itself, whose path is empty
+        if any(self._communicated) or self.experts:  # not where the block is a linear layer itself, whose path is empty
             # wrap the forward of this instance: its class, names and repr stay
             object.__setattr__(self.block, "_stage_context", context)
             object.__setattr__(self.block, "_num_layers_so_far", context.call_order.num_layers)
@@ -261,7 +286,7 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
         UnsupportedError: one was changed in place by way of a view of it.
     """
     changed: list[tuple[nn.Parameter, type[nn.Parameter], _Source]] = []
-    for module in [module for module in block.modules() if isinstance(module, ShardedLinear)]:
+    for module in [module for module in block.modules() if isinstance(module, ShardedLinear | ShardedExperts)]:
         for name, shard in module.shards.items():
             parameter = module._parameters[name]
             if parameter is not None and _is_part(module, shard):
@@ -332,7 +357,7 @@ def _whole_leaves(tree: Any) -> Any:
         return tree_map(whole, tree)
 
 
-def _is_part(module: ShardedLinear, shard: Shard) -> bool:
+def _is_part(module: ShardedLinear | ShardedExperts, shard: Shard) -> bool:
     return module.sharding.context.mesh.size(shard.axes) > 1
 
 

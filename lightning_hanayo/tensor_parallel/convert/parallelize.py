@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes, check_divisibility
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.tensor_parallel.convert.conversion import (
     ConversionReport,
     ModuleChanges,
     ParameterOwners,
     short_class_name,
 )
-from lightning_hanayo.tensor_parallel.convert.generic_block import GenericBlock
+from lightning_hanayo.tensor_parallel.convert.generic_block import Experts, GenericBlock
 from lightning_hanayo.tensor_parallel.convert.registered_block import RegisteredBlock, SpecMismatch
 from lightning_hanayo.tensor_parallel.convert.specs import block_spec
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
@@ -68,6 +69,7 @@ def plan_parallelize(
     tokens: int | None = None,
     outside: Collection[Tensor] = (),
     exclude: Collection[str] = (),
+    experts: Experts = "whole",
 ) -> ParallelizePlan:
     """Plan the conversion of each layer. Needs no process group.
 
@@ -84,9 +86,12 @@ def plan_parallelize(
         outside: parameters that are used outside the stack too. The layers in blocks that hold them aren't converted.
         exclude: names of modules in blocks, such as "experts" or "mlp.extra": neither they nor modules inside them are
             converted.
+        experts: whether fused experts of generic blocks are "whole" on each rank while a batch runs, or shared over
+            the ranks of y and z, the "cube".
 
     Raises:
-        HanayoError: the blocks are registered, but their heads or features don't divide over the mesh.
+        HanayoError: the blocks are registered, but their heads or features don't divide over the mesh; or experts are
+            to be shared, and there are none that can be.
     """
     owners = ParameterOwners(blocks, outside, exclude)
     found: list[RegisteredBlock] | list[GenericBlock]
@@ -95,8 +100,17 @@ def plan_parallelize(
         check_divisibility([one for block in found for one in block.divisibility()], sizes)
         headline = f"{name}: {len(found)} registered blocks, parallelized whole over the mesh {sizes}"
     except SpecMismatch as reason:
-        found = [GenericBlock(block, i, owners, sizes, tokens or DEFAULT_TOKENS) for i, block in enumerate(blocks)]
+        experts = experts if sizes[1] * sizes[2] > 1 else "whole"
+        found = [
+            GenericBlock(block, i, owners, sizes, tokens or DEFAULT_TOKENS, experts) for i, block in enumerate(blocks)
+        ]
         headline = f"{name}: {len(found)} generic blocks, whose linear layers are converted one by one, as {reason}"
+    if experts == "cube" and not any(isinstance(block, GenericBlock) and block.experts for block in found):
+        raise HanayoError(
+            f"experts='cube': the blocks of {name} have no experts that a cube's ranks could share: modules of "
+            f"transformers with the weights of all experts in one tensor, as in Mixtral, Qwen3-MoE and DeepSeek-V3. "
+            f"Leave experts='cube' out."
+        )
     rows = tuple(row for block in found for row in block.report_rows())
     return ParallelizePlan(found, ConversionReport(name, headline, rows))
 

@@ -1,5 +1,7 @@
 """What the planner knows of a model is what it computes, whatever the model is made of."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -9,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.communication_volume import LinearLayer
+from lightning_hanayo.planner.candidates import Candidate, candidates
+from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import machine
 from lightning_hanayo.strategy.model_facts import formats_of, read_model
@@ -223,6 +225,34 @@ def test_experts_count_for_the_tokens_that_they_get(precision: str) -> None:
     of_experts = 2 * CONTEXT * 2 * 3 * 32 * 64  # two experts of three products for each token
     router = 2 * CONTEXT * 32 * 4
     assert block.attention_flops == pytest.approx(4 * CONTEXT * CONTEXT * 32 + of_experts, abs=router)
+    element = 2 if precision == "bf16-true" else 4
+    kept = block.experts and block.experts.saved / CONTEXT / element  # 2 experts: their input, 5 values per feature
+    assert block.experts == ExpertLayer(CONTEXT, 32, 4, 2, 4 * 3 * 32 * 64, of_experts, block.experts.saved)
+    assert kept == pytest.approx(2 * (32 + 5 * 64), rel=0.5)
+
+
+def test_shared_experts_take_less_memory_and_are_planned_for_the_worst_choice() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 5, "num_experts_per_tok": 2}
+    model = HuggingFace(transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts)))
+    ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
+    facts = read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES)
+    layer = facts.blocks[0].experts
+    assert layer is not None and facts.has_experts and facts.sharing_experts.sharing_experts is facts.sharing_experts
+    step_model = StepModel(replace(facts, optimizer_bytes=8.0), machine("h100"))
+    whole = Candidate(mesh=(2, 2, 2), samples=16)
+    shared = replace(whole, experts="cube")
+    before, after = step_model.memory(whole), step_model.memory(shared)
+    others = 2 * layer.parameters * 3 / 5  # of five experts the first two ranks of y and z have two each
+    assert before.weights - after.weights == pytest.approx(4 * others)
+    assert before.gradients - after.gradients == pytest.approx(4 * others)
+    assert after.optimizer - before.optimizer == pytest.approx(8 * 2 * layer.parameters * (2 / 5 - 1 / 8))
+    assert after.activations - before.activations == pytest.approx(2 * 16 * layer.saved * (1 / 2 - 1 / 8))
+    assert step_model.closed_form(shared).seconds != step_model.closed_form(whole).seconds
+    found = {one.experts for one in candidates(facts, 8, 64, Counter()) if one.mesh == (2, 2, 2)}
+    assert found == {"whole", "cube"}
+    assert {one.experts for one in candidates(facts, 8, 64, Counter()) if one.mesh[1:] == (1, 1)} == {"whole"}
 
 
 def test_frozen_parameters_have_no_gradients_and_no_states() -> None:

@@ -53,9 +53,15 @@ def run_cli(build: Callable[[], Command], *, is_quiet: bool = True) -> Command:
     try:
         return build()
     except MisconfigurationException as error:
-        mistake = HanayoError(str(error))
+        hint = f". {_NO_DEVICE_HINT}" if _NO_DEVICE.search(str(error)) else ""
+        mistake = HanayoError(str(error).rstrip(".!") + hint if hint else str(error))
         mistake.failed_first = getattr(error, "failed_first", False)
         raise mistake from error
+
+
+_NO_DEVICE = re.compile("No supported gpu backend|can not run on your system")
+"""Lightning's errors about accelerators"""
+_NO_DEVICE_HINT = "`hanayo doctor` shows the build of torch and the devices that it finds"
 
 
 _MISPLACED = re.compile(
@@ -123,10 +129,14 @@ class WaveCLI(LightningCLI):
             load_mapped(path, weights_only=True)
 
     def instantiate_classes(self) -> None:
-        """Build data, model and Trainer. A ValueError from one of them is a mistake in the configuration."""
+        """Build data, model and Trainer.
+
+        A ValueError from one of them is a mistake in the configuration, and so is a package that isn't installed, such
+        as that of `--trainer.precision=transformer-engine`.
+        """
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except (ValueError, ModuleNotFoundError) as error:
             raise HanayoError(condense(str(error))) from error
         except TypeError as error:
             if "`devices`" not in str(error):

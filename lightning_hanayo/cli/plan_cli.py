@@ -158,7 +158,9 @@ _PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
 def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
     """Plan what the options of `hanayo fit` in `rest` describe, and return the exit code."""
     if options.devices % options.nodes:
-        raise HanayoError(f"--devices {options.devices}: they don't divide over --nodes {options.nodes}")
+        raise HanayoError(
+            f"--devices {options.devices}, of all nodes together, don't divide over --nodes {options.nodes}"
+        )
     rates = machine(options.device) if options.device is not None else Machine.load(options.machine)
     rates = replace(rates, ranks_per_node=options.devices // options.nodes)
     run_cli(lambda: PlanCLI(options, rates, ["fit", *rest]))

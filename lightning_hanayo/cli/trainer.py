@@ -22,10 +22,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_hanayo.cli.common import OneLineErrors, condense
 from lightning_hanayo.cli.trainer_start import check_config_files
 from lightning_hanayo.dist_checkpointing.plain_file import load_mapped
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, with_notes
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.checkpoints.load import check_local
 from lightning_hanayo.strategy.report import WaveReport
+from lightning_hanayo.tracebacks import name_doctor
 
 Command = TypeVar("Command", bound="WaveCLI")
 
@@ -53,15 +54,10 @@ def run_cli(build: Callable[[], Command], *, is_quiet: bool = True) -> Command:
     try:
         return build()
     except MisconfigurationException as error:
-        hint = f". {_NO_DEVICE_HINT}" if _NO_DEVICE.search(str(error)) else ""
-        mistake = HanayoError(str(error).rstrip(".!") + hint if hint else str(error))
+        name_doctor(error)
+        mistake = HanayoError(with_notes(error))
         mistake.failed_first = getattr(error, "failed_first", False)
         raise mistake from error
-
-
-_NO_DEVICE = re.compile("No supported gpu backend|can not run on your system")
-"""Lightning's errors about accelerators"""
-_NO_DEVICE_HINT = "`hanayo doctor` shows the build of torch and the devices that it finds"
 
 
 _MISPLACED = re.compile(

@@ -237,7 +237,10 @@ def test_a_model_whose_constructor_needs_values(capsys: pytest.CaptureFixture[st
 WRONG = {
     "no_devices": (["--device=h100"], "missing: --devices"),
     "no_device": (["--devices=8"], "one of the arguments --device --machine is required"),
-    "half_nodes": (["--devices=8", "--nodes=3", "--device=h100"], "--devices 8: they don't divide over --nodes 3"),
+    "half_nodes": (
+        ["--devices=8", "--nodes=3", "--device=h100"],
+        "--devices 8, of all nodes together, don't divide over --nodes 3",
+    ),
     "memory": (["--devices=8", "--device=h100", "--memory=lots"], "lots: expected bytes, such as 80GB"),
     "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),
     "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),

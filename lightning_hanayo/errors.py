@@ -152,6 +152,16 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "sample"), counted(4, "micro-batch")
+        ('1 sample', '4 micro-batches')
+    """
+    return f"{number} {noun}" + (("es" if noun.endswith(("ch", "ss")) else "s") if number != 1 else "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt `name`: the most similar of the `known` names, then all of them.
 

@@ -133,8 +133,14 @@ def _mismatch(world_size: int, pipe: int | str, data: int | str, cube_xyz: tuple
     wanted = pipe if isinstance(pipe, int) else 1
     valid.sort(key=lambda sizes: (abs(sizes[0] - wanted), sizes[0]))
     choices = ", ".join(f"pipeline_parallel_size={p} with data_parallel_size={d}" for p, d in valid[:3])
-    advice = f"Nearest that do: {choices}." if choices else f"The cube alone needs a multiple of {cube} processes."
-    sizes = f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={'x'.join(map(str, cube_xyz))}"
-    if world_size == 1 and (needed := prod(size for size in (pipe, data, cube) if isinstance(size, int))) > 1:
-        return f"{sizes} needs more than the one process that is started (devices x num_nodes): say devices={needed}."
-    return f"{sizes} doesn't multiply to the {world_size} processes that are started (devices x num_nodes). {advice}"
+    given = {"pipeline_parallel_size": pipe, "data_parallel_size": data}
+    sizes = [f"{name}={size}" for name, size in given.items() if size != "auto"]
+    sizes += [f"cube={'x'.join(map(str, cube_xyz))}"] * (cube != 1)
+    needed = prod(size for size in (pipe, data, cube) if isinstance(size, int))
+    text = (
+        f"{' x '.join(sizes)} needs {'a multiple of ' * (len(sizes) < 2 + (cube != 1))}{needed} processes, but devices "
+    )
+    text += f"x num_nodes is {world_size}"
+    if world_size == 1 and needed > 1:
+        return f"{text}: say devices={needed}."
+    return f"{text}. These fit: {choices}." if choices else f"{text}."

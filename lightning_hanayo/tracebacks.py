@@ -35,11 +35,21 @@ _ENGINE = (
 )
 
 
+_NO_DEVICE = ("No supported gpu backend found", "can not run on your system since the accelerator is not available")
+
+
+def name_doctor(error: BaseException) -> None:
+    """Add to Lightning's errors about accelerators how to look for the cause."""
+    if isinstance(error, MisconfigurationException) and any(text in str(error) for text in _NO_DEVICE):
+        error.add_note("`hanayo doctor` shows the build of torch and the devices that it finds.")
+
+
 def install() -> None:
     """From now on uncaught errors that have passed through this package are shown so. All others are as before."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        name_doctor(error)
         is_other = not isinstance(error, Exception) or is_debugging()
         report = None if is_other else TracebackException(kind, error, traceback)
         if report is None or not any(frame.filename.startswith(_OWN) for frame in report.stack):

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from math import prod
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -16,11 +17,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_hanayo.checking.comparison import Values
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
 from lightning_hanayo.strategy.lightning.loaders import are_collated, shape_of_loaders
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.topology import Topology, resolve
+from lightning_hanayo.topology import Topology, cube_sizes, resolve
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch
         raise HanayoError("the training loader has no batch")
     if len(batches) < count:
         raise HanayoError(
-            f"the check needs {count} batches (steps x data ranks x accumulated batches), and the training loader has "
-            f"{len(batches)}; take fewer steps or smaller batches"
+            f"the check needs {counted(count, 'batch')} (steps x data ranks x accumulated batches), and the training "
+            f"loader has {len(batches)}; take fewer steps or smaller batches"
         )
     return Taken(batches, loaders, are_made_by_torch)
 
@@ -151,21 +152,19 @@ def topology_of(options: Options, devices: int | None) -> Topology:
     Raises:
         HanayoError: they don't fit, or nothing says how many ranks there are.
     """
-    cube = (options.cube,) * 3 if isinstance(options.cube, int) else tuple(options.cube)
+    pipe, data = options.pipeline_parallel_size, options.data_parallel_size
     if devices is None:
-        data = 1 if options.data_parallel_size == "auto" else options.data_parallel_size
-        sizes, devices = (options.pipeline_parallel_size, data, *cube), 1
-        for size in sizes:
-            if not isinstance(size, int):
-                raise HanayoError(
-                    "nothing says how many processes the layout has: give devices=, or HanayoStrategy's "
-                    "pipeline_parallel_size"
-                )
-            devices *= size
+        given = [size for size in (pipe, data, *cube_sizes(options.cube)) if isinstance(size, int)]
+        devices = prod(given)
+        if pipe == "auto" and devices == 1:
+            raise HanayoError(
+                "nothing says how many processes the layout has: give devices=N, or sizes to HanayoStrategy, such as "
+                "pipeline_parallel_size=2"
+            )
     return resolve(
         devices,
-        pipeline_parallel_size=options.pipeline_parallel_size,
-        data_parallel_size=options.data_parallel_size,
+        pipeline_parallel_size=pipe,
+        data_parallel_size=data,
         cube=options.cube,
     )
 

@@ -14,18 +14,21 @@ from typing import Any
 
 import torch
 
-from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Run
+from lightning_hanayo.checking.case import Case, RankFailure, RankResult, Results, Run
 from lightning_hanayo.checking.comparison import EXACT, ROUNDED, Values, compare
 from lightning_hanayo.checking.trainings.layout import merge, run_rank
 from lightning_hanayo.checking.trainings.reference import run_reference
 from lightning_hanayo.checking.verdict import (
     MICROBATCHES_DIFFER,
+    STORED_MEANS,
     Verdict,
     summary_of_microbatches,
     verdict_of_failure,
     verdict_of_layout,
 )
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, counted
+from lightning_hanayo.pipeline_parallel.capture.whole_step import NO_ENTRIES
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.topology import Topology
 
 Tell = Callable[[str], None]
@@ -54,7 +57,9 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
 
     def micro_batches(case: Case) -> Values:
         uncut = _uncut(case, num)
-        values, *_ = merge(train(f"{num} micro-batches", uncut.topology.world_size, run_rank, uncut), uncut.topology)
+        values, *_ = merge(
+            train(counted(num, "micro-batch"), uncut.topology.world_size, run_rank, uncut), uncut.topology
+        )
         return values
 
     whole = whole_batches(case)
@@ -67,8 +72,11 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
     of_layout = quiet if has_cube or once else case
     notes += _notes(case, quiet, whole, has_noise=has_noise)
 
-    tell(f"the layout: {case.topology.world_size} processes")
-    ranks = run(case.topology.world_size, run_rank, of_layout)
+    def on_layout(case: Case) -> Results:
+        tell(f"the layout: {counted(case.topology.world_size, 'process')}")
+        return run(case.topology.world_size, run_rank, case)
+
+    ranks = on_layout(of_layout)
     failures = [rank for rank in ranks if isinstance(rank, RankFailure)]
     if failures:
         return verdict_of_failure(failures, notes)
@@ -89,6 +97,17 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         verdict = (
             verdict_of_layout(compared, layout[0], has_cube=has_cube, notes=notes) if compared.is_exact else verdict
         )
+    cause = next((text for text in notes if NO_ENTRIES in text), "").partition(".")[0]
+    if once and cause and not compared.is_exact:  # are pipeline and cube right, and only the means another loss?
+        in_pieces = replace(of_layout, options=_in_microbatches(case.options))
+        results = [one for one in on_layout(in_pieces) if isinstance(one, RankResult)]
+        if (
+            len(results) == len(ranks)
+            and (right := compare(micro_batches(in_pieces), merge(results, case.topology), tolerance)).is_exact
+        ):
+            whole_batches_differ = compare(whole.values, values, tolerance)
+            summary = f"{summary_of_microbatches(whole_batches_differ)}: {cause}"
+            return Verdict("depends on micro-batches", summary, STORED_MEANS, right, whole_batches_differ, notes)
     if not compared.is_exact or has_noise:
         return verdict
 
@@ -108,11 +127,17 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
 
 def _uncut(case: Case, num_microbatches: int) -> Case:
     """The same training on the same micro-batches, by data ranks that hold the whole model each."""
-    rule = "samples" if case.options.loss_weight == "auto" else case.options.loss_weight
     plain: dict[str, Any] = {"num_waves": "auto", "schedule": "auto", "balance": "parameters", "recompute": "none"}
     plain |= {"activation_budget": None, "costs": None, "pairs": False, "shard_optimizer": False}
-    plain |= {"cube_outside": "share", "num_microbatches": num_microbatches, "step": "microbatch", "loss_weight": rule}
-    return replace(case, topology=Topology(data=case.topology.data), options=replace(case.options, **plain))
+    plain |= {"cube_outside": "share", "num_microbatches": num_microbatches}
+    options = replace(_in_microbatches(case.options), **plain)
+    return replace(case, topology=Topology(data=case.topology.data), options=options)
+
+
+def _in_microbatches(options: Options) -> Options:
+    """The options of steps that run once for each micro-batch."""
+    rule = "samples" if options.loss_weight == "auto" else options.loss_weight
+    return replace(options, step="microbatch", loss_weight=rule)
 
 
 def _runs_step_once(case: Case) -> bool:

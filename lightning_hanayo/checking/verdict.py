@@ -102,6 +102,12 @@ MICROBATCHES_DIFFER = (
     "loss_weight makes it exact."
 )
 
+STORED_MEANS = (
+    "Pipeline and cube are right: with step='microbatch' the layout gives the same as the same micro-batches without "
+    "them. With any framework such a value, as the auxiliary loss of a router, depends on micro-batches and devices: "
+    "it isn't a mean over samples."
+)
+
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.10g}"
@@ -122,9 +128,10 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     differences = verdict.microbatches.differences if verdict.microbatches is not None else ()
     if verdict.layout is not None and not verdict.layout.is_exact:
         differences = verdict.layout.differences[1:]  # the summary names the first
-    for one in differences[:_NUM_SHOWN]:
-        console.print(Text(f"  {describe(one)}"))
-    if (more := len(differences) - _NUM_SHOWN) > 0:
+    lines = list(dict.fromkeys(map(describe, differences)))  # data ranks have the same gradients and weights
+    for line in lines[:_NUM_SHOWN]:
+        console.print(Text(f"  {line}"))
+    if (more := len(lines) - _NUM_SHOWN) > 0:
         console.print(Text(f"  and {more} more (--json lists them)"))
     for text in (verdict.detail, *(f"Note: {note.rstrip('.')}." for note in verdict.notes), verdict.trace):
         if text:

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 
 from lightning_hanayo.checking import check
+from lightning_hanayo.checking.case import topology_of
 from lightning_hanayo.checking.verdict import as_json, print_verdict
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
@@ -40,9 +41,12 @@ class CheckCLI(WaveCLI):
         config = self.config_init[self.subcommand]["trainer"]
         devices, num_nodes = config["devices"], config["num_nodes"]
         count = len(devices) if isinstance(devices, list) else devices
-        if not str(count).isdigit() or not int(count):
+        if str(count).isdigit() and int(count):
+            processes = int(count) * num_nodes
+        elif devices == "auto" and isinstance(config["strategy"], HanayoStrategy):
+            processes = topology_of(config["strategy"].options, None).world_size
+        else:
             raise HanayoError(f"trainer.devices={devices!r}: a check needs a number; give --trainer.devices=N")
-        processes = int(count) * num_nodes
         on_cpus = {"accelerator": "cpu", "devices": processes, "num_nodes": 1, "precision": "32-true", "logger": False}
         return super().instantiate_trainer(**kwargs | on_cpus)
 

@@ -40,6 +40,8 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"folder": str(folder), "recipe": options.recipe, "files": sorted(copies)}))
     else:
+        tops = dict.fromkeys(name.partition("/")[0] + "/" * ("/" in name) for name in copies)
+        print(f"# {summaries[options.recipe]}: {', '.join(tops)} in {folder}. To train it:")
         print(f"cd {shlex.quote(str(folder))}\nhanayo fit --config {_FIRST_CONFIG}")
     return 0
 
@@ -48,7 +50,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "hanayo init",
         "Copy a recipe into a new folder: a model, data and YAML configurations, to run and to change.\n"
-        "Then prints the two commands that train it.",
+        "Then prints what it has made, and the two commands that train it.",
         usage=_USAGE,
     )
     parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder to create; it may exist if it is empty")

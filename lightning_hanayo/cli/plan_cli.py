@@ -17,7 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning_hanayo.checking.case import take_batches, topology_of
 from lightning_hanayo.cli.common import condense, print_table
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
 from lightning_hanayo.planner.candidates import Choices
 from lightning_hanayo.planner.communication_volume import CubeWeights
@@ -54,11 +54,12 @@ def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_bat
     """
     facts, machine = plan.facts, plan.machine
     print(
-        f"{count_of(facts.parameters)} parameters, {len(facts.blocks)} blocks ({facts.stack}), "
-        f"{facts.tokens} tokens per sample, {facts.flops / 1e12:.3g} TFLOP per sample, products in {facts.dtype}\n"
+        f"{count_of(facts.parameters)} parameters, {counted(len(facts.blocks), 'block')} ({facts.stack}), "
+        f"{counted(facts.tokens, 'token')} per sample, {facts.flops / 1e12:.3g} TFLOP per sample, "
+        f"products in {facts.dtype}{machine.rate_note(facts.dtype)}\n"
         f"{plan.num_devices} x {machine.name}, {machine.ranks_per_node} per node; "
         f"{machine.source or 'rates of unknown origin'}\n"
-        f"{plan.global_batch} samples per step; at most {bytes_of(plan.memory)} per device\n"
+        f"{counted(plan.global_batch, 'sample')} per step; at most {bytes_of(plan.memory)} per device\n"
     )
     table = rows(plan)
     alike = [i for i in _CHOICES if len({row[i] for row in table}) == 1]
@@ -81,8 +82,9 @@ def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_bat
     batches = f" x {own.accumulate} batches" if own.accumulate > 1 else ""
     print(
         f"\nfastest: {first.seconds:.3g} s, {plan.global_batch / first.seconds * facts.tokens:,.0f} tokens/s. "
-        f"{own.data} data ranks x {own.num_microbatches} micro-batches x {own.samples} samples{batches} = "
-        f"{own.samples_per_step} samples per step; each data rank's DataLoader gives {own.batch_size}\n"
+        f"{counted(own.data, 'data rank')} x {counted(own.num_microbatches, 'micro-batch')} x "
+        f"{counted(own.samples, 'sample')}{batches} = {counted(own.samples_per_step, 'sample')} per step; "
+        f"each data rank's DataLoader gives {own.batch_size}\n"
     )
     print(f"written: {', '.join(written)}")
     print(f"run it: hanayo fit {' '.join(f'--config {shlex.quote(path)}' for path in (*configs, written[0]))}")
@@ -157,7 +159,9 @@ _PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
 def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
     """Plan what the options of `hanayo fit` in `rest` describe, and return the exit code."""
     if options.devices % options.nodes:
-        raise HanayoError(f"--devices {options.devices}: they don't divide over --nodes {options.nodes}")
+        raise HanayoError(
+            f"--devices {options.devices}, of all nodes together, don't divide over --nodes {options.nodes}"
+        )
     rates = machine(options.device) if options.device is not None else Machine.load(options.machine)
     rates = replace(rates, ranks_per_node=options.devices // options.nodes)
     run_cli(lambda: PlanCLI(options, rates, ["fit", *rest]))
@@ -273,7 +277,7 @@ class PlanCLI(WaveCLI):
             [Dot(one.seconds, one.memory.total, one.candidate.whole_name if is_page else "") for one in estimates]
             for estimates in (plan.fitting, plan.best)
         )
-        title = f"{plan.num_devices} x {plan.machine.name}, {plan.global_batch} samples per step"
+        title = f"{plan.num_devices} x {plan.machine.name}, {counted(plan.global_batch, 'sample')} per step"
         if is_page:
             save_layouts_page(picture, dots, numbered, limit=plan.memory, title=title, columns=COLUMNS, rows=rows(plan))
         else:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.cli.common import CommandGroup, fail, print_table
-from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.errors import HanayoError, counted, nearest
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_page, save_ranking, save_timeline, save_trace
 from lightning_hanayo.plotting.palette import action_colour, legend_entries, text_colour, wave_legs
@@ -441,10 +441,10 @@ def title(schedule: Schedule) -> str:
 def sizes_text(schedule: Schedule) -> str:
     """The sizes of a schedule in words."""
     num_stages = sorted({len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)})
-    stages = f"{schedule.num_stages} stages"
+    stages = counted(schedule.num_stages, "stage")
     if len(num_stages) == 1:
-        stages = f"{num_stages[0]} stage{'s' * (num_stages[0] != 1)} per rank"
-    return f"{schedule.num_ranks} ranks, {stages}, {schedule.num_microbatches} micro-batches"
+        stages = f"{counted(num_stages[0], 'stage')} per rank"
+    return f"{counted(schedule.num_ranks, 'rank')}, {stages}, {counted(schedule.num_microbatches, 'micro-batch')}"
 
 
 def summary_line(schedule: Schedule, timeline: Timeline, unit: str) -> str:

@@ -22,10 +22,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_hanayo.cli.common import OneLineErrors, condense
 from lightning_hanayo.cli.trainer_start import check_config_files
 from lightning_hanayo.dist_checkpointing.plain_file import load_mapped
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, with_notes
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.checkpoints.load import check_local
 from lightning_hanayo.strategy.report import WaveReport
+from lightning_hanayo.tracebacks import name_doctor
 
 Command = TypeVar("Command", bound="WaveCLI")
 
@@ -53,7 +54,8 @@ def run_cli(build: Callable[[], Command], *, is_quiet: bool = True) -> Command:
     try:
         return build()
     except MisconfigurationException as error:
-        mistake = HanayoError(str(error))
+        name_doctor(error)
+        mistake = HanayoError(with_notes(error))
         mistake.failed_first = getattr(error, "failed_first", False)
         raise mistake from error
 
@@ -123,10 +125,14 @@ class WaveCLI(LightningCLI):
             load_mapped(path, weights_only=True)
 
     def instantiate_classes(self) -> None:
-        """Build data, model and Trainer. A ValueError from one of them is a mistake in the configuration."""
+        """Build data, model and Trainer.
+
+        A ValueError from one of them is a mistake in the configuration, and so is a package that isn't installed, such
+        as that of `--trainer.precision=transformer-engine`.
+        """
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except (ValueError, ModuleNotFoundError) as error:
             raise HanayoError(condense(str(error))) from error
         except TypeError as error:
             if "`devices`" not in str(error):

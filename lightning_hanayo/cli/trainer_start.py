@@ -30,8 +30,9 @@ def check_configuration(command: str, args: Sequence[str]) -> None:
         HanayoError: one is missing or malformed.
     """
     if not any(one.startswith(("--config", "-c", "--model", "--print_config")) for one in args):
+        file = next((one for one in args if one.endswith((".yaml", ".yml"))), "FILE")
         raise HanayoError(
-            f"{command} needs a configuration, or at least a model: hanayo {command} --config FILE. "
+            f"{command} needs a configuration, or at least a model: hanayo {command} --config {file}. "
             f"To start from an example: hanayo init DIR. All options: hanayo fit --help"
         )
     for path in config_files(args):

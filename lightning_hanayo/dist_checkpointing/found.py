@@ -56,7 +56,7 @@ def existing(path: str) -> str:
     """
     storage = storage_of(path)
     if not storage.is_folder() and not storage.is_file():
-        raise HanayoError(f"there is no {path}")
+        raise HanayoError(f"{path}: there is no such file or folder")
     return path
 
 

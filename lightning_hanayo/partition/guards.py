@@ -234,9 +234,10 @@ class Owner:
     rank: int
     device: torch.device
     way_out: str = (
-        f"Call {partial_values.FULL_PARAMETER} in on_train_batch_start, on all ranks, and use what it returns, also in "
-        f"training_step: its gradient reaches the parameter. For weight decay there is the optimizer's weight_decay; "
-        f"for norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm"
+        f"A hook that runs on all ranks calls {partial_values.FULL_PARAMETER} and uses what it returns; training_step "
+        f"uses what on_train_batch_start has got so, with its gradient. For weight decay there is the optimizer's "
+        f"weight_decay; for norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or "
+        f"Lightning's grad_norm"
     )
     drawn: Drawn = field(default_factory=Drawn, compare=False)
     """the same of all owners of a run"""

@@ -78,8 +78,9 @@ class Batch:
         if self.num_microbatches == 1 or isinstance(error, PeerFailed):
             return
         samples = f"; number of samples: {self.num_samples[microbatch]}" if self.num_samples else ""
-        who = "the blocks run" if self.is_whole else "the step and the blocks run"
+        this = f"micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{samples})"
         error.add_note(
-            f"This was on micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{samples}): {who} on one "
-            f"micro-batch of a batch at a time{', the step on all of them' * self.is_whole}."
+            f"The step runs on the whole batch, its blocks on one micro-batch at a time, the last one on {this}."
+            if self.is_whole
+            else f"This was on {this}: the step and the blocks run on one micro-batch of a batch at a time."
         )

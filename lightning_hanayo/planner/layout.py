@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.errors import HanayoError, counted, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
 from lightning_hanayo.schedule.communication import first_microbatches, forwards_before_backwards
 from lightning_hanayo.schedule.cost import gather_compute_scatter
@@ -279,19 +278,23 @@ def _check_ranks(layout: Layout) -> Layout:
 
 
 def _too_few(layout: Layout, num_blocks: int) -> str:
-    per_rank = layout.num_stages // layout.num_ranks
+    size, per_rank = layout.num_ranks, layout.num_stages // layout.num_ranks
     per_wave = max(1, per_rank // layout.num_waves)
-    valid = (
-        (ranks, waves)
-        for ranks in range(layout.num_ranks, 0, -1)
-        for waves in range(min(layout.num_waves, num_blocks // (per_wave * ranks)), 0, -1)
-    )
-    fitting = [f"pipeline_parallel_size={ranks}, num_waves={waves}" for ranks, waves in islice(valid, 2)]
-    if per_rank > 1 and 1 < layout.num_ranks <= num_blocks:
-        fitting.insert(0, f"schedule={SINGLE_STAGE!r} (one stage per rank)")
-    choices = " or ".join(fitting[:2])
+    divisors = (ranks for ranks in range(size - 1, 0, -1) if size % ranks == 0)
+    sizes = (size, next((ranks for ranks in divisors if ranks <= num_blocks), 1), min(size, num_blocks))
+    choices = []
+    for ranks in dict.fromkeys(ranks for ranks in sizes if ranks <= num_blocks):
+        waves = 0 if _is_file(layout.schedule) else min(layout.num_waves, num_blocks // (per_wave * ranks))
+        found = [f"pipeline_parallel_size={ranks}"] * (ranks < size)
+        if waves != layout.num_waves:
+            found.append(f"num_waves={waves}" if waves else f"schedule={SINGLE_STAGE!r}")
+        if size % ranks:
+            rest = f" (on {ranks} of {size} devices)"
+        else:
+            rest = f" ({size // ranks} times as many data ranks)" if ranks < size else ""
+        choices.append(", ".join(found) + rest)
     return (
-        f"the stack has {num_blocks} blocks, but {layout.schedule} over {layout.num_ranks} pipeline ranks with "
-        f"num_waves={layout.num_waves} has {layout.num_stages} stages ({per_rank} per rank), and every stage needs a "
-        f"block. " + (f"Nearest that fit: {choices}." if choices else "A pipeline needs at least two blocks.")
+        f"the stack has {counted(num_blocks, 'block')}, but {layout.schedule} over {counted(size, 'pipeline rank')} "
+        f"with num_waves={layout.num_waves} has {counted(layout.num_stages, 'stage')} ({per_rank} per rank), and every "
+        f"stage needs a block. Nearest that fit: {' or '.join(choices[:2])}."
     )

@@ -97,12 +97,28 @@ class Machine:
         Between two measured sizes the rate is interpolated over log(size), outside of them that of the nearest. A dtype
         that wasn't measured has the rate of one that is as wide, or else of the next wider, or else next narrower one.
         """
-        table = next(table for table in map(self.matmul.get, _INSTEAD[dtype]) if table)
+        table = self.matmul[self._dtype_of_rate(dtype)]
         place = bisect_left([n for n, _ in table], size)
         if place in (0, len(table)):
             return table[min(place, len(table) - 1)][1]
         (low, slow), (high, fast) = table[place - 1 : place + 1]
         return slow + (fast - slow) * log(size / low) / log(high / low)
+
+    def _dtype_of_rate(self, dtype: str) -> str:
+        return next(one for one in _INSTEAD[dtype] if self.matmul.get(one))
+
+    def rate_note(self, dtype: str) -> str:
+        """Which rate counts for products in `dtype`, where it isn't simply that of `dtype`.
+
+        Example:
+            >>> machine("h100").rate_note("float16"), machine("h100").rate_note("bfloat16")
+            (' at the rate of bfloat16', '')
+        """
+        name = self._dtype_of_rate(dtype)
+        if self.peak and name == "float32":  # of a data sheet
+            name = "TF32"
+        allowed = ", which torch.set_float32_matmul_precision('high') allows" if name == "TF32" else ""
+        return f" at the rate of {name}{allowed}" if name != dtype else ""
 
     def link(self, stride: int, size: int) -> Link:
         """The link that limits a group of so many ranks 0, stride, ...: within a node if all are on one."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_hanayo.errors import HanayoError, writing
+from lightning_hanayo.errors import HanayoError, counted, writing
 from lightning_hanayo.planner.candidates import ONE_RANK, Candidate
 from lightning_hanayo.planner.files import read_text, refusing
 from lightning_hanayo.planner.ranking import Plan, bytes_of
@@ -82,10 +82,12 @@ def save_plan(path: str | Path, plan: Plan, content: Mapping[str, Any]) -> None:
     """
     first = plan.first
     about = (
-        f"# hanayo plan: {first.seconds:.3g} s per step of {plan.global_batch} samples on {plan.num_devices} devices "
+        f"# hanayo plan: {first.seconds:.3g} s per step of {counted(plan.global_batch, 'sample')} on "
+        f"{counted(plan.num_devices, 'device')} "
         f"({plan.machine.name}), {bytes_of(first.memory.total)} per device\n"
         f"# {first.candidate}\n"
-        f"# DataLoader's batch_size: {first.candidate.batch_size}, for each of {first.candidate.data} data ranks\n"
+        f"# DataLoader's batch_size: {first.candidate.batch_size}, "
+        f"for each of {counted(first.candidate.data, 'data rank')}\n"
     )
     with writing(path):
         Path(path).write_text(about + yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.planner.candidates import ALL, Candidate, Choices, candidates
 from lightning_hanayo.planner.estimates import Estimate, StepModel
 from lightning_hanayo.planner.machine import Machine
@@ -137,9 +137,9 @@ def _order(estimate: Estimate) -> tuple[float, float, int]:
 def _none_divides(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> str:
     reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.most_common(3))
     return (
-        f"no layout of {facts.stack} ({len(facts.blocks)} blocks) on {num_devices} devices divides {global_batch} "
-        f"samples per step: {reasons or 'none was accepted'}. Try another number of devices, or a --global-batch that "
-        f"is a multiple of it"
+        f"no layout of {facts.stack} ({counted(len(facts.blocks), 'block')}) on {counted(num_devices, 'device')} "
+        f"divides {counted(global_batch, 'sample')} per step: {reasons or 'none was accepted'}. Try another number of "
+        f"devices, or a --global-batch that is a multiple of it"
     )
 
 
@@ -162,7 +162,8 @@ def _nearest_miss(
     if enough is not None:
         way_out = f"{enough} devices of this size, or {bytes_of(memory.total)} on each of these"
     return (
-        f"no layout of {count_of(facts.parameters)} parameters fits into {bytes_of(limit)} on {num_devices} devices. "
+        f"no layout of {count_of(facts.parameters)} parameters fits into {bytes_of(limit)} on "
+        f"{counted(num_devices, 'device')}. "
         f"The nearest, {least}, needs {bytes_of(memory.total)}, {bytes_of(memory.total - limit)} too much; most of it, "
         f"{bytes_of(parts[largest])}, for {_NAMES[largest]}. It would fit with {way_out}"
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.dist_checkpointing.plain_file import gather
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import gather_objects
 from lightning_hanayo.pipeline_parallel.profiling.trace import (
     BatchTrace,
@@ -176,11 +176,11 @@ def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: Che
     stages = [f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in ownership.stages if run]
     parameters = list(whole_on_meta(module).parameters())
     facts = {
-        "layout": f"{topology.pipe} pipeline{cube} x {topology.data} data = {topology.world_size} ranks",
+        "layout": f"{topology.pipe} pipeline{cube} x {topology.data} data = {counted(topology.world_size, 'rank')}",
         "schedule_name": layout.schedule,
         "num_waves": layout.num_waves,
         "num_microbatches": layout.num_microbatches,
-        "stack": f"{ownership.stack.name}: {len(ownership.stack)} blocks, stages {' | '.join(stages)}",
+        "stack": f"{ownership.stack.name}: {counted(len(ownership.stack), 'block')}, stages {' | '.join(stages)}",
         "predicted_bubble": round(layout.predict(), 4),
         "parameters": sum(one.numel() for one in parameters),
         "trained_parameters": sum(one.numel() for one in parameters if one.requires_grad),
@@ -577,8 +577,8 @@ def _strategy(trainer: "pl.Trainer") -> CheckpointingStrategy | None:
 def _title(strategy: CheckpointingStrategy) -> str:
     layout = strategy.pipeline.layout
     return (
-        f"{layout.schedule}: {layout.num_ranks} pipeline ranks, {layout.num_waves} waves, "
-        f"{layout.num_microbatches} micro-batches"
+        f"{layout.schedule}: {counted(layout.num_ranks, 'pipeline rank')}, {counted(layout.num_waves, 'wave')}, "
+        f"{counted(layout.num_microbatches, 'micro-batch')}"
     )
 
 

@@ -173,7 +173,7 @@ class HanayoStrategy(CheckpointingStrategy):
             devices, and says so in a line.
 
     Raises:
-        HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
+        HanayoError: a bad value, or sizes that need another number of processes; before any of them starts.
     """
 
     strategy_name = "hanayo"

@@ -83,7 +83,7 @@ class Locked(models.MLP):
         (models.MLP, {"steps": 0}, "steps=0"),
         (models.MLP, {"dtype": torch.float16}, "dtype=torch.float16: expected torch.float64 or torch.float32"),
         (models.MLP, {"strategy": "hanayo"}, "strategy='hanayo': expected a HanayoStrategy"),
-        (models.MLP, {"devices": 3}, "doesn't multiply to the 3 processes"),
+        (models.MLP, {"devices": 3}, "processes, but devices x num_nodes is 3"),
         (models.MLP, {"depth": 2}, "every stage needs a block"),
         (Locked, {}, "Locked can't be copied, which a check needs: cannot pickle a lock"),
     ],

@@ -175,6 +175,33 @@ def test_what_no_probe_can_mend_depends_on_micro_batches(pool: Pool) -> None:
     assert verdict.layout is not None and verdict.layout.is_exact
 
 
+class StoringBlock(models.Block):
+    """Stores what a router's auxiliary loss is: no mean over samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = x.mean(0).square().sum()
+        return super().forward(x)
+
+
+class Storing(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StoringBlock() for _ in range(NUM_BLOCKS))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + sum(block.penalty for block in self.blocks)
+
+
+def test_an_auxiliary_loss_of_blocks_depends_on_micro_batches_and_the_summary_says_so(pool: Pool) -> None:
+    verdict = verdict_of(pool, Storing, VECTORS, WAVE, steps=1)
+    assert verdict.outcome == "depends on micro-batches"
+    assert verdict.summary.startswith("micro-batches change your loss by ")
+    assert "blocks return or store a tensor of the shape () for each micro-batch" in verdict.summary
+    assert verdict.layout is not None and verdict.layout.is_exact, "pipeline and cube are right"
+    assert verdict.microbatches is not None and not verdict.microbatches.is_exact
+    assert verdict_of(pool, Storing, VECTORS, WAVE, doubled_gradients, steps=1).outcome == "differs"
+
+
 def test_class_weights_are_exact_by_default(pool: Pool) -> None:
     """No rule that can be read off the batch counts them, so the step runs once."""
     verdict = verdict_of(pool, WeighsClasses, VECTORS, WAVE, steps=1)

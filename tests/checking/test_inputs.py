@@ -115,6 +115,8 @@ def test_the_ranks_are_the_devices_or_the_strategys_sizes() -> None:
     sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "cube": (1, 2, 1)}
     assert topology_of(HanayoStrategy(**sizes).options, None) == Topology(1, 2, (1, 2, 1))
     assert topology_of(HanayoStrategy(**sizes, data_parallel_size="auto").options, 8) == Topology(2, 2, (1, 2, 1))
+    assert topology_of(HanayoStrategy(cube=2).options, None) == Topology(1, 1, (2, 2, 2)), "what is given says enough"
+    assert topology_of(HanayoStrategy(data_parallel_size=2).options, None) == Topology(2, 1, (1, 1, 1))
 
 
 def test_ranks_that_no_one_gives_are_a_mistake() -> None:

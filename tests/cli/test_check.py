@@ -127,7 +127,8 @@ def test_micro_batches_that_make_a_difference_give_one_unless_they_are_accepted(
 
 
 def test_json_is_all_that_is_printed_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--config=recipe.yaml", "--json") == 0
+    own = "--trainer.strategy.init_args.pipeline_parallel_size=2"
+    assert run("--config=recipe.yaml", "--json", "--trainer.devices=auto", own) == 0, "the sizes say how many processes"
     output = capsys.readouterr()
     parsed = json.loads(output.out)
     assert parsed["outcome"] == "exact" and parsed["layout"]["num_values"]["gradient"] == 24
@@ -143,7 +144,8 @@ def test_json_is_all_that_is_printed_to_stdout(capsys: pytest.CaptureFixture[str
         (["--depth=7"], "depth=7: expected 2 to 6, the blocks of blocks"),
         (["--depth=1"], "depth=1: expected 2 to 6, the blocks of blocks"),
         (["--step=1"], "unknown option 'step'"),
-        (["--trainer.devices=auto"], "trainer.devices='auto': a check needs a number"),
+        (["--trainer.devices=auto"], "nothing says how many processes the layout has: give devices=N"),
+        (["--trainer.devices=-1"], "trainer.devices='-1': a check needs a number"),
         (["--trainer.strategy=ddp"], "a check needs HanayoStrategy"),
         (["--model.fails=true"], "the module fails in one process, on whole batches: AssertionError: as planned"),
     ],

@@ -131,7 +131,7 @@ def test_ls_of_nothing(capsys: Captured) -> None:
     assert run("ls") == 0
     assert capsys.readouterr().out == "no checkpoints in .\n"
     assert run("ls nowhere") == 2
-    assert capsys.readouterr().err == "hanayo: error: there is no nowhere\n"
+    assert capsys.readouterr().err == "hanayo: error: nowhere: there is no such file or folder\n"
 
 
 def test_no_name_is_cut_or_taken_for_markup(capsys: Captured) -> None:

@@ -62,7 +62,9 @@ def test_the_folder_may_exist_if_it_is_empty(tmp_path: Path, capsys: pytest.Capt
     folder = tmp_path / "my gpt"
     folder.mkdir()
     assert cli.run(["init", str(folder)]) == 0
-    assert capsys.readouterr().out == f"cd '{folder}'\nhanayo fit --config wave.yaml\n"
+    what, *commands = capsys.readouterr().out.splitlines()
+    assert what.startswith("# A small GPT on real text: README.md, gpt/, ") and what.endswith("To train it:")
+    assert commands == [f"cd '{folder}'", "hanayo fit --config wave.yaml"]
     assert "class_path: gpt.module.GPT\n" in (folder / "wave.yaml").read_text()
     assert '"gpt.module.Block"' in (folder / "gpt" / "__init__.py").read_text()
     assert "#   hanayo fit --config wave.yaml\n" in (folder / "wave.yaml").read_text()

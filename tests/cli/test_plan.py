@@ -1,6 +1,7 @@
 """`hanayo plan`: the table, the file that `hanayo fit` runs, the picture, JSON, and what is refused."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def test_a_table_a_file_and_a_picture(here: Path, capsys: pytest.CaptureFixture[
     assert lines[2] == "16 samples per step; at most 14.4 GB per device", "8 of the loader x 2 accumulated batches"
     assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in "123"] == ["1", "2", "3"]
     assert "layouts considered" in output
+    assert re.search(r"\b1 (samples|micro-batches|data ranks)\b", output) is None
     assert lines[-2] == "written: plan.yaml, plan.png"
     assert lines[-1] == "run it: hanayo fit --config recipe.yaml --config plan.yaml"
     assert (here / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -235,7 +237,10 @@ def test_a_model_whose_constructor_needs_values(capsys: pytest.CaptureFixture[st
 WRONG = {
     "no_devices": (["--device=h100"], "missing: --devices"),
     "no_device": (["--devices=8"], "one of the arguments --device --machine is required"),
-    "half_nodes": (["--devices=8", "--nodes=3", "--device=h100"], "--devices 8: they don't divide over --nodes 3"),
+    "half_nodes": (
+        ["--devices=8", "--nodes=3", "--device=h100"],
+        "--devices 8, of all nodes together, don't divide over --nodes 3",
+    ),
     "memory": (["--devices=8", "--device=h100", "--memory=lots"], "lots: expected bytes, such as 80GB"),
     "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),
     "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),

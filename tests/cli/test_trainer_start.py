@@ -23,6 +23,7 @@ LARGE = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "
         (["init"], 2, "hanayo: error: init needs a folder to create: hanayo init DIR"),
         (["init", "--help"], 0, "usage: hanayo init DIR [--recipe NAME]"),
         (["fit"], 2, "hanayo: error: fit needs a configuration, or at least a model: hanayo fit --config FILE."),
+        (["fit", "my.yaml"], 2, "or at least a model: hanayo fit --config my.yaml."),
         (["test", "--trainer.max_steps=3"], 2, "hanayo: error: test needs a configuration"),
         (
             ["fit", "--config", "nowhere.yaml"],

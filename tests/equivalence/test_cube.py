@@ -317,7 +317,7 @@ def test_optimizers_that_need_full_matrices_are_refused(pool: Pool) -> None:
     ("cube", "message"),
     [
         ((1, 3, 1), r"qkv has 4 heads, which don't divide over y \* z = 3"),
-        ((4, 2, 1), "doesn't multiply to the 3 processes"),
+        ((4, 2, 1), "needs a multiple of 8 processes, but devices x num_nodes is 3"),
         ((0, 1, 1), "expected p, for a p x p x p cube"),
     ],
 )

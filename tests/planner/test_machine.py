@@ -48,6 +48,14 @@ def test_a_dtype_without_rates() -> None:
     assert wide.matmul_rate("float32", 1) == 5e11, "the next wider"
 
 
+def test_a_rate_of_another_dtype_is_said() -> None:
+    said = {dtype: KNOWN["h100"].rate_note(dtype) for dtype in ("bfloat16", "float16", "float32", "float64")}
+    assert said["bfloat16"] == "" and said["float16"] == " at the rate of bfloat16"
+    assert said["float32"] == said["float64"]
+    assert said["float32"].startswith(" at the rate of TF32") and "set_float32_matmul_precision" in said["float32"]
+    assert MEASURED.rate_note("float32") == "" == KNOWN["cpu"].rate_note("float32"), "what is measured is what it says"
+
+
 def test_a_link_within_a_node_or_between() -> None:
     within, between = MEASURED.within_node, MEASURED.between_nodes
     assert MEASURED.link(1, 8) == MEASURED.link(2, 4) == within

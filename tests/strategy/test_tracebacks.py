@@ -7,6 +7,7 @@ from traceback import FrameSummary, StackSummary, TracebackException
 import lightning
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import lightning_hanayo
 from lightning_hanayo import HanayoStrategy, tracebacks
@@ -84,3 +85,11 @@ def test_a_variable_shows_all(before: list[BaseException], monkeypatch: pytest.M
     monkeypatch.setenv("HANAYO_DEBUG", "1")
     uncaught(mistake())
     assert len(before) == 1
+
+
+def test_a_missing_gpu_names_the_doctor() -> None:
+    """Lightning's own message, which says neither why nor how to find out."""
+    with pytest.raises(MisconfigurationException) as caught:
+        lightning.Trainer(accelerator="mps", logger=False)
+    tracebacks.name_doctor(caught.value)
+    assert caught.value.__notes__ == ["`hanayo doctor` shows the build of torch and the devices that it finds."]

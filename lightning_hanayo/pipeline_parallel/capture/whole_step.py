@@ -33,6 +33,8 @@ from lightning_hanayo.versions import version_of
 
 Dims = tuple[int | None, ...]
 """of each tensor of a message: the dimension that grows with the samples; None: all micro-batches get the whole"""
+NO_ENTRIES = "without an entry for each sample"
+"""in the warning of a step that gets means of micro-batches, by which a check knows it"""
 
 
 class CutTensor:
@@ -378,8 +380,8 @@ class WholeStep:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"blocks return or store {what} for each micro-batch, without an entry for each sample. The step gets "
-                f"the {gets} of the micro-batches of a batch. The training depends on num_microbatches, unless it is a "
+                f"blocks return or store {what} for each micro-batch, {NO_ENTRIES}. The step gets the "
+                f"{gets} of the micro-batches of a batch. The training depends on num_microbatches, unless it is a "
                 f"mean over samples.",
                 stacklevel=2,
             )

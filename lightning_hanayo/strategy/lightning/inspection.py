@@ -38,6 +38,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 
+from lightning_hanayo.errors import counted
 from lightning_hanayo.partition.deferred_init import MetaCopy
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.partition.stack import Stack
@@ -207,18 +208,19 @@ def describe_run(
         pictures: where they will be; "" if there are none.
     """
     stack, cube = ownership.stack, "x".join(map(str, topology.cube))
-    parts = f"{layout.num_stages} stages on {topology.pipe} pipeline rank{'s' * (topology.pipe > 1)}"
+    parts = f"{counted(layout.num_stages, 'stage')} on {counted(topology.pipe, 'pipeline rank')}"
     parts += f" in a {cube} cube" if topology.cube != (1, 1, 1) else ""
-    waves = f", {layout.num_waves} wave{'s' * (layout.num_waves > 1)}" if layout.num_waves else ""
+    waves = f", {counted(layout.num_waves, 'wave')}" if layout.num_waves else ""
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     count = min(layout.num_microbatches, batch_size) if isinstance(batch_size, int) else layout.num_microbatches
     bubble = layout.predict(count)
-    many = f"{count} micro-batch{'es' * (count > 1)}"
+    many = counted(count, "micro-batch")
     once = ". The step runs once a batch: all micro-batches' activations are held" if layout.runs_step_once else ""
     if count < layout.num_microbatches:
         many += ", as many as a batch has samples"
     return (
-        f"{stack.name}: {len(stack)} blocks, {parts}, x {topology.data} data = {topology.world_size} ranks\n"
+        f"{stack.name}: {counted(len(stack), 'block')}, {parts}, x {topology.data} data = "
+        f"{counted(topology.world_size, 'rank')}\n"
         f"  schedule        {layout.schedule}{waves}, {many}: predicted bubble {bubble:.0%}{once}\n"
         f"  samples         {_samples(trainer, topology)}\n"
         f"  learning rates  scale with trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size\n"

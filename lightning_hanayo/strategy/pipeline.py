@@ -189,7 +189,7 @@ class Pipeline:
 
     @property
     def is_single(self) -> bool:
-        """Whether one stage is the whole model. In a cube, whose ranks share samples, the end of the step is another."""
+        """Whether one stage is the whole model. In a cube, the end of the step is a stage of its own."""
         return len(self.ownership.stages) == 1
 
     @property

@@ -105,7 +105,7 @@ def _module(model: nn.Module) -> Tiny:
     """With noise on all parameters, as those that begin as zeros hide what follows them."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(0.05 * torch.randn_like(parameter))
     return Tiny(model.train())
 
 
@@ -155,7 +155,7 @@ def _batches(mapping: str, model: nn.Module, lengths: tuple[int, ...]) -> Iterat
         return {key: value for key, value in batch.items() if takes_all or key in known}
 
     features = partial(_features, last=True), partial(_features, last=False)
-    makers = {"image-classification": [_images], "speech": [_waves, *features]}
+    makers: dict[str, list[Any]] = {"image-classification": [_images], "speech": [_waves, *features]}
     for maker in makers.get(mapping, [_text]):
         generator = torch.Generator().manual_seed(0)
         yield [known_only(maker(model.config, length, generator)) for length in lengths]

@@ -46,7 +46,8 @@ def _others(found: Mapping[str, Any]) -> str:
             verdict = row["layouts"]["P=2"]
             if verdict["verdict"] != "exact":
                 reason = ". ".join([*verdict.get("notes", ()), verdict["reason"]]).replace("|", "/")
-                reason = reason.replace("<", "&lt;")
+                reason = reason.replace("<", "&lt;").replace("](", "] (")  # no link
+
                 shown = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN].rstrip()} ..."
                 rows.append((f"{row['class']} ({row['model']})", mapping, verdict["verdict"], shown))
     rows.sort(key=lambda row: (VERDICTS.index(row[2]), row[1], row[0]))

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hanayo import HanayoStrategy, check
 from lightning_hanayo.checking.case import cast
@@ -113,7 +113,7 @@ def _train(module: Tiny, batches: Batches, dtype: torch.dtype) -> None:
         if not torch.isfinite(loss):
             raise ValueError(f"its loss is {loss.item()}")
         loss.backward()
-    if not any(isinstance(one, nn.Parameter) and one.grad is not None for one in module.parameters()):
+    if not any(one.grad is not None for one in module.parameters()):
         raise ValueError("its loss depends on no parameter")
 
 
@@ -127,7 +127,7 @@ def _checked(module: Tiny, batches: Batches, layout: str, dtype: torch.dtype, ti
         verdict_of_one = "one process can't" if " in one process" in str(error) else "refused"
         return {"verdict": verdict_of_one, "reason": _first_line(error)}
     outcome = {"failed": "fails"}.get(verdict.outcome, verdict.outcome)
-    row = {"verdict": outcome, "reason": "" if outcome == "exact" else _first_line(verdict.summary)}
+    row: Row = {"verdict": outcome, "reason": "" if outcome == "exact" else _first_line(verdict.summary)}
     if verdict.layout is not None:
         row["gap"] = float(f"{verdict.layout.gap:.1e}")
     if verdict.notes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 BATCH = 4
@@ -65,7 +65,8 @@ class Tiny(L.LightningModule):
         self.model = model
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
-        return self.model(**batch).loss
+        loss: Tensor = self.model(**batch).loss
+        return loss
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         return torch.optim.SGD(self.parameters(), lr=0.05)

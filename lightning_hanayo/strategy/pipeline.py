@@ -188,14 +188,19 @@ class Pipeline:
     _programs: dict[tuple[Any, ...], Program] = field(default_factory=dict, init=False)
 
     @property
+    def is_single(self) -> bool:
+        """Whether one stage is the whole model. In a cube, the end of the step is a stage of its own."""
+        return len(self.ownership.stages) == 1
+
+    @property
     def runs_whole_batches(self) -> bool:
         """Whether the step runs in one piece, on whole batches."""
-        return self.layout.num_stages == 1 and self.layout.num_microbatches == 1
+        return self.is_single and self.layout.num_microbatches == 1
 
     @property
     def runs_whole_steps(self) -> bool:
         """Whether the step runs in one piece on each of several micro-batches."""
-        return self.layout.num_stages == 1 and self.layout.num_microbatches > 1
+        return self.is_single and self.layout.num_microbatches > 1
 
     @property
     def must_run_once(self) -> bool:
@@ -313,7 +318,7 @@ class Pipeline:
     def _train(self, batch: Batch, table: Schedule, *, is_first: bool) -> None:
         num_microbatches, everything = table.num_microbatches, range(table.num_microbatches)
         first_batch, self.first_batch = self.first_batch, None
-        is_single = table.num_stages == 1
+        is_single = self.is_single
         if is_single:
             self._known = (True,)  # it runs the whole step, with all its passes
         done: Sequence[int] = () if first_batch is None and self._known and (is_single or not is_first) else (0,)

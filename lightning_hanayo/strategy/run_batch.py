@@ -51,7 +51,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     continues, stopping = state.continues_accumulation(trainer), trainer.should_stop
     scales = user_hooks.may_scale_backward(trainer)
     is_cube = session.topology.replica_size > session.topology.pipe
-    runs_once = pipeline.runs_whole_batches and not is_cube
+    runs_once = pipeline.runs_whole_batches
     reads = not runs_once and user_hooks.may_read_gradients(trainer)
     shows_in_steps = reads and not is_cube  # there parameters are whole in a batch only, and old gradients never
     separate = continues and (scales or shows_in_steps)

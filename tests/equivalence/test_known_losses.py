@@ -115,6 +115,8 @@ LAYOUTS = [
     Layout(2, 1, 1, cube=(1, 1, 2), step="auto"),
     Layout(2, 2, 1, step="auto"),
 ]
+SINGLE_STAGE = Layout(1, 1, 1, "auto", num_microbatches=1, cube=(1, 2, 1), step="auto")
+"""of blocks, whose ranks share a batch that has one micro-batch"""
 
 
 TURNS = (0, 1, 4, 4, 4, 4, 1, 4, 4)
@@ -132,3 +134,10 @@ def test_equals_one_process(pool: Pool, model: Any, layout: Layout) -> None:
     assert_close(
         outcome.weights, expected, 1e-8
     )  # Adam enlarges the rounding of a gradient that is 0, as of Cox's bias
+
+
+@pytest.mark.parametrize("model", covered([Smoothed, Dice, VicReg], by=[Smoothed]))
+def test_the_shares_of_a_cube_add_up_without_a_schedule(pool: Pool, model: Any) -> None:
+    training = Training(model, partial(models.vectors, (16, 16, 12)), dtype=torch.float64, steps=3)
+    outcome = merge(pool.run(2, fit, training, SINGLE_STAGE), SINGLE_STAGE)
+    assert_close(outcome.weights, plain(pool, training).weights, 1e-10)

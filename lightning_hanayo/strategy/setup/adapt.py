@@ -63,6 +63,6 @@ def adapt(
         loaders.skip_hooks_without_data(module, attributes)
     if topology.data > 1:
         before_validations(trainer, attributes, lambda: pipeline().step_state.update_over_data())
-    if pipeline().layout.num_stages > 1:
+    if not pipeline().is_single:
         inspection.follow_steps(trainer, pipeline().ownership.stack, attributes)
     inspection.count_batches_once(trainer, topology)

@@ -120,7 +120,7 @@ def build_pipeline(
         fill_initial_values(deferred, own_modules, run.device, cube)
 
     stages, ends = build_stages(
-        model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, layout)
+        model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, ownership)
     )
     gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients)
     engine = Engine(
@@ -161,9 +161,9 @@ def _splitters(options: Options, table: Schedule, cube: Cube | None) -> tuple[Ba
     return made, made
 
 
-def may_run_once(run: Run, layout: Layout) -> bool:
+def may_run_once(run: Run, ownership: Ownership) -> bool:
     """Whether the step may run once on some batches, and on others once for each micro-batch."""
-    return run.options.step == "auto" and layout.num_stages > 1 and not run.options.pairs
+    return run.options.step == "auto" and len(ownership.stages) > 1 and not run.options.pairs
 
 
 def _pairs(
@@ -216,7 +216,7 @@ def examine_first_batch(run: Run, pipeline: Pipeline, cube: Cube | None) -> None
         device=run.device,
         num_microbatches=count,
         num_data=num_data,
-        is_single=pipeline.layout.num_stages == 1,
+        is_single=pipeline.is_single,
         is_cube=cube is not None,
         keeps_samples=cube is None or cube.keeps_layout,
         num_shares=1 if cube is None else cube.mesh.num_ranks,

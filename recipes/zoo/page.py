@@ -1,0 +1,54 @@
+"""The page "Which models work", made of what the runs have written: `docs/supported/models.md`.
+
+docs/supported/models/causal-lm.json, masked.json, ...  ->  totals by mapping, and a row for each model that isn't exact
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.paper.page import fill, markdown
+
+FOLDER = Path(__file__).parents[2] / "docs" / "supported" / "models"
+PAGE = FOLDER.with_suffix(".md")
+VERDICTS = ("exact", "depends on micro-batches", "differs", "refused", "fails", "no answer", "one process can't")
+_SHOWN = 200
+"""characters of a reason"""
+
+
+def rebuild(page: Path = PAGE) -> None:
+    """Replace the tables of the page."""
+    page.write_text(fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+
+
+def blocks() -> dict[str, str]:
+    """The tables, by the names of their blocks in the page."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+    return {"totals": _totals(found), "others": _others(found)}
+
+
+def _totals(found: Mapping[str, Any]) -> str:
+    rows = []
+    for mapping, one in found.items():
+        counts = Counter(row["layouts"]["P=2"]["verdict"] for row in one["models"])
+        versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
+        numbers = [str(counts[verdict]) for verdict in VERDICTS]
+        rows.append((mapping, str(len(one["models"])), *numbers, f"{one['date']}: {versions}"))
+    return markdown(("mapping", "models", *VERDICTS, "run"), rows)
+
+
+def _others(found: Mapping[str, Any]) -> str:
+    rows = []
+    for mapping, one in found.items():
+        for row in one["models"]:
+            verdict = row["layouts"]["P=2"]
+            if verdict["verdict"] != "exact":
+                reason = ". ".join([*verdict.get("notes", ()), verdict["reason"]]).replace("|", "/")
+                reason = reason.replace("<", "&lt;").replace("](", "] (")  # no link
+
+                shown = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN].rstrip()} ..."
+                rows.append((f"{row['class']} ({row['model']})", mapping, verdict["verdict"], shown))
+    rows.sort(key=lambda row: (VERDICTS.index(row[2]), row[1], row[0]))
+    return markdown(("model", "mapping", "verdict", "reason"), rows)

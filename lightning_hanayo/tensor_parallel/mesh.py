@@ -167,29 +167,39 @@ class MeshAxis:
             return Pending(self._start(lambda: native.alltoall_base(received, out, [], [])), lambda: received)
         return Pending(self._exchange([(out, received)]), lambda: received)
 
+    def exchange(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> Pending[Sequence[Tensor]]:
+        """Send the flat `parts[i]` to rank i; its result has `lengths[i]` elements from rank i. All have one dtype."""
+        if self.size == 1:
+            return Pending.done(parts)
+        received = parts[0].new_empty(sum(lengths))
+        into = received.split(list(lengths))
+        native = self._native
+        if native is None:
+            return Pending(self._exchange([(parts, into)]), lambda: into)
+        out, sent = torch.cat(list(parts)), [len(part) for part in parts]
+        return Pending(self._start(lambda: native.alltoall_base(received, out, list(lengths), sent)), lambda: into)
+
     def _start(self, post: Callable[[], Work]) -> Work:
         return _Started(post() if self.queue is None else self.queue.start(post), self)
 
-    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Work:
+    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Sequence[Tensor] | Tensor]]) -> Work:
         """Start to send and receive pairs of (sent, received) tensors: one collective."""
         for out, into in exchanges:
-            into[self.rank] = out[self.rank]
+            into[self.rank].copy_(out[self.rank])
         return self._start(lambda: Transfers([self._send_and_receive(out, into) for out, into in exchanges]))
 
-    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> Work:
-        """Send `out[i]` to rank i and receive `into[i]` from it. Receives are posted first.
+    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Sequence[Tensor] | Tensor) -> Work:
+        """Send `out[i]` to rank i and receive `into[i]` from it, unless it is empty. Receives are posted first.
 
         gloo's own all-gather and all-to-all post sends first. A receive is announced in the same stream as the data
         that is sent. If two ranks don't start at the same time, it waits behind that data, and the two directions
         follow one another instead of overlapping.
         """
         assert self.group is not None
-        if not into.numel():
-            return Transfers([])
         steps = range(1, self.size)  # from its neighbour on, so that no rank is the first peer of all others
         sources, targets = ([(self.rank + sign * step) % self.size for step in steps] for sign in (-1, 1))
-        works = [self.group.recv([into[peer]], peer, self.tag) for peer in sources]
-        works += [self.group.send([out[peer]], peer, self.tag) for peer in targets]
+        works = [self.group.recv([into[peer]], peer, self.tag) for peer in sources if into[peer].numel()]
+        works += [self.group.send([out[peer]], peer, self.tag) for peer in targets if out[peer].numel()]
         return Transfers(works)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:

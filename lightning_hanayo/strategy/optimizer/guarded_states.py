@@ -65,7 +65,7 @@ class RefusedStates(MutableMapping[Any, Any]):
     """torch's, not Lightning's"""
 
     def __post_init__(self) -> None:
-        self._own: Any = self.optimizer.state
+        self._own = self.optimizer.state
 
     def enter(self) -> None:
         """User code begins, or goes on."""
@@ -78,7 +78,8 @@ class RefusedStates(MutableMapping[Any, Any]):
         Raises:
             UnsupportedError: it has loaded other states.
         """
-        left, self.optimizer.state = self.optimizer.state, self._own
+        left: Any = self.optimizer.state
+        self.optimizer.state = self._own
         if left is not self and left is not self._own:
             self._refuse()
 

@@ -98,10 +98,11 @@ class ParameterOwners:
                 for rank, own in enumerate(sent):
                     own.append(shard.of(parameter.data, self._mesh, self._place(rank)))
         received = self._exchange(sent, expected)
-        owners, replaced = self._owners, dict(self._replaced)
+        owners, replaced = self._owners, list(self._replaced)
         self._put_back()
-        for parameter, (data, _) in replaced.items():
-            data.copy_(next(received[owners[parameter]]))
+        with torch.no_grad():
+            for parameter in replaced:  # not its data: all ranks have to see that its version has changed
+                parameter.copy_(next(received[owners[parameter]]))
 
     def abandon(self) -> None:
         """The run has failed: each rank's own part, and no groups."""

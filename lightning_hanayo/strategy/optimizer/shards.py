@@ -121,7 +121,7 @@ class OptimizerShards:
 
     def keep_whole(self) -> None:
         """Cut no parameter: the optimizer needs whole ones."""
-        self.whole_shapes = {} if self._cube is None else self._cube.whole_shapes
+        self.whole_shapes = {} if self._cube is None else dict(self._cube.whole_shapes)
         for of_rows in (self._rows, self._regions, self._local_shapes):
             of_rows.clear()
 

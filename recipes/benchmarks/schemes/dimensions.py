@@ -74,7 +74,7 @@ class Wire(MeshAxis):
         self._log = log
 
     @override
-    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Work:
+    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Sequence[Tensor] | Tensor]]) -> Work:
         number = self._log.start(sum(into[0].numel() for _, into in exchanges) * (self.size - 1))
         works = Transfers([]) if self.group is None else super()._exchange(exchanges)
         return _LoggedTransfers(works, self._log, number)

@@ -137,6 +137,7 @@ CUBES = [
     Layout(cube=(1, 2, 1)),
     Layout(cube=(1, 2, 2)),
     Layout(pipe=2, cube=(1, 2, 1)),
+    Layout(cube=(2, 2, 1)),
     Layout(data=2, cube=(2, 1, 1)),
     Layout(pipe=2, data=2),
     Layout(data=2),
@@ -150,7 +151,7 @@ OPTIMIZERS, MODELS = (lamb, adafactor), (gpt2, llama, models.MLP)
         case
         for case in covered(
             product(CUBES, OPTIMIZERS, MODELS, (False, True)),
-            by=[(CUBES[1], adafactor, gpt2, False), (CUBES[4], lamb, models.MLP, True)],
+            by=[(CUBES[1], adafactor, gpt2, False), (CUBES[5], lamb, models.MLP, True)],
         )
         if case.values[0].topology.cube != (1, 1, 1) or case.values[3]
     ],

@@ -1,7 +1,7 @@
 """The optimizers of a training on one rank: what they update, what user code sees of their states, how a step ends.
 
 master weights, own rows of parameters, host memory     `StepValues`, as the options say
-whole parameters, for optimizers that need them         `ParameterOwners`, in a cube or if optimizers are sharded
+whole parameters, for optimizers that need them         `OptimizerOwners`, in a cube or if optimizers are sharded
 optimizer.state in user code                            `GuardedStates`, where ranks hold parts
 parameters after a step                                 gathered in the background, until somebody reads them
 """
@@ -19,7 +19,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates, RefusedStates
-from lightning_hanayo.strategy.optimizer.owners import ParameterOwners
+from lightning_hanayo.strategy.optimizer.owners import OptimizerOwners
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.optimizer.step_values import StepValues
 from lightning_hanayo.strategy.run import Run
@@ -54,7 +54,7 @@ class OptimizerSteps:
         self._names = names
         self._finish_gather = finish_gather
         self._values: StepValues | None = None
-        self._owners: ParameterOwners | None = None
+        self._owners: OptimizerOwners | None = None
         self._all_ranks: ProcessGroupTransport | None = None
         self._states: list[GuardedStates | RefusedStates] = []
         self._is_read = False
@@ -183,7 +183,7 @@ class OptimizerSteps:
                 f"the rows of each, that it updates. Call trainer.save_checkpoint(path) on all ranks, which writes all."
             )
 
-    def _deal(self, optimizers: Sequence[Optimizer]) -> ParameterOwners:
+    def _deal(self, optimizers: Sequence[Optimizer]) -> OptimizerOwners:
         """Deal the optimizers' parameters over data x cube. Called by all ranks of the world.
 
         Raises:
@@ -208,7 +208,7 @@ class OptimizerSteps:
         run.parts.add(lambda: None, transport.close)
         parameters = [p for one in optimizers for group in one.param_groups for p in group["params"] if not p.is_meta]
         group = groups.metrics
-        return ParameterOwners(
+        return OptimizerOwners(
             dict.fromkeys(parameters),
             MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer"),
             groups.factory.control(topology.groups("data", *"xyz")),

@@ -12,7 +12,7 @@ Refuses a checkpoint to start from that isn't there, or can't be read, before an
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -32,9 +32,11 @@ from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, ne
 from lightning_hanayo.strategy.checkpoints.resume import KEY, saved_in_folder
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 
@@ -142,7 +144,7 @@ def load_optimizers(
     optimizers: Sequence[Optimizer],
     checkpoint: Mapping[str, Any],
     names: Mapping[Tensor, str],
-    steps: OptimizerSteps,
+    steps: "OptimizerSteps",
     options: Options,
 ) -> None:
     """Load all optimizers' states, by the `names` of their parameters. Called by all ranks of the world.

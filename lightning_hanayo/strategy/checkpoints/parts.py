@@ -64,9 +64,9 @@ from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 
 if TYPE_CHECKING:
+    from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
     from lightning_hanayo.strategy.session import Session
 
 WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file with HanayoStrategy(save_full=True)."
@@ -407,7 +407,7 @@ def _guarded_parts(module: nn.Module, sharding: Sharding) -> Iterator[None]:
             vars(one)["_part"] = before
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], steps: OptimizerSteps) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], steps: "OptimizerSteps") -> dict[str, Any]:
     """The optimizer's state dict on this rank: with the states of its own parameters. They are not guarded.
 
     Args:

@@ -21,7 +21,7 @@ from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 ShapeAndType = tuple[tuple[int, ...], torch.dtype]
 
 
-class ParameterOwners:
+class OptimizerOwners:
     """The owners of one pipeline rank's parameters. All ranks of data x cube call its methods alike.
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.strategy.optimizer.owners import ParameterOwners
+from lightning_hanayo.strategy.optimizer.owners import OptimizerOwners
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 
 
@@ -47,7 +47,7 @@ class StepValues:
         parameters: Iterable[nn.Parameter],
         optimizers: Sequence[Any],
         shards: OptimizerShards | None,
-        owners: ParameterOwners | None = None,
+        owners: OptimizerOwners | None = None,
         *,
         has_masters: bool,
         in_host_memory: bool = False,

@@ -354,7 +354,9 @@ class OptimizerState:
         if shapes is not None:
             self._check_shapes(shapes)
 
-    def load(self, sharding: Sharding | None, is_here: Callable[[Tensor], bool]) -> None:
+    def load(
+        self, sharding: Sharding | None, is_here: Callable[[Tensor], bool] = lambda parameter: not parameter.is_meta
+    ) -> None:
         """Read the states of parameters that are here, or this rank's part of them, and give them to the optimizer."""
         if not self._optimizer.param_groups:
             self._optimizer.load_state_dict(dict(self._state))

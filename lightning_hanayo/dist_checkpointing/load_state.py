@@ -354,8 +354,10 @@ class OptimizerState:
         if shapes is not None:
             self._check_shapes(shapes)
 
-    def load(self, sharding: Sharding | None) -> None:
-        """Read this rank's states and give them to the optimizer."""
+    def load(
+        self, sharding: Sharding | None, is_here: Callable[[Tensor], bool] = lambda parameter: not parameter.is_meta
+    ) -> None:
+        """Read the states of parameters that are here, or this rank's part of them, and give them to the optimizer."""
         if not self._optimizer.param_groups:
             self._optimizer.load_state_dict(dict(self._state))
             return
@@ -366,7 +368,7 @@ class OptimizerState:
             groups.append({**options, "params": list(range(first, first + len(now["params"])))})
             first += len(now["params"])
         for index, (name, parameter) in enumerate(self._own.items()):
-            if name in self._saved_states and not parameter.is_meta:
+            if name in self._saved_states and is_here(parameter):
                 values = self._saved_states[name].items()
                 states[index] = {key: _own(value, parameter, sharding) for key, value in values}
         rest = {key: value for key, value in self._state.items() if key not in (WITHOUT_STATE, CLASS_NAME)}

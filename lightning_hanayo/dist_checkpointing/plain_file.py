@@ -162,11 +162,19 @@ def gather_module_state(
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, transport: Transport, sharding: Sharding | None = None, *, gathers: bool = True
+    optimizer: Optimizer,
+    transport: Transport,
+    sharding: Sharding | None = None,
+    *,
+    gathers: bool = True,
+    is_here: Callable[[Tensor], bool] = lambda parameter: not parameter.is_meta,
 ) -> dict[str, Any]:
-    """The optimizer's full state dict on pipeline rank 0; elsewhere this rank's own. Called by all ranks.
+    """The optimizer's full state dict on the transport's rank 0; elsewhere this rank's own. Called by all ranks.
 
-    Arguments as for `gather_module_state`.
+    Other arguments as for `gather_module_state`.
+
+    Args:
+        is_here: whether a parameter's states are on this rank.
 
     Raises:
         UnsupportedError: it isn't known which states are whose.
@@ -176,7 +184,7 @@ def gather_optimizer_state(
         return state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # some, such as Adagrad, make states of placeholders in their constructor
-    own = {index: dict(values) for index, values in state["state"].items() if not parameters[index].is_meta}
+    own = {index: dict(values) for index, values in state["state"].items() if is_here(parameters[index])}
     for index, values in own.items():
         for name, value in values.items():
             if sharding is not None and isinstance(value, Tensor):

@@ -196,14 +196,16 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer, sharding, shards = unwrapped(optimizer), self.session.steps.sharding, self.session.steps.shards
-        with self._unguarded(), nullcontext() if shards is None else shards.states_in_use():
+        optimizer, steps = unwrapped(optimizer), self.session.steps
+        with self._unguarded(), steps.states_in_use():
             if self.checkpoints.is_sharded:
-                return parts.optimizer_state(optimizer, self._names, sharding)
-            if self.data_rank > 0 and shards is None:  # one pipeline writes the checkpoint
+                return parts.optimizer_state(optimizer, self._names, steps)
+            if steps.all_ranks is not None:
+                return gather_optimizer_state(optimizer, steps.all_ranks, is_here=steps.updates)
+            if self.data_rank > 0 and steps.shards is None:  # one pipeline writes the checkpoint
                 return optimizer.state_dict()
             transport = self.session.pipe_relay.transport
-            return gather_optimizer_state(optimizer, transport, sharding, gathers=self.data_rank == 0)
+            return gather_optimizer_state(optimizer, transport, steps.sharding, gathers=self.data_rank == 0)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -270,8 +272,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            sharding = self.session.steps.sharding
-            load_optimizers(self.module, self.optimizers, checkpoint, self._names, sharding, self.options)
+            load_optimizers(self.module, self.optimizers, checkpoint, self._names, self.session.steps, self.options)
             move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
 

@@ -144,11 +144,11 @@ def guard_writers(
 
 
 @contextmanager
-def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, allowed: bool = True) -> Iterator[None]:
+def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, why_not: str | None = None) -> Iterator[None]:
     """Inside it, hooks on the optimizer's steps run guarded, but for those of this package.
 
     Raises:
-        UnsupportedError: there are others, and they aren't allowed.
+        UnsupportedError: there are others, and a reason `why_not`.
     """
     replaced = []
     all_hooks: tuple[dict[int, Callable[..., Any]], ...] = ()
@@ -158,11 +158,10 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, allowed: bool =
     for hooks in all_hooks:
         for key, hook in hooks.items():
             if not str(getattr(hook, "__module__", "")).startswith("lightning_hanayo."):
-                if not allowed:
+                if why_not is not None:
                     raise UnsupportedError(
                         f"{type(optimizer).__name__} has a hook on its steps, {getattr(hook, '__qualname__', hook)}: "
-                        f"with shard_optimizer=True it would see some rows of parameters and gradients. Use the "
-                        f"LightningModule's on_before_optimizer_step, or leave shard_optimizer out."
+                        f"{why_not}. Use the LightningModule's on_before_optimizer_step, or on_train_batch_end."
                     )
                 replaced.append((hooks, key, hook))
                 hooks[key] = _GuardedHook("a hook on the optimizer's steps", hook, guard, "hook", _ignore)

@@ -142,7 +142,7 @@ class HanayoStrategy(CheckpointingStrategy):
             that hold fewer micro-batches; or a function of a block's name and the block that says whether it does.
         shard_optimizer: whether each data rank updates its own rows of every parameter, and has the optimizer's states
             and master weights of those alone (ZeRO-1), so that they take 1/D of the memory. Parameters are whole in
-            forward and backward. For optimizers that treat each element alone, such as AdamW.
+            forward and backward. Optimizers of whole parameters, such as Muon, step each on one rank instead.
         offload_optimizer: whether the optimizer's states, and master weights, are in host memory, where it steps: for
             each step gradients are copied there, and parameters back.
         measure_memory: whether training measures how many bytes each action of the schedule takes, which slows it
@@ -461,7 +461,7 @@ class HanayoStrategy(CheckpointingStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
-        hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, allowed=self.session.steps.shards is None)
+        hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, why_not=self.session.steps.why_no_hooks)
         with (
             self._unguarded(),
             hooks,

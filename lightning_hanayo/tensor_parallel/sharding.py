@@ -112,10 +112,15 @@ class Shard:
 
     def put(self, whole: Tensor, part: Tensor, mesh: Mesh, coordinates: Sequence[int]) -> None:
         """Write the `part` of the rank at `coordinates` into `whole`."""
-        entries = [dim.entries_at(mesh, coordinates) for dim in self.dims]
-        if entries:
-            whole[torch.meshgrid(*entries, indexing="ij")] = part
-        else:
+        ordered = [(i, dim) for i, dim in enumerate(self.dims) if dim.order is not None]
+        assert len(ordered) <= 1, "at most one dimension is dealt out in an order of its own"
+        for i, dim in enumerate(self.dims):
+            if dim.order is None:
+                start, stop = dim.span(mesh, coordinates)
+                whole = whole.narrow(i, start, stop - start)
+        for i, dim in ordered:
+            whole.index_copy_(i, dim.entries_at(mesh, coordinates).to(whole.device), part)
+        if not ordered:
             whole.copy_(part)
 
 

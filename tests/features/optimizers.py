@@ -273,7 +273,6 @@ EVERYWHERE = on(Equal(), in_cube=Equal())
 CAPTURABLE = RefusedByLightning("If capturable=True, params and state_steps must be on supported devices")
 DIFFERENTIABLE = RefusedByLightning("a leaf Variable that requires grad is being used in an in-place operation")
 NOT_CUT = Refused("LBFGS computes with all parameters")
-NOT_IN_CUBE = Refused("isn't known to work on each element of a parameter alone")
 
 FEATURES = [
     _optimizer("SGD", EVERYWHERE, lr=0.1, nesterov=True, momentum=0.9),
@@ -299,11 +298,11 @@ FEATURES = [
         module=SparseTable,
         outcomes=on(Equal(5e-5), in_cube=Refused("has sparse gradients, which a cube can't sum")),
     ),
-    _optimizer("Adafactor", on(Equal(5e-5), in_cube=NOT_IN_CUBE), lr=1e-3),
+    _optimizer("Adafactor", ADAPTIVE, lr=1e-3),
     Feature(
         "`torch.optim.Muon` of matrices",
         module=with_optimizer(_of_matrices),
-        outcomes=on(Equal(0.02), in_cube=NOT_IN_CUBE),
+        outcomes=on(Equal(0.02), in_cube=Equal(0.02)),
         note="it computes in bf16",
     ),
     _optimizer("LBFGS", on(NOT_CUT, in_cube=NOT_CUT), "works without a pipeline and a cube", lr=0.1, max_iter=3),

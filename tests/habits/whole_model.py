@@ -270,7 +270,7 @@ class TrainedByMuon(models.MLP):
         return torch.optim.Muon([parameter for parameter in self.parameters() if parameter.dim() == 2], lr=1e-2)
 
 
-PER_PARAMETER = on(pipelines=EXACT, cubes=Refused("isn't known to work on each element"))
+UNDECLARED = on(pipelines=EXACT, cubes=Refused("isn't known to work on each element"))
 
 NEEDS_VALUES = everywhere(Refused("is on pipeline rank|this rank holds a part"))
 """whichever rank is first"""
@@ -348,10 +348,10 @@ HABITS = [
     ),
     Habit("`configure_optimizers` with a learning rate for each size", GroupedBySize, VECTORS, everywhere(EXACT)),
     Habit("`configure_optimizers` with a learning rate for each norm", GroupedByNorm, VECTORS, NEEDS_VALUES),
-    Habit("`torch.optim.Adafactor`", TrainedByAdafactor, VECTORS, PER_PARAMETER),
-    Habit("`torch.optim.Muon`", TrainedByMuon, VECTORS, PER_PARAMETER),
-    Habit("an optimizer of your own with norms of each parameter, such as LAMB", Layerwise, VECTORS, PER_PARAMETER),
-    Habit("the same, which declares `is_parameterwise = True`", Declared, VECTORS, PER_PARAMETER),
+    Habit("`torch.optim.Adafactor`", TrainedByAdafactor, VECTORS, everywhere(EXACT)),
+    Habit("`torch.optim.Muon`", TrainedByMuon, VECTORS, everywhere(EXACT)),
+    Habit("an optimizer of your own with norms of each parameter, such as LAMB", Layerwise, VECTORS, UNDECLARED),
+    Habit("the same, which declares `is_parameterwise = True`", Declared, VECTORS, everywhere(EXACT)),
     Habit(
         "an optimizer of your own with a norm over all parameters",
         Normalized,

@@ -12,7 +12,7 @@ Refuses a checkpoint to start from that isn't there, or can't be read, before an
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -32,10 +32,11 @@ from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, ne
 from lightning_hanayo.strategy.checkpoints.resume import KEY, saved_in_folder
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 
@@ -143,7 +144,7 @@ def load_optimizers(
     optimizers: Sequence[Optimizer],
     checkpoint: Mapping[str, Any],
     names: Mapping[Tensor, str],
-    sharding: Cube | OptimizerShards | None,
+    steps: "OptimizerSteps",
     options: Options,
 ) -> None:
     """Load all optimizers' states, by the `names` of their parameters. Called by all ranks of the world.
@@ -152,7 +153,7 @@ def load_optimizers(
         CheckpointError: on all ranks, before any state changes: they are another optimizer's, of other parameters, or
             missing.
     """
-    source, states = Checkpoint.source_of(checkpoint), checkpoint["optimizer_states"]
+    source, states, sharding = Checkpoint.source_of(checkpoint), checkpoint["optimizer_states"], steps.sharding
     if len(states) != len(optimizers):
         raise CheckpointError(
             f"{source} has the states of {len(states)} optimizers, this {type(module).__name__} has {len(optimizers)}. "
@@ -173,7 +174,7 @@ def load_optimizers(
     for line in (line for one in checked for line in one.warnings):
         rank_zero_warn(line)
     for one in checked:
-        with_common_errors(lambda one=one: one.load(sharding))  # type: ignore[misc]
+        with_common_errors(lambda one=one: one.load(sharding, steps.updates))  # type: ignore[misc]
 
 
 _CHOSEN_LATER = ("last", "hpc")

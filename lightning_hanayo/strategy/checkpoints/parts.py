@@ -64,9 +64,9 @@ from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.strategy.setup.cube import Cube
 
 if TYPE_CHECKING:
+    from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
     from lightning_hanayo.strategy.session import Session
 
 WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file with HanayoStrategy(save_full=True)."
@@ -102,7 +102,7 @@ class RankTensors:
         self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
         self._parameters |= dict(module.named_parameters(remove_duplicate=False))
         self._owners = session.pipeline.ownership.rank_by_name(module)
-        self._cube, self._shards = session.cube, session.steps.shards
+        self._cube, self._steps = session.cube, session.steps
         self._num_data = session.topology.data
         self._data_rank, self._pipe_rank = session.data_rank, session.pipe_rank
         self._cube_rank = 0 if session.cube is None else session.cube.mesh.index("xyz")
@@ -151,14 +151,16 @@ class RankTensors:
         """
         own: dict[str, dict[str, Any]] = {}
         index, names, tensors = len(self.values.optimizers), list(parameters), list(parameters.values())
-        without = [name for n, name in enumerate(names) if not tensors[n].is_meta and not states.get(n)]
+        without = [name for n, name in enumerate(names) if self._steps.updates(tensors[n]) and not states.get(n)]
+        is_alone = self._steps.all_ranks is not None  # no other rank has the same states
         self.values.optimizers.append(own)
         self.values.without_state.append(without)
         for number, state in states.items():
             for key, value in state.items():
+                name = f"optimizer/{index}/{names[number]}/{key}"
                 if isinstance(value, Tensor):
-                    self.share(f"optimizer/{index}/{names[number]}/{key}", value, "optimizer")
-                elif self._leads:
+                    (self.add_whole if is_alone else self.share)(name, value, "optimizer")
+                elif is_alone or self._leads:
                     own.setdefault(names[number], {})[str(key)] = value
 
     def share(self, name: str, tensor: Tensor, kind: Kind) -> None:
@@ -169,7 +171,7 @@ class RankTensors:
             assert tensor._part is not None
             parameter = self._parameters[tensor._part.name]
             number, replicas = (0, 1) if cube is None else (cube.replica(parameter), cube.num_replicas(parameter))
-            holder = self._shards if tensor._part.is_of_data_rank else cube
+            holder = self._steps.shards if tensor._part.is_of_data_rank else cube
             assert holder is not None
             shape, region = tensor._part.shape, holder.region(parameter)
             if tensor._part.is_of_data_rank:  # each data rank has its own
@@ -405,25 +407,25 @@ def _guarded_parts(module: nn.Module, sharding: Sharding) -> Iterator[None]:
             vars(one)["_part"] = before
 
 
-def optimizer_state(
-    optimizer: Optimizer, names: Mapping[Tensor, str], sharding: Cube | OptimizerShards | None
-) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], steps: "OptimizerSteps") -> dict[str, Any]:
     """The optimizer's state dict on this rank: with the states of its own parameters. They are not guarded.
 
     Args:
         optimizer: torch's, not Lightning's.
         names: of the module's parameters.
-        sharding: of the states; None if they are whole.
+        steps: know which states are here.
 
     Raises:
         UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
     """
-    state = numbered_state_dict(optimizer, is_cut=sharding is not None or any(parameter.is_meta for parameter in names))
+    sharding = steps.sharding
+    is_cut = sharding is not None or steps.all_ranks is not None or any(parameter.is_meta for parameter in names)
+    state = numbered_state_dict(optimizer, is_cut=is_cut)
     if not optimizer.param_groups:  # Lightning's, for `configure_optimizers` that returns None
         return state
     own = {}
     for index, (name, parameter) in enumerate(named_parameters_of(optimizer, names).items()):
-        if index in state["state"] and not parameter.is_meta:  # Adagrad's constructor makes states of placeholders
+        if index in state["state"] and steps.updates(parameter):  # Adagrad's constructor makes states of placeholders
             own[index] = as_parts(state["state"][index], parameter, name, sharding)
     return {**state, "state": own}
 

@@ -58,6 +58,42 @@ def as_parts(state: Mapping[Any, Any], parameter: Tensor, name: str, sharding: S
 
 
 @dataclass(eq=False)
+class RefusedStates(MutableMapping[Any, Any]):
+    """Takes the place of `optimizer.state` in user code where each parameter's states are on one rank alone."""
+
+    optimizer: Optimizer
+    """torch's, not Lightning's"""
+
+    def __post_init__(self) -> None:
+        self._own = self.optimizer.state
+
+    def enter(self) -> None:
+        """User code begins, or goes on."""
+        if self.optimizer.state is not self:
+            self._own, self.optimizer.state = self.optimizer.state, self  # type: ignore[assignment]
+
+    def leave(self) -> None:
+        """User code has ended.
+
+        Raises:
+            UnsupportedError: it has loaded other states.
+        """
+        left: Any = self.optimizer.state
+        self.optimizer.state = self._own
+        if left is not self and left is not self._own:
+            self._refuse()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"the states of {type(self.optimizer).__name__}, which works on whole parameters, are on the rank of data "
+            f"ranks and cube that updates the parameter: optimizer.state can't be used here. "
+            f"trainer.save_checkpoint(path) on all ranks writes all of them."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
+
+
+@dataclass(eq=False)
 class GuardedStates(MutableMapping[Any, Any]):
     """Takes the place of `optimizer.state` between `enter` and `leave`."""
 

@@ -12,8 +12,7 @@ stay whole: sparse ones, those whose memory is in another order, and those with 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 5.1.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -25,7 +24,6 @@ from torch.optim import Optimizer
 
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 
@@ -92,7 +90,6 @@ class OptimizerShards:
         self._local_shapes = {p: tuple(p.shape) for p in self._rows}
         self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._under_way: dict[int, list[Pending[None]]] = {}
-        self._is_read = False
 
     def __contains__(self, parameter: object) -> bool:
         """Whether data ranks have different rows of it."""
@@ -121,16 +118,12 @@ class OptimizerShards:
             if isinstance(optimizer, Optimizer):
                 self._cut_states(optimizer)
                 optimizer.register_load_state_dict_post_hook(self._cut_states)
-                optimizer.register_state_dict_pre_hook(self._check_reading)
 
-    @contextmanager
-    def states_in_use(self) -> Iterator[None]:
-        """Inside it, `optimizer.state_dict()` returns the states of own rows; outside it is refused."""
-        self._is_read = True
-        try:
-            yield
-        finally:
-            self._is_read = False
+    def keep_whole(self) -> None:
+        """Cut no parameter: the optimizer needs whole ones."""
+        self.whole_shapes = {} if self._cube is None else dict(self._cube.whole_shapes)
+        for of_rows in (self._rows, self._regions, self._local_shapes):
+            of_rows.clear()
 
     def put_in(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before an optimizer's step: let parameters, and their gradients, be own rows."""
@@ -185,13 +178,6 @@ class OptimizerShards:
             for name, value in state.items():
                 if isinstance(value, Tensor) and (part := self.own_rows(parameter, value)) is not value:
                     state[name] = part.clone()
-
-    def _check_reading(self, optimizer: Optimizer) -> None:
-        if not self._is_read:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}.state_dict() has on this rank only the states of its own rows of each "
-                f"parameter (shard_optimizer=True). Call trainer.save_checkpoint(path) on all ranks, which writes all."
-            )
 
     # collectives
 

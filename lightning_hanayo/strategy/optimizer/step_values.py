@@ -3,6 +3,7 @@
     forward, backward     p.data  bf16, whole               p.grad  fp32: micro-batches' gradients are cast, then added
     reductions, clipping                                    p.grad  fp32
     optimizer.step()      p.data  fp32 master, own rows     p.grad  fp32: any optimizer makes fp32 states
+                          or of whole parameters: those that this rank owns
     a checkpoint          p.data  fp32 master, own rows
     afterwards            p.data  bf16, whole, rounded from the master
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.strategy.optimizer.owners import OptimizerOwners
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 
 
@@ -31,6 +33,7 @@ class StepValues:
         parameters: all of the module's, other ranks' placeholders included.
         optimizers: of the run.
         shards: own rows; None if optimizers aren't sharded.
+        owners: of whole parameters; None if optimizers don't need them.
         has_masters: whether parameters in bf16 or fp16 get master weights.
         in_host_memory: whether optimizers step there.
 
@@ -44,11 +47,13 @@ class StepValues:
         parameters: Iterable[nn.Parameter],
         optimizers: Sequence[Any],
         shards: OptimizerShards | None,
+        owners: OptimizerOwners | None = None,
         *,
         has_masters: bool,
         in_host_memory: bool = False,
     ) -> None:
         self.shards = shards
+        self._owners = owners
         listed = list(parameters)
         self._held = [parameter for parameter in listed if not parameter.is_meta]
         self._optimizers = list(optimizers)
@@ -65,7 +70,7 @@ class StepValues:
             if isinstance(optimizer, Optimizer)
             for handle in (
                 optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(lambda *_: self._take_out(gathers=True)),
+                optimizer.register_step_post_hook(self._after_step),
             )
         ]
         with self.in_use():
@@ -105,6 +110,8 @@ class StepValues:
 
     def abandon(self) -> None:
         """The run has failed: whole parameters, no master weights, and no groups. Computes nothing."""
+        if self._owners is not None:
+            self._owners.abandon()
         if self._masters is not None:
             self._masters.abandon()
         if self.shards is not None:
@@ -126,7 +133,14 @@ class StepValues:
             positional, kwargs = [lambda: result, *positional[1:]], {k: v for k, v in kwargs.items() if k != "closure"}
         trained = self._trained([optimizer])
         self._put_in(trained, trained)
+        if self._owners is not None:
+            self._owners.put_in(trained)
         return (optimizer, *positional), kwargs
+
+    def _after_step(self, *_: Any) -> None:
+        if self._owners is not None:
+            self._owners.take_out()
+        self._take_out(gathers=True)
 
     def _put_in(self, held: Sequence[nn.Parameter], trained: Sequence[nn.Parameter]) -> None:
         self._is_in = True

@@ -136,6 +136,10 @@ class Cube:
         axes = self._shards[parameter].axes
         return self.mesh.index("".join(axis for axis in "xyz" if axis not in axes))
 
+    def shard_of(self, parameter: Tensor) -> Shard:
+        """How the ranks hold a parameter."""
+        return self._shards[parameter]
+
     def sharded_axes(self, parameter: Tensor) -> str:
         """The axes over which it is sharded."""
         return self._shards[parameter].axes

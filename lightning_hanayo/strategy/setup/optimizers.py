@@ -1,7 +1,7 @@
 """Which optimizers work where: on a pipeline a rank has only its own parameters, in a cube only a part of each.
 
 an element's update depends on    the element       pipelines, cubes
-                                  its parameter     pipelines
+                                  its parameter     pipelines; cubes, where one rank gathers each parameter
                                   all parameters    one rank
 
 An optimizer of an unknown class is tried out (`looks_across_parameters`).
@@ -103,16 +103,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
             f"configure_optimizers returns {len(optimizers)} optimizers. Lightning steps them in manual optimization "
             f"alone, which a pipeline can't run. Return one, with a param group for each set of parameters."
         )
+    is_cut = is_sharded or prod(topology.cube) > 1
     for optimizer in optimizers:
-        if topology.replica_size > 1 and optimizer.param_groups:
-            _check(optimizer, _scope(optimizer), in_cube=prod(topology.cube) > 1)
-        name = type(optimizer).__name__
-        if is_sharded and optimizer.param_groups and (name in _WRAPPERS or not is_elementwise(optimizer)):
-            raise UnsupportedError(
-                f"shard_optimizer=True gives {name} some rows of each parameter, and it isn't known to work on each "
-                f"element alone: norms, rows or whole matrices would be wrong. Use AdamW or SGD, set "
-                f"`is_elementwise = True` on the optimizer if it is one, or leave the option out."
-            )
+        if (is_cut or topology.replica_size > 1) and optimizer.param_groups:
+            _check(optimizer, _scope(optimizer), is_cut=is_cut, is_sharded=is_sharded)
         if topology.data > 1 and isinstance(optimizer, LBFGS):
             warnings.warn(
                 "LBFGS decides by the loss when a step ends, and how long it is with line_search_fn. As with DDP, each "
@@ -122,19 +116,25 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
             )
 
 
-def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
+def _check(optimizer: Optimizer, scope: Scope | None, *, is_cut: bool, is_sharded: bool) -> None:
     name = type(optimizer).__name__
-    if scope == "model" or (scope is None and not in_cube and looks_across_parameters(optimizer)):
+    if scope == "model" or (scope is None and not is_cut and looks_across_parameters(optimizer)):
+        clips = getattr(optimizer, "defaults", {}).get("max_grad_norm")
         raise UnsupportedError(
             f"{name} computes with all parameters together (one vector, a norm or a mean over them, several passes), "
-            f"but a rank of a pipeline or a cube holds only its own. Use an optimizer that works on each parameter "
-            f"alone, such as AdamW, or train on data ranks alone, as with DDP (pipeline_parallel_size=1, cube=1)."
+            f"but a rank of a pipeline, of a cube, or with shard_optimizer=True, updates only its own. "
+            + "Leave its max_grad_norm out, and use Trainer(gradient_clip_val=...). "
+            * bool(clips)
+            + "Use an optimizer that works on each parameter alone, such as AdamW, or train on data ranks alone, as "
+            "with DDP (pipeline_parallel_size=1, cube=1)."
         )
-    if in_cube and scope != "element":
+    is_wrapper = name in _WRAPPERS and (is_sharded or scope != "element")
+    if is_cut and (scope is None or is_wrapper):
         raise UnsupportedError(
-            f"{name} isn't known to work on each element of a parameter alone, and in a cube a rank holds a part of "
-            f"each: norms, rows or whole matrices would be wrong. Use AdamW or SGD, or set `is_elementwise = True` on "
-            f"the optimizer if it is one."
+            f"{name} isn't known to work on each element of a parameter alone, nor on each parameter, and in a cube or "
+            f"with shard_optimizer=True a rank holds a part of each: norms, rows or whole matrices would be wrong. Use "
+            f"AdamW or Muon, or declare on the optimizer which it is: `is_elementwise = True`, or "
+            f"`is_parameterwise = True`, for which each parameter is gathered on one rank, and stepped there."
         )
     if scope is None:
         warnings.warn(

@@ -177,9 +177,14 @@ def test_any_layout_reads_its_checkpoints(pool: Pool, tmp_path: Any, runs: Any, 
     assert_close(resumed, run(second, False, resumes=True), 2e-2 if masters else 1e-12)
 
 
-class PerParameter(models.MLP):
+class Unknown(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class OfUnknownScope(models.MLP):
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+        return Unknown(self.parameters(), lr=1e-2)
 
 
 class HooksStep(models.MLP):
@@ -197,9 +202,9 @@ class ReadsStates(Adam):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (PerParameter, "Adafactor some rows of each parameter"),
+        (OfUnknownScope, "Unknown isn't known to work on each element"),
         (HooksStep, "SGD has a hook on its steps"),
-        (ReadsStates, "only the states of its own rows"),
+        (ReadsStates, "only the states of the parameters, or of the rows"),
     ],
 )
 def test_what_rows_would_make_wrong_is_refused(pool: Pool, model: type[LightningModule], message: str) -> None:

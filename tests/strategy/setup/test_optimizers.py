@@ -62,10 +62,21 @@ def test_those_with_a_statistic_over_all_parameters_are_refused(optimizer: Optim
 
 
 @pytest.mark.parametrize("optimizer", [named("Lamb", max_grad_norm=None), named("SOAP"), optim.Muon(parameters())])
-def test_those_that_need_whole_parameters_are_refused_in_cubes(optimizer: Optimizer) -> None:
-    check_optimizers([optimizer], PIPELINE)
-    with pytest.raises(UnsupportedError, match="isn't known to work on each element"):
-        check_optimizers([optimizer], CUBE)
+def test_those_that_need_whole_parameters_work_everywhere(optimizer: Optimizer) -> None:
+    for topology in (PIPELINE, CUBE):
+        check_optimizers([optimizer], topology)
+    check_optimizers([optimizer], ALONE, is_sharded=True)
+
+
+def test_what_needs_whole_parameters_or_not_has_to_be_known_in_cubes() -> None:
+    for topology, is_sharded in ((CUBE, False), (ALONE, True)):
+        with pytest.raises(UnsupportedError, match=r"declare .*`is_elementwise = True`, or `is_parameterwise = True`"):
+            check_optimizers([LayerwiseSGD(parameters(), 0.1)], topology, is_sharded=is_sharded)
+
+
+def test_a_clipping_optimizer_is_told_the_other_way() -> None:
+    with pytest.raises(UnsupportedError, match="Leave its max_grad_norm out"):
+        check_optimizers([named("Lamb", max_grad_norm=1.0)], PIPELINE)
 
 
 def test_an_unknown_one_is_tried_out() -> None:

@@ -28,7 +28,8 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch, StepFunction
-from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer
+from lightning_hanayo.pipeline_parallel.capture.block_tracer import MOST_CALLS, BlockTracer
+from lightning_hanayo.pipeline_parallel.capture.between import StandIns
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, user_line
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
@@ -233,7 +234,9 @@ class UserStep:
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
     _first_numbers: Iterator[int] = field(init=False)
-    """of passes: a number for each of their blocks"""
+    """of the outputs of each pass"""
+    stand_ins: StandIns = field(init=False)
+    """for the code between two blocks"""
     _state: ThreadState | None = field(default=None, init=False)
     """in which the steps of the batch begin"""
     _count_hooks: HookCount | None = field(default=None, init=False)
@@ -243,7 +246,8 @@ class UserStep:
     def __post_init__(self) -> None:
         self._gradient_calls = GradientCalls(self.blocks)
         self._calls = SuspendedCalls(cache(self._blocks_read))
-        self._first_numbers = count(0, len(self.blocks))
+        self._first_numbers = count(0, MOST_CALLS)
+        self.stand_ins = StandIns(self.blocks)
 
     def begin_batch(self) -> None:
         """Called before each batch, where the stack has several stages.
@@ -464,6 +468,7 @@ class UserStep:
             grad_mode=state.grad_mode,
             sends_objects=self.sends_objects,
             first_numbers=self._first_numbers,
+            stand_ins=self.stand_ins,
         )
         if self.streams is not None:
             self.streams.begin_user_code(microbatch)

@@ -9,7 +9,7 @@ that is asked for the blocks, on fake tensors: once for each kind of arguments.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -166,17 +166,22 @@ def mapped(tree: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple
 
 
 class StandIns:
-    """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank."""
+    """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank.
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    Args:
+        blocks: of the stack, those of other ranks with placeholders.
+        undo: in a cube, gives the copy of a block its own layers again; returns whole shapes of parameters.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        undo: Callable[[nn.Module, nn.Module], Mapping[Tensor, tuple[int, ...]]] = lambda *_: {},
+    ) -> None:
         self._blocks = blocks
-        self._copies: dict[int, nn.Module] = {}
+        self._undo = undo
         self._known: dict[Any, Made] = {}
         self._mode: FakeTensorMode | None = None
-
-    def keep(self, index: int) -> None:
-        """Keep a copy of a block, without values, before its layers become those of a cube."""
-        self._copies[index] = MetaCopy(self._blocks[index]).modules[""]
 
     def run(
         self, index: int | None, call: pytree.Skeleton, tensors: Sequence[Tensor], value_of: Callable[..., Value]
@@ -184,6 +189,9 @@ class StandIns:
         """Run the block of this index, or the function that the call names; also return the values that it gets.
 
         `value_of` is called with the path and the distance of each output in the call.
+
+        Raises:
+            UnsupportedError: the block doesn't run without values.
         """
         own, indices, proxies = _canonical(call)
         with torch._C.DisableTorchFunctionSubclass():
@@ -195,7 +203,16 @@ class StandIns:
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = self._run(index, own, specs, len(indices))
+            try:
+                self._known[key] = self._run(index, own, specs, len(indices))
+            except Exception as error:  # of the user's code
+                if index is None:
+                    raise
+                raise UnsupportedError(
+                    f"code between two blocks computes with the output of a {type(self._blocks[index]).__name__} on "
+                    f"another rank, whose shape isn't known, as the block doesn't run without values "
+                    f"({type(error).__name__}: {error}). Move that code into the block."
+                ) from error
         return self._known[key], given
 
     def _run(self, index: int | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
@@ -230,21 +247,22 @@ class StandIns:
         """A copy of the block with fake tensors on the device of these arguments."""
         block = self._blocks[index]
         with torch._C.DisableTorchFunctionSubclass():
-            copied = self._copies.get(index) or MetaCopy(block).modules[""]
-        copied.train(block.training)
+            copied = MetaCopy(block).modules[""]
         unpatch_blocks([copied])
         stop_recomputing([copied])
         split_backward.unpatch_linear_layers([copied])
+        shapes = self._undo(block, copied)
         device = next((spec.device for spec in specs), torch.device("cpu"))
-        for part in copied.modules():
+        for own, part in zip(block.modules(), copied.modules(), strict=True):
             for name, one in part._parameters.items():
                 if one is not None:
-                    made = torch.empty(one.shape, dtype=one.dtype, device=device)
+                    shape = shapes.get(own._parameters[name], tuple(one.shape))  # type: ignore[call-overload]
+                    made = torch.empty(shape, dtype=one.dtype, device=device)
                     part._parameters[name] = nn.Parameter(made, one.requires_grad)
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            vars(part).update({name: own.copy() for name, own in vars(part).items() if type(own) in (list, set)})
+            vars(part).update({name: kept.copy() for name, kept in vars(part).items() if type(kept) in (list, set)})
         return copied
 
 

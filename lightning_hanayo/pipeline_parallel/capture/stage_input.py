@@ -70,6 +70,11 @@ class StageInput(NamedTuple):
         """The carried trees."""
         return pytree.unflatten(self.carried, self.tensors)  # type: ignore[no-any-return]
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks still to come."""
+        return sum(is_block(self.calls[call]) for call in self.call_of_block)
+
     def run(
         self, blocks: Sequence[nn.Module], carriers: Carriers = NO_CARRIERS, *, is_last: bool | None = None
     ) -> "StageInput":
@@ -83,8 +88,7 @@ class StageInput(NamedTuple):
         if not blocks:
             return self
         waiting = [self.calls[call] for call in self.call_of_block]
-        ends = sum(map(is_block, waiting)) == len(blocks)
-        run = BlockRun(blocks, ends if is_last is None else is_last)
+        run = BlockRun(blocks, len(blocks) == self.num_blocks if is_last is None else is_last)
         trees, outputs, shared = self.trees, [self.output], _SharedDictionaries(self.calls, run)
         begun = carriers.begin_blocks(trees, run)
         calls = iter(waiting)

@@ -229,14 +229,14 @@ class UserStep:
     """of the whole model; None: not checked"""
     other_lists: Callable[[], str] = str
     """how an error ends that says that the blocks weren't called: with the lists that could be the stack"""
+    stand_ins: StandIns | None = None
+    """for code between two blocks"""
     _gradient_calls: GradientCalls = field(init=False)
     _calls: SuspendedCalls = field(init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
     _first_numbers: Iterator[int] = field(init=False)
     """of the outputs of each pass"""
-    stand_ins: StandIns = field(init=False)
-    """for the code between two blocks"""
     _state: ThreadState | None = field(default=None, init=False)
     """in which the steps of the batch begin"""
     _count_hooks: HookCount | None = field(default=None, init=False)
@@ -247,7 +247,7 @@ class UserStep:
         self._gradient_calls = GradientCalls(self.blocks)
         self._calls = SuspendedCalls(cache(self._blocks_read))
         self._first_numbers = count(0, MOST_CALLS)
-        self.stand_ins = StandIns(self.blocks)
+        self.stand_ins = self.stand_ins or StandIns(self.blocks)
 
     def begin_batch(self) -> None:
         """Called before each batch, where the stack has several stages.

@@ -20,6 +20,7 @@ from lightning_hanayo.partition.stack import Stack, modules_outside, num_paramet
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
+from lightning_hanayo.pipeline_parallel.capture.between import StandIns
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, FilledArguments, RecordedOutputs
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_parameters
 from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
@@ -423,10 +424,11 @@ def build_stages(
         return stages, {}
     sends_objects = cube is None or cube.keeps_layout
     replaced = ReplacedParameters(model)
+    stand_ins = StandIns(stack.blocks) if cube is None else StandIns(stack.blocks, cube.undo_in_copy)
 
     def user_step(num_local: int) -> UserStep:
         others = partial(other_lists, model, stack)
-        around = carriers, run.guard.step, sends_objects, replaced, others
+        around = carriers, run.guard.step, sends_objects, replaced, others, stand_ins
         return UserStep(stack.blocks, num_local, stack.name, streams, *around)
 
     ends: dict[bool, Ends] = {}

@@ -152,6 +152,11 @@ class Cube:
         """The shapes of the parameters of which this rank holds a part."""
         return {parameter: shard.shape for parameter, shard in self._shards.items() if self.mesh.size(shard.axes) > 1}
 
+    def undo_in_copy(self, block: nn.Module, copied: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+        """Give the copy of a block its own layers again; return the whole shapes of the model's parameters."""
+        self.plan.undo(dict(zip(block.modules(), copied.modules(), strict=True)))
+        return self.whole_shapes
+
     @property
     def parts_in_steps(self) -> set[Tensor]:
         """The parameters that user code can't use in a step as it is: values are parts, or gradients aren't summed."""

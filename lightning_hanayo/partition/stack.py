@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 from operator import ge
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
@@ -108,7 +108,7 @@ class Calls:
             yield
 
     def pass_through(self, stack: Stack) -> bool:
-        """Whether the blocks are called in order, each on the output of the one before, in one pass or several.
+        """Whether the blocks are called in order, each on what becomes of the output of the one before, once or often.
 
         Blocks of one class may be left out, as by layer drop, which draws others in each step.
         """
@@ -118,13 +118,27 @@ class Calls:
         if num_called < (2 if stack.is_uniform else len(stack)):
             return False
         return all(
-            now == own[0][0] if now <= before else not made.keys().isdisjoint(given)
+            now == own[0][0] if now <= before else not made.keys().isdisjoint(given) or _derives(given, made)
             for (before, _, made), (now, given, _) in pairwise(own)
         )
 
 
 def _objects(value: Any) -> dict[int, Any]:
     return {id(leaf): leaf for leaf in tree_leaves(value) if not isinstance(leaf, bool | int | float | str | None)}
+
+
+def _derives(given: Mapping[int, Any], made: Mapping[int, Any]) -> bool:
+    """Whether one of the given tensors was computed from one of those that were made, by autograd's graph."""
+    wanted, found = ({one.grad_fn for one in some.values() if isinstance(one, Tensor)} for some in (made, given))
+    waiting, seen = list(found), {None}
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node in wanted:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += [child for child, _ in node.next_functions]
+    return False
 
 
 def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = None) -> Stack:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from inspect import unwrap
+from itertools import count
 from math import copysign
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -241,6 +242,21 @@ def map_leaves(skeleton: Skeleton, change: Callable[[Skeleton], Skeleton]) -> Sk
             return ("dict", *((map_leaves(key, change), map_leaves(value, change)) for key, value in parts))
         case _:
             return skeleton
+
+
+def map_nodes(skeleton: Skeleton, change: Callable[[int, Skeleton], Skeleton]) -> Skeleton:
+    """The skeleton with `change` applied to each node and its number, in the order of `nodes`."""
+    numbers = count()
+
+    def walk(node: Skeleton) -> Skeleton:
+        kind, *parts = node = change(next(numbers), node)
+        if kind == "dict":
+            return ("dict", *((walk(key), walk(value)) for key, value in parts))
+        if kind in ("object", "shared"):
+            return (kind, parts[0], walk(parts[1]))
+        return (kind, *map(walk, parts)) if kind in ("tuple", "list") else node
+
+    return walk(skeleton)
 
 
 def tensor_indices(skeleton: Skeleton) -> list[int]:

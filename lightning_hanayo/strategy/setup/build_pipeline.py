@@ -439,7 +439,7 @@ def build_stages(
         )
         ends[False] = Ends(step, stages | own)
     if layout.runs_step_once or may_run_once:
-        whole = WholeStep(user_step(0), modules_outside(model, stack))
+        whole = WholeStep(user_step(0), modules_outside(model, stack), int if cube is None else cube.own_rows)
         ends[True] = Ends(whole, stages | _ends_of_whole_batches(ownership, whole, queues, tied, cube))
     return dict(next(iter(ends.values())).stages), ends
 

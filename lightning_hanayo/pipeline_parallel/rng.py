@@ -29,7 +29,6 @@ from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import default_generator, mix, seed_of
 
-
 _BEFORE_BLOCK = 1
 """mixed into the seed of a block: that of the code in front of it"""
 

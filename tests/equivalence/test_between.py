@@ -1,6 +1,6 @@
 """Code between two blocks is what it is in one process: functions of torch, modules, values kept past blocks.
 
-    x = x + block(norm(x))      a residual stream outside the blocks, and a norm whose weights are rank 0's
+x = x + block(norm(x))      a residual stream outside the blocks, and a norm whose weights are rank 0's
 """
 
 from functools import partial

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tests.harness import models
 from tests.harness.models import Batch, build
 from tests.harness.pool import Pool
-from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Outcome,
@@ -74,7 +73,9 @@ def funnel() -> nn.Module:
     from transformers import FunnelConfig, FunnelModel
 
     none = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-    config = FunnelConfig(**SMALL, block_sizes=[2, 2], num_decoder_layers=1, d_model=16, n_head=2, d_head=8, d_inner=32, **none)
+    config = FunnelConfig(
+        **SMALL, block_sizes=[2, 2], num_decoder_layers=1, d_model=16, n_head=2, d_head=8, d_inner=32, **none
+    )
     return Features(FunnelModel(config), 16, "input_ids")
 
 

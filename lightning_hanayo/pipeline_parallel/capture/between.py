@@ -8,12 +8,10 @@ In the step these outputs have no values. Their shapes, dtypes and devices are f
 that is asked for the blocks, on fake tensors: once for each kind of arguments.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -78,17 +76,6 @@ def run(name: str, changed_modes: tuple[bool, Autocast] | None, args: Sequence[A
         return function_of(name)(*args, **kwargs)
     with modes(*changed_modes):
         return function_of(name)(*args, **kwargs)
-
-
-def is_in_function() -> bool:
-    """Whether the calling code is the forward of an `autograd.Function`, whose own backward can't be recorded."""
-    code, frame = torch.autograd.Function.apply.__func__.__code__, sys._getframe()  # type: ignore[attr-defined]
-    outer: FrameType | None = frame
-    while outer is not None:
-        if outer.f_code is code:
-            return True
-        outer = outer.f_back
-    return False
 
 
 class Spec(NamedTuple):

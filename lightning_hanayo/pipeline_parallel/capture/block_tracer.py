@@ -6,7 +6,8 @@
 
 The blocks of stage 0 run where they are called, in the step's thread. The calls of the others are recorded, until the
 last one suspends the step, and so are functions of torch that the step calls with their outputs (`between`). Where no
-block may run in that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that block's output.
+block may run in that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that
+block's output.
 
 After its last block the step may call the first one again: a further pass, with or without gradients, like the first.
 """
@@ -36,7 +37,6 @@ from lightning_hanayo.pipeline_parallel.capture.between import (
     OF_STEP,
     StandIns,
     Value,
-    is_in_function,
     mapped,
     name_of,
     with_indices,
@@ -58,6 +58,7 @@ from lightning_hanayo.versions import version_of
 
 MOST_CALLS = 1 << 24
 """of blocks and functions in one pass"""
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class BlockTracer:
@@ -199,7 +200,7 @@ class BlockTracer:
         self._of_last_block = position
         if index < self._num_local:
             output = self._output = run_original(block, *args, **kwargs)
-            self._structures[type(block)] = proxies_like(output, 0)
+            self._structures[type(block)] = _without_tensors(output)
         else:
             if index == self._num_local:
                 self._carriers.begin_recording(self._numbered)
@@ -214,7 +215,7 @@ class BlockTracer:
             self._described[position] = index, call, self._flattener.tensors
             if index == 0:
                 self._output = self._suspend()
-                self._structures[type(block)] = proxies_like(self._output, 0)
+                self._structures[type(block)] = _without_tensors(self._output)
             if self.num_called < len(self._index_of):
                 output = self._output_of(block, position)
         if self.num_called < len(self._index_of):
@@ -236,7 +237,12 @@ class BlockTracer:
             return []
         alive = [found for one in self._proxies if (found := one()) is not None]
         kept = list(dict.fromkeys((one.block, one.path) for one in alive))
-        tree = ((Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept)), {}, KEPT, None)
+        tree = (
+            (Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept)),
+            {},
+            KEPT,
+            None,
+        )
         call = self._flattener.flatten(tree)
         self._record(pytree.map_leaves(call, partial(self._relative, position + 1, "")))
         return kept
@@ -247,15 +253,17 @@ class BlockTracer:
 
     def _output_of(self, block: nn.Module, position: int) -> Any:
         """Proxies for the output of a block: as of one of its class that is here, else as it is without values."""
-        structure = self._structures.get(type(block))
-        if structure is None:
+        structure, number = self._structures.get(type(block)), self._first_number + position
+        made = None
+        if structure is None or any(type(leaf) in _PLAIN[1:] for leaf in tree_leaves(structure)):
             try:
                 structure = self._structures[type(block)] = self._values_at(position)
+                made = mapped(structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number))
             except UnsupportedError:
                 structure = self._output
         one_class = len({type(one) for one in self._blocks}) == 1
         self._returned = pytree.structure_of(self._output) if one_class else pytree.VALUE
-        return self._noted(proxies_like(structure, self._first_number + position))
+        return self._noted(proxies_like(structure, number) if made is None else made)
 
     def _noted(self, made: Any) -> Any:
         self._proxies += [weakref.ref(one) for one in tree_leaves(made) if type(one) is Proxy]
@@ -288,8 +296,6 @@ class BlockTracer:
         shown = getattr(function, "__name__", str(function)) if name is None else name.removeprefix("torch.")
         if name is None or not self._sends_objects:
             proxy.refuse(shown)
-        if not grad and self.has_gradients and is_in_function():
-            proxy.refuse("an autograd.Function")
         position, autocast = self._position, autocast_state()
         modes = None if (grad, autocast) == (self.has_gradients, self._autocast) else (grad, autocast)
         tensors = self._flattener.tensors
@@ -405,6 +411,10 @@ class BlockTracer:
                 )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()
+
+
+def _without_tensors(output: Any) -> Any:
+    return mapped(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
 
 
 class FilledElsewhere(Valueless):

@@ -127,6 +127,12 @@ def _recorded(proxy: Proxy, function: Any, args: Any, kwargs: Any = None) -> Any
     return tracer.on_function(proxy, function, args, kwargs or {})
 
 
+def functions_on_proxies(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function that doesn't know `__torch_function__`; with a proxy only where its value is here."""
+    proxy = next((one for one in (*args, *kwargs.values()) if type(one) is Proxy), None)
+    return function(*args, **kwargs) if proxy is None else _recorded(proxy, function, args, kwargs)
+
+
 def _first_in(values: Sequence[Any]) -> Any:
     found = (x for value in values for x in (value if isinstance(value, (list, tuple)) else [value]))
     return next(x for x in found if isinstance(x, Valueless) or type(x) is Proxy)

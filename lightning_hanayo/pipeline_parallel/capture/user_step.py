@@ -28,10 +28,10 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch, StepFunction
-from lightning_hanayo.pipeline_parallel.capture.block_tracer import MOST_CALLS, BlockTracer
 from lightning_hanayo.pipeline_parallel.capture.between import StandIns
+from lightning_hanayo.pipeline_parallel.capture.block_tracer import MOST_CALLS, BlockTracer
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, user_line
+from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, functions_on_proxies, user_line
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import (
     SuspendedCall,
@@ -85,7 +85,7 @@ class GradientCalls:
         loss.backward()                 rejected: the pipeline runs the backward of all stages
 
     torch.autograd.grad and backward both call `torch.autograd._engine_run_backward`, which is replaced while user code
-    runs. Nothing else runs then: the main thread waits for the step.
+    runs, as is `Function.apply`: torch would pass it proxies as objects without gradients. Nothing else runs then: the main thread waits for the step.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -109,11 +109,18 @@ class GradientCalls:
             self._check(_with_edges(outputs), _with_edges(inputs), accumulates=accumulates, cuts_batch=cuts_batch)
             return run(outputs, *args, **kwargs)
 
+        apply = vars(torch.autograd.Function)["apply"]
+
+        def checked_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            return functions_on_proxies(apply.__get__(None, kind), args, kwargs)
+
         _autograd._engine_run_backward = check
+        _autograd.Function.apply = classmethod(checked_apply)
         try:
             yield
         finally:
             _autograd._engine_run_backward = run
+            _autograd.Function.apply = apply
 
     def _check(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, accumulates: bool, cuts_batch: bool

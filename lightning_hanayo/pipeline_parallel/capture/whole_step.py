@@ -36,9 +36,7 @@ Dims = tuple[int | None, ...]
 """of each tensor of a message: the dimension that grows with the samples; None: all micro-batches get the whole"""
 Scaled = frozenset[tuple[int, ...]]
 """the sizes in a message that grow with the samples: call, node, and number in a `torch.Size`"""
-_OF_SIZES = frozenset(
-    ("view", "reshape", "expand", "unflatten", "broadcast_to", "new_zeros", "new_ones", "new_empty")
-)
+_OF_SIZES = frozenset(("view", "reshape", "expand", "unflatten", "broadcast_to", "new_zeros", "new_ones", "new_empty"))
 """functions between blocks whose whole numbers are sizes or dimensions"""
 
 

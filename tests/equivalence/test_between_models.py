@@ -117,7 +117,10 @@ CASES = {
     "pvt": Case(pvt, images),
     "pvt, in turn": Case(pvt, images, ("model.encoder.patch_embeddings", "model.encoder.block")),
 }
-LAYOUTS = [Layout(2, 1, 1), Layout(2, 1, 1, step="batch"), Layout(1, 1, 1, cube=(1, 2, 1)), Layout(4, 1, 1, "1f1b")]
+LAYOUTS = [
+    Layout(2, 1, 1), Layout(2, 1, 1, step="batch"), Layout(2, 1, 1, step="auto"), Layout(1, 1, 1, cube=(1, 2, 1)),
+    Layout(4, 1, 1, "1f1b"),
+]  # fmt: skip
 
 
 def fit(case: str, layout: Layout) -> Outcome:

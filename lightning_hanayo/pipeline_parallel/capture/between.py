@@ -8,6 +8,7 @@ In the step these outputs have no values. Their shapes, dtypes and devices are f
 that is asked for the blocks, on fake tensors: once for each kind of arguments.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import resolve_name
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.deferred_init import MetaCopy
 from lightning_hanayo.pipeline_parallel import pytree, split_backward
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import alias
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import stop_recomputing
@@ -35,6 +35,7 @@ _REFUSED = frozenset(
 )  # fmt: skip
 """functions that need values, or would act on one rank alone"""
 _MOST_KNOWN = 4096
+Shapes = Mapping[Tensor, tuple[int, ...]]
 KEPT = ""
 """in place of the name of a function: returns the output of the stack, and those before it that the step still has"""
 
@@ -157,16 +158,16 @@ class StandIns:
 
     Args:
         blocks: of the stack, those of other ranks with placeholders.
-        undo: in a cube, gives the copy of a block its own layers again; returns whole shapes of parameters.
+        copy_of: copies a block, in a cube with the layers that it had; also returns whole shapes of parameters.
     """
 
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        undo: Callable[[nn.Module, nn.Module], Mapping[Tensor, tuple[int, ...]]] = lambda *_: {},
+        copy_of: Callable[[nn.Module], tuple[nn.Module, Shapes]] = lambda block: (copy.deepcopy(block), {}),
     ) -> None:
         self._blocks = blocks
-        self._undo = undo
+        self._copy_of = copy_of
         self._known: dict[Any, Made] = {}
         self._mode: FakeTensorMode | None = None
 
@@ -234,11 +235,10 @@ class StandIns:
         """A copy of the block with fake tensors on the device of these arguments."""
         block = self._blocks[index]
         with torch._C.DisableTorchFunctionSubclass():
-            copied = MetaCopy(block).modules[""]
+            copied, shapes = self._copy_of(block)
         unpatch_blocks([copied])
         stop_recomputing([copied])
         split_backward.unpatch_linear_layers([copied])
-        shapes = self._undo(block, copied)
         device = next((spec.device for spec in specs), torch.device("cpu"))
         for own, part in zip(block.modules(), copied.modules(), strict=True):
             for name, one in part._parameters.items():

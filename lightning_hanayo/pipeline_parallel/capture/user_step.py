@@ -85,7 +85,8 @@ class GradientCalls:
         loss.backward()                 rejected: the pipeline runs the backward of all stages
 
     torch.autograd.grad and backward both call `torch.autograd._engine_run_backward`, which is replaced while user code
-    runs, as is `Function.apply`: torch would pass it proxies as objects without gradients. Nothing else runs then: the main thread waits for the step.
+    runs, as is `Function.apply`: torch would pass it proxies as objects without gradients. Nothing else runs then: the
+    main thread waits for the step.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from lightning_hanayo.overlap.turns import ActionState
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import Load, cut, stage_shares
-from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
+from lightning_hanayo.partition.deferred_init import DeferredInit, MetaCopy, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside, other_lists
 from lightning_hanayo.pipeline_parallel import split_backward
@@ -424,7 +424,7 @@ def build_stages(
         return stages, {}
     sends_objects = cube is None or cube.keeps_layout
     replaced = ReplacedParameters(model)
-    stand_ins = StandIns(stack.blocks) if cube is None else StandIns(stack.blocks, cube.undo_in_copy)
+    stand_ins = StandIns(stack.blocks, partial(_without_values, cube))
 
     def user_step(num_local: int) -> UserStep:
         others = partial(other_lists, model, stack)
@@ -442,6 +442,12 @@ def build_stages(
         whole = WholeStep(user_step(0), modules_outside(model, stack), int if cube is None else cube.own_rows)
         ends[True] = Ends(whole, stages | _ends_of_whole_batches(ownership, whole, queues, tied, cube))
     return dict(next(iter(ends.values())).stages), ends
+
+
+def _without_values(cube: Cube | None, block: nn.Module) -> tuple[nn.Module, Mapping[torch.Tensor, tuple[int, ...]]]:
+    """A copy of a block without values, and the whole shapes of the parameters of which ranks have parts."""
+    copied = MetaCopy(block).modules[""]
+    return copied, {} if cube is None else cube.undo_in_copy(block, copied)
 
 
 def _ends(

@@ -129,15 +129,18 @@ def _objects(value: Any) -> dict[int, Any]:
 
 def _derives(given: Mapping[int, Any], made: Mapping[int, Any]) -> bool:
     """Whether one of the given tensors was computed from one of those that were made, by autograd's graph."""
-    wanted, found = ({one.grad_fn for one in some.values() if isinstance(one, Tensor)} for some in (made, given))
-    waiting, seen = list(found), {None}
+    wanted, waiting = (
+        [one.grad_fn for one in some.values() if isinstance(one, Tensor) and one.grad_fn is not None]
+        for some in (made, given)
+    )
+    seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node is not None and node in wanted:
+        if node in wanted:
             return True
-        if node not in seen:
-            seen.add(node)
-            waiting += [child for child, _ in node.next_functions]
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        waiting += new
     return False
 
 

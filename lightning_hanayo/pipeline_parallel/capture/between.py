@@ -69,7 +69,7 @@ def modes(grad: bool, autocast: Autocast) -> Iterator[None]:
         set_autocast(before, cache)
 
 
-def run(name: str, changed_modes: tuple[bool, Autocast] | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run(args: Sequence[Any], kwargs: dict[str, Any], name: str, changed_modes: tuple[bool, Autocast] | None) -> Any:
     """Run a recorded function."""
     if name == KEPT:
         return args
@@ -147,7 +147,7 @@ def mapped(tree: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple
     """The tree with `change` applied to each leaf and its path. Named tuples and torch's return types stay such."""
     if isinstance(tree, (tuple, list)) and type(tree) not in (Slot, torch.Size):
         items = [mapped(item, change, (*path, i)) for i, item in enumerate(tree)]
-        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)  # type: ignore[call-arg]
+        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
     if isinstance(tree, dict):
         return {key: mapped(item, change, (*path, key)) for key, item in tree.items()}
     return change(tree, path)
@@ -243,7 +243,7 @@ class StandIns:
         for own, part in zip(block.modules(), copied.modules(), strict=True):
             for name, one in part._parameters.items():
                 if one is not None:
-                    shape = shapes.get(own._parameters[name], tuple(one.shape))  # type: ignore[call-overload]
+                    shape = shapes.get(own.get_parameter(name), tuple(one.shape))
                     made = torch.empty(shape, dtype=one.dtype, device=device)
                     part._parameters[name] = nn.Parameter(made, one.requires_grad)
             for name, buffer in part._buffers.items():

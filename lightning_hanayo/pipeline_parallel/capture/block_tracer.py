@@ -237,13 +237,8 @@ class BlockTracer:
             return []
         alive = [found for one in self._proxies if (found := one()) is not None]
         kept = list(dict.fromkeys((one.block, one.path) for one in alive))
-        tree = (
-            (Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept)),
-            {},
-            KEPT,
-            None,
-        )
-        call = self._flattener.flatten(tree)
+        values = (Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept))
+        call = self._flattener.flatten((values, {}, KEPT, None))
         self._record(pytree.map_leaves(call, partial(self._relative, position + 1, "")))
         return kept
 
@@ -295,7 +290,7 @@ class BlockTracer:
         name, grad = name_of(function), torch.is_grad_enabled()
         shown = getattr(function, "__name__", str(function)) if name is None else name.removeprefix("torch.")
         if name is None or not self._sends_objects:
-            proxy.refuse(shown)
+            return proxy.refuse(shown)
         position, autocast = self._position, autocast_state()
         modes = None if (grad, autocast) == (self.has_gradients, self._autocast) else (grad, autocast)
         tensors = self._flattener.tensors

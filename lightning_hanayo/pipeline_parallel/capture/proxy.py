@@ -51,7 +51,7 @@ class Valueless:
         super().__setattr__(name, value)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _first_in((*args, *(kwargs or {}).values())).refuse(getattr(function, "__name__", str(function)))
 
     def refuse(self, operation: str) -> NoReturn:
@@ -78,7 +78,7 @@ class Proxy(Valueless, OutputReference):
 
     __slots__ = ("__weakref__",)
     __hash__ = object.__hash__
-    __class__ = property(lambda self: torch.Tensor)  # type: ignore[assignment] # code asks isinstance(x, Tensor)
+    __class__ = property(lambda self: torch.Tensor)  # code asks isinstance(x, Tensor)
 
     def __repr__(self) -> str:
         return f"Proxy{list(self.path) or ''}"

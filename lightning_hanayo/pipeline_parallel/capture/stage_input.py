@@ -121,8 +121,7 @@ class StageInput(NamedTuple):
         return self.after(outputs, len(outputs) - 1, carriers.end_blocks(trees, run, begun))
 
     def _run_function(self, call: pytree.Skeleton, outputs: Sequence[Any]) -> Any:
-        args, kwargs, *function = pytree.unflatten(call, self.tensors, partial(_output, outputs))
-        return between.run(*function, args, kwargs)
+        return between.run(*pytree.unflatten(call, self.tensors, partial(_output, outputs)))
 
     def after(self, outputs: Sequence[Any], num_calls: int, trees: tuple[Any, ...]) -> "StageInput":
         """The input of the stage after the next `num_calls`, which have returned the last of these `outputs`."""

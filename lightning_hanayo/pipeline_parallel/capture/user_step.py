@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.errors import UnsupportedError
@@ -31,7 +32,7 @@ from lightning_hanayo.pipeline_parallel.batch import Batch, StepFunction
 from lightning_hanayo.pipeline_parallel.capture.between import StandIns
 from lightning_hanayo.pipeline_parallel.capture.block_tracer import MOST_CALLS, BlockTracer
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, functions_on_proxies, user_line
+from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, Proxy, functions_on_proxies, user_line
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import (
     SuspendedCall,
@@ -40,6 +41,7 @@ from lightning_hanayo.pipeline_parallel.capture.threads import (
     current_tracer,
 )
 from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.pytree import OutputReference
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 
 
@@ -113,6 +115,8 @@ class GradientCalls:
         apply = vars(torch.autograd.Function)["apply"]
 
         def checked_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if kind.__module__ == checkpoint.__name__:  # it saves inputs, of which proxies are none
+                args = tuple([OutputReference(one.path, one.block) if type(one) is Proxy else one for one in args])
             return functions_on_proxies(apply.__get__(None, kind), args, kwargs)
 
         _autograd._engine_run_backward = check

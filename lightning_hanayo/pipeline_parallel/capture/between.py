@@ -205,7 +205,8 @@ class StandIns:
 
     def _run(self, index: int | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
-        with self._mode:
+        # hooks of a checkpoint around the call must not see tensors of this run
+        with self._mode, torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             given = [spec.fake() for spec in specs]
             outputs = iter(given[num_tensors:])
             args, kwargs, *named = pytree.unflatten(call, given, lambda *_: next(outputs))

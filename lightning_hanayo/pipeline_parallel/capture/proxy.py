@@ -78,7 +78,11 @@ class Proxy(Valueless, OutputReference):
 
     __slots__ = ("__weakref__",)
     __hash__ = object.__hash__
-    __class__ = property(lambda self: torch.Tensor)  # code asks isinstance(x, Tensor)
+
+    @property
+    def __class__(self) -> Any:
+        """A tensor, for code that asks isinstance(x, Tensor); but torch's checkpoint must not save it."""
+        return Proxy if sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint" else torch.Tensor
 
     def __repr__(self) -> str:
         return f"Proxy{list(self.path) or ''}"

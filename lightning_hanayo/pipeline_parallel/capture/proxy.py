@@ -73,16 +73,12 @@ for _name in _OPERATORS:
 class Proxy(Valueless, OutputReference):
     """The part at `path` of output number `block`, of which this rank has no value.
 
-    It is used like a tensor: the step's tracer records functions of torch that are called with it.
+    It is used like a tensor: the step's tracer records functions of torch that are called with it. It doesn't claim to
+    be one: torch's C++ code would take any object whose `__class__` is Tensor for a tensor's memory.
     """
 
     __slots__ = ("__weakref__",)
     __hash__ = object.__hash__
-
-    @property
-    def __class__(self) -> Any:
-        """A tensor, for code that asks isinstance(x, Tensor); but torch's checkpoint must not save it."""
-        return Proxy if sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint" else torch.Tensor
 
     def __repr__(self) -> str:
         return f"Proxy{list(self.path) or ''}"

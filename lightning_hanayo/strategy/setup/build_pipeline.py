@@ -447,6 +447,7 @@ def build_stages(
 def _without_values(cube: Cube | None, block: nn.Module) -> tuple[nn.Module, Mapping[torch.Tensor, tuple[int, ...]]]:
     """A copy of a block without values, and the whole shapes of the parameters of which ranks have parts."""
     copied = MetaCopy(block).modules[""]
+    forward_patch.unpatch_blocks([copied])  # before the cube's own changes are undone, which came first
     return copied, {} if cube is None else cube.undo_in_copy(block, copied)
 
 

@@ -45,7 +45,7 @@ def test_a_path_finds_its_subtree() -> None:
 
 def test_what_needs_no_value_is_allowed() -> None:
     proxy = Proxy((1,), 2)
-    assert proxy is not None and isinstance(proxy, torch.Tensor) and len({proxy, proxy}) == 1
+    assert proxy is not None and not isinstance(proxy, torch.Tensor) and len({proxy, proxy}) == 1
     assert repr(proxy) == "Proxy[1]" and f"{proxy}"
     assert not hasattr(proxy, "__array__")
     for duplicate in (copy.copy(proxy), copy.deepcopy(proxy), pickle.loads(pickle.dumps(proxy))):

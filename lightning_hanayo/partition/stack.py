@@ -3,16 +3,17 @@
 layers = ModuleList(block, block, ...)                  "layers"
 layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
 net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
+two lists of as many modules                            "a+b"            a[0], b[0], a[1], b[1], ...: lists in turn
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import ge
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
@@ -107,7 +108,7 @@ class Calls:
             yield
 
     def pass_through(self, stack: Stack) -> bool:
-        """Whether the blocks are called in order, each on the output of the one before, in one pass or several.
+        """Whether the blocks are called in order, each on what becomes of the output of the one before, once or often.
 
         Blocks of one class may be left out, as by layer drop, which draws others in each step.
         """
@@ -117,7 +118,7 @@ class Calls:
         if num_called < (2 if stack.is_uniform else len(stack)):
             return False
         return all(
-            now == own[0][0] if now <= before else not made.keys().isdisjoint(given)
+            now == own[0][0] if now <= before else not made.keys().isdisjoint(given) or _derives(given, made)
             for (before, _, made), (now, given, _) in pairwise(own)
         )
 
@@ -126,8 +127,25 @@ def _objects(value: Any) -> dict[int, Any]:
     return {id(leaf): leaf for leaf in tree_leaves(value) if not isinstance(leaf, bool | int | float | str | None)}
 
 
+def _derives(given: Mapping[int, Any], made: Mapping[int, Any]) -> bool:
+    """Whether one of the given tensors was computed from one of those that were made, by autograd's graph."""
+    wanted, waiting = (
+        [one.grad_fn for one in some.values() if isinstance(one, Tensor) and one.grad_fn is not None]
+        for some in (made, given)
+    )
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node in wanted:
+            return True
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
 def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = None) -> Stack:
-    """The `ModuleList` or `Sequential` called `name`, whose blocks may differ.
+    """The `ModuleList` or `Sequential` called `name`, whose blocks may differ; or several, with "+" between names.
 
     Without a name: the outermost list of two or more blocks of one class, or three or more of them in a row among
     other modules of a `Sequential`; of these the one that has the most parameters, a frozen one only if all are frozen.
@@ -139,7 +157,9 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
         UnsupportedError: the stack contains one module twice, or lists, which no code calls.
     """
     lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
-    if name is not None and name in lists:
+    if name is not None and "+" in name:
+        stack = _in_turn(model, name, lists)
+    elif name is not None and name in lists:
         stack = _whole(lists[name], name)
     elif name is not None:
         found = _stacks(model)
@@ -304,6 +324,30 @@ def _whole(module: nn.Module, name: str) -> Stack:
     while named and all(isinstance(block, nn.ModuleList) for _, block in named):
         named = [child for path, block in named for child in _children(block, path)]
         name = f"{name.removesuffix('[*]')}[*]"
+    return Stack(name, tuple(block for _, block in named), tuple(path for path, _ in named))
+
+
+def _in_turn(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> Stack:
+    """The modules of several lists: those at the first position of each, then those at the second, and so on.
+
+    A list at such a position counts as its modules.
+    """
+    rows = []
+    for one in name.split("+"):
+        if one not in lists:
+            hint = nearest(one, set(lists))
+            raise HanayoError(f"blocks: {one!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
+        rows.append(_children(lists[one], one))
+    if len(sizes := {len(row) for row in rows}) > 1:
+        raise HanayoError(f"blocks: the lists {name} have {sorted(sizes)} modules, but one of each makes a block")
+    pending = [child for position in zip(*rows, strict=True) for child in position]
+    named: list[tuple[str, nn.Module]] = []
+    while pending:
+        path, block = pending.pop(0)
+        if isinstance(block, nn.ModuleList):
+            pending[:0] = _children(block, path)
+        else:
+            named.append((path, block))
     return Stack(name, tuple(block for _, block in named), tuple(path for path, _ in named))
 
 

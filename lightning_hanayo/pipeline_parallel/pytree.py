@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from inspect import unwrap
+from itertools import count
 from math import copysign
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -43,7 +44,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class OutputReference:
-    """Refers to the part at `path` of the output of block number `block`, which is not known here."""
+    """Refers to the part at `path` of output number `block`, which is not known here."""
 
     __slots__ = ("block", "path")
     block: int
@@ -71,6 +72,8 @@ class Flattener:
             UnsupportedError: a value in it can't be sent; the message gives its path and type.
         """
         kind = type(tree)
+        if issubclass(kind, OutputReference):  # one that user code takes for a tensor
+            return ("proxy", tree.block, tree.path)
         if isinstance(tree, Tensor):
             is_wrapper = type(tree) is not Tensor and is_traceable_wrapper_subclass(tree)
             if is_wrapper or tree.layout is not torch.strided or tree.is_nested:  # its values aren't one array
@@ -82,8 +85,6 @@ class Flattener:
         if kind in _PLAIN:
             sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
             return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
-        if isinstance(tree, OutputReference):
-            return ("proxy", tree.block, tree.path)
         if kind is tuple or kind is list:
             parts = [self.flatten(item, f"{what}[{i}]", is_argument=is_argument) for i, item in enumerate(tree)]
             return (kind.__name__, *parts)
@@ -241,6 +242,21 @@ def map_leaves(skeleton: Skeleton, change: Callable[[Skeleton], Skeleton]) -> Sk
             return ("dict", *((map_leaves(key, change), map_leaves(value, change)) for key, value in parts))
         case _:
             return skeleton
+
+
+def map_nodes(skeleton: Skeleton, change: Callable[[int, Skeleton], Skeleton]) -> Skeleton:
+    """The skeleton with `change` applied to each node and its number, in the order of `nodes`."""
+    numbers = count()
+
+    def walk(node: Skeleton) -> Skeleton:
+        kind, *parts = node = change(next(numbers), node)
+        if kind == "dict":
+            return ("dict", *((walk(key), walk(value)) for key, value in parts))
+        if kind in ("object", "shared"):
+            return (kind, parts[0], walk(parts[1]))
+        return (kind, *map(walk, parts)) if kind in ("tuple", "list") else node
+
+    return walk(skeleton)
 
 
 def tensor_indices(skeleton: Skeleton) -> list[int]:
@@ -464,6 +480,11 @@ KINDS = {
         ObjectKind("class", lambda value: isinstance(value, type), _class_place,
                    lambda place: _named(import_module(place[0]), place[1])),
         ObjectKind("UserDict", lambda value: isinstance(value, UserDict), _user_dict_parts, _user_dict_of),
+        ObjectKind("slice", lambda value: isinstance(value, slice), lambda s: (s.start, s.stop, s.step),
+                   lambda parts: slice(*parts)),
+        ObjectKind("Ellipsis", lambda value: value is ..., lambda _: (), lambda _: ...),
+        ObjectKind("layout", lambda value: isinstance(value, (torch.layout, torch.memory_format)),
+                   lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
         ObjectKind("device", lambda value: isinstance(value, torch.device), lambda d: d.type, torch.device),
     )
 }  # fmt: skip

@@ -29,6 +29,9 @@ from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import default_generator, mix, seed_of
 
+_BEFORE_BLOCK = 1
+"""mixed into the seed of a block: that of the code in front of it"""
+
 
 class RandomStreams:
     """The random streams of one rank.
@@ -110,6 +113,11 @@ class RandomStreams:
         if self.is_active:
             seed = mix(self._seed, index)
             self._start(mix(seed, self._pass_number) if self._pass_number else seed)
+
+    def begin_code_before(self, index: int) -> None:
+        """Start the stream of the code in front of block `index`, behind another one."""
+        if self.is_active:
+            self._start(mix(mix(mix(self._seed, index), self._pass_number), _BEFORE_BLOCK))
 
     def block(self, index: int, *, repeats: bool = False) -> AbstractContextManager[Any]:
         """Let block `index` use its own stream inside a `with` statement; then its caller continues the earlier one.

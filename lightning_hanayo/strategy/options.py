@@ -130,7 +130,10 @@ class Options:
         self._names("cube_exclude", "('experts',)")
         blocks: Any = self.blocks
         if blocks is not None and (not isinstance(blocks, str) or not blocks):
-            raise HanayoError(f"blocks={blocks!r}: expected the name of the block stack, 'model.layers', or None")
+            raise HanayoError(
+                f"blocks={blocks!r}: expected the name of the block stack, 'model.layers', names of lists whose blocks "
+                f"are called in turn, or None"
+            )
         self._check_balance()
         self._check_timeout()
         self._check_batch_rule()

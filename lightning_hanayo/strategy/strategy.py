@@ -79,7 +79,8 @@ class HanayoStrategy(CheckpointingStrategy):
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
             class that has the most parameters, or such blocks in a row in a `Sequential`; where it could be one of
-            several lists, one that the step calls.
+            several lists, one that the step calls. Several names, or "a+b": lists of as many modules, which are called
+            in turn, a[0], b[0], a[1], b[1]; a list in such a list counts as its modules.
         loss_weight: a micro-batch's weight in the mean loss, where steps run per micro-batch: "samples", "tokens"
             (labels that aren't -100; of causal models of transformers those that the model counts), "shifted_tokens"
             (the same without each sequence's first label, `labels[..., 1:]`), or a function of the micro-batch that
@@ -185,7 +186,7 @@ class HanayoStrategy(CheckpointingStrategy):
         cube: int | tuple[int, int, int] = 1,
         data_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int | Literal["auto"] = "auto",
-        blocks: str | None = None,
+        blocks: str | Sequence[str] | None = None,
         loss_weight: Literal["auto", "samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float] = "auto",
         activation_budget: float | None = None,
         cube_outside: Literal["share", "replicate", "tokens"] = "share",
@@ -220,7 +221,8 @@ class HanayoStrategy(CheckpointingStrategy):
         measure_memory: bool = False,
         layout: str | Path | None = None,
     ) -> None:
-        arguments = with_layout(locals() | {"costs": costs_from(costs)})
+        name = "+".join(blocks) if isinstance(blocks, (list, tuple)) else blocks
+        arguments = with_layout(locals() | {"costs": costs_from(costs), "blocks": name})
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._stops_on_signal: StopsOnSignal | None = None
         self._accumulates = False

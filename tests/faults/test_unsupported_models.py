@@ -1,9 +1,10 @@
 """Unsupported models that only a running step can detect: the error names the feature, and no rank hangs.
 
-Supported is:  for block in blocks: x = block(x)         in order, nothing in between, no context but no_grad around it
+Supported is:  for block in blocks: x = block(x)     in order, functions of torch in between, no context but no_grad
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,38 @@ class Between(models.MLP):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
         for block in self.blocks:
-            x = block(x) * 2
+            x = block(x)
+            x = x * 2 if x.sum() > 0 else x
+        return self.head(x)
+
+
+class Reversed(models.MLP):
+    """Gradients are reversed between blocks."""
+
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return -gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = self.Reverse.apply(block(x))
+        return self.head(x)
+
+
+class ChangesArgument(models.MLP):
+    """A tensor is changed in place that was used between blocks before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, offset = self.embedding(x), torch.zeros(models.WIDTH)
+        for block in self.blocks:
+            x = block(x) + offset
+            offset += 1
         return self.head(x)
 
 
@@ -46,7 +78,9 @@ class Skipped(models.MLP):
 REFUSED = {
     "inference mode around the stack": (InferenceMode, "context"),
     "no pass through the stack": (NoPass, "0 of the 8 blocks"),
-    "code between the blocks": (Between, "between two blocks"),
+    "a branch on values between blocks": (Between, "__bool__.*before blocks"),
+    "a function of autograd between blocks": (Reversed, "apply.*before blocks"),
+    "a change in place between blocks": (ChangesArgument, "changes a tensor in place"),
     "a penalty on the blocks": (Penalty, "weight_decay"),
     "a batch without a loss": (Skipped, "loss"),
 }

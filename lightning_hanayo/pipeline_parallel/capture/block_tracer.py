@@ -5,14 +5,16 @@
                                      proxy     the stage input, returns the stack's output
 
 The blocks of stage 0 run where they are called, in the step's thread. The calls of the others are recorded, until the
-last one suspends the step. Code in between that uses their outputs raises an error (`Proxy`). Where no block may run in
-that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that block's output.
+last one suspends the step, and so are functions of torch that the step calls with their outputs (`between`). Where no
+block may run in that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that
+block's output.
 
 After its last block the step may call the first one again: a further pass, with or without gradients, like the first.
 """
 
 import copy
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -23,17 +25,40 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import current_sequence_number, edges_of
+from lightning_hanayo.pipeline_parallel.capture.between import (
+    KEPT,
+    NEEDS_VALUES,
+    OF_STEP,
+    StandIns,
+    Value,
+    mapped,
+    name_of,
+    with_indices,
+)
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import randomness_of, run_block, run_original
-from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, Valueless, proxies_like, user_line
+from lightning_hanayo.pipeline_parallel.capture.proxy import (
+    SKIPPED_BLOCKS,
+    Proxy,
+    Valueless,
+    proxies_like,
+    subtree,
+    user_line,
+)
 from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, StageInput
-from lightning_hanayo.pipeline_parallel.capture.threads import suspend
+from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_state, suspend
 from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.versions import version_of
+
+MOST_CALLS = 1 << 24
+"""of blocks and functions in one pass"""
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class BlockTracer:
@@ -43,8 +68,8 @@ class BlockTracer:
 
     The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry values
     that the step and the blocks store for each other. The step begins in `grad_mode`. Unless it `sends_objects`,
-    arguments are tensors and plain values. `first_numbers` gives each pass a number, which is added to the block
-    numbers of proxies, so that one from another step or pass is known as such.
+    arguments are tensors and plain values. `first_numbers` gives each pass a number, from which on its outputs are
+    numbered, so that a proxy from another step or pass is known as such. `stand_ins` tell what isn't here.
     """
 
     def __init__(
@@ -57,6 +82,7 @@ class BlockTracer:
         grad_mode: bool = True,
         sends_objects: bool = True,
         first_numbers: Iterator[int] | None = None,
+        stand_ins: StandIns | None = None,
     ) -> None:
         self._blocks = blocks
         self._index_of = {id(block): i for i, block in enumerate(blocks)}
@@ -64,7 +90,8 @@ class BlockTracer:
         self._name = name
         self._grad_mode = grad_mode
         self._sends_objects = sends_objects
-        self._first_numbers = first_numbers or count(0, len(blocks))
+        self._first_numbers = first_numbers or count(0, MOST_CALLS)
+        self._stand_ins = stand_ins or StandIns(blocks)
         self.pass_number = -1
         self.line = ""
         """the user's line that calls the stack, in passes other than a usual step's"""
@@ -76,6 +103,8 @@ class BlockTracer:
         """where the gradients of the tensors enter that the stack has got from the step"""
         self.received: list[Any] = []
         """trees that the step has got from the stack"""
+        self.kept: dict[tuple[int, tuple[Any, ...]], Any] = {}
+        """by number and path: outputs in the middle of the stack, once they are here"""
         self._carriers = carriers
         self._trees: tuple[Any, ...] = ()
         self._begin_pass()
@@ -87,7 +116,14 @@ class BlockTracer:
         self._nested: list[Tensor] = []
         self.has_gradients = self._grad_mode
         self._output: Any = None
+        self._structures: dict[type[nn.Module], Any] = {}
         self._returned = pytree.VALUE
+        self._autocast = autocast_state()
+        self._position = 0
+        self._of_last_block = -1
+        self._described: dict[int, tuple[int, pytree.Skeleton, list[Tensor]]] = {}
+        self._values: dict[int, Any] = {}
+        self._proxies: list[weakref.ref[Proxy]] = []
         self._numbered: list[Any] = []
         self._forget_calls()
         self._has_left = False
@@ -98,6 +134,7 @@ class BlockTracer:
         self._flattener = pytree.Flattener(self._numbered if shares else None)
         self._calls: dict[pytree.Skeleton, int] = {}
         self._call_of_block: list[int] = []
+        self._versions: list[int] = []
 
     @property
     def is_between_passes(self) -> bool:
@@ -114,6 +151,11 @@ class BlockTracer:
 
         Called once during each suspension: the tensors are kept here no longer, so that they go when they are sent.
         """
+        if self._versions != [version_of(tensor) for tensor in self._flattener.tensors[: len(self._versions)]]:
+            raise UnsupportedError(
+                f"the step changes a tensor in place that it has passed to a block of {self._name} before, or has used "
+                f"between two blocks: they run later, on other ranks, and would see the change. Change a copy of it."
+            )
         recorded = tuple(self._call_of_block)
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
         carried = self._flattener.flatten(self._trees, "what the step stores")
@@ -154,8 +196,11 @@ class BlockTracer:
             return self._run_or_record(block, index, args, kwargs)
 
     def _run_or_record(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position, self._position = self._position, self._position + 1
+        self._of_last_block = position
         if index < self._num_local:
             output = self._output = run_original(block, *args, **kwargs)
+            self._structures[type(block)] = _without_tensors(output)
         else:
             if index == self._num_local:
                 self._carriers.begin_recording(self._numbered)
@@ -166,15 +211,143 @@ class BlockTracer:
                 ("dict", *((("plain", "str", key), self._argument(index, arg, f"argument {key!r} of {name}"))
                            for key, arg in kwargs.items())),
             )  # fmt: skip
-            self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
+            self._record(call)
+            self._described[position] = index, call, self._flattener.tensors
             if index == 0:
                 self._output = self._suspend()
-            output = proxies_like(self._output, self._first_number + index)
-            self._returned = pytree.structure_of(self._output)
+                self._structures[type(block)] = _without_tensors(self._output)
+            if self.num_called < len(self._index_of):
+                output = self._output_of(block, position)
         if self.num_called < len(self._index_of):
             return output
+        kept = self._keep(position)
+        self._described.clear()
+        self._values.clear()
         self.sequence_number = current_sequence_number()
-        return self._suspend()
+        made = self._suspend()
+        if not kept:
+            return made
+        made, *values = made
+        self.kept.update(zip(kept, values, strict=True))
+        return made
+
+    def _keep(self, position: int) -> list[tuple[int, tuple[Any, ...]]]:
+        """Ask for the values of all outputs that the step still has, if it computes with them. Returns these."""
+        if not any(len(call) > 3 for call in self._calls):
+            return []
+        alive = [found for one in self._proxies if (found := one()) is not None]
+        kept = list(dict.fromkeys((one.block, one.path) for one in alive))
+        values = (Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept))
+        call = self._flattener.flatten((values, {}, KEPT, None))
+        self._record(pytree.map_leaves(call, partial(self._relative, position + 1, "")))
+        return kept
+
+    def _record(self, call: pytree.Skeleton) -> None:
+        self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
+        self._versions += map(version_of, self._flattener.tensors[len(self._versions) :])
+
+    def _output_of(self, block: nn.Module, position: int) -> Any:
+        """Proxies for the output of a block: as of one of its class that is here, else as it is without values."""
+        structure, number = self._structures.get(type(block)), self._first_number + position
+        made = None
+        if structure is None or any(type(leaf) in _PLAIN[1:] for leaf in tree_leaves(structure)):
+            try:
+                structure = self._structures[type(block)] = self._values_at(position)
+                made = mapped(structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number))
+            except UnsupportedError:
+                structure = self._output
+        one_class = len({type(one) for one in self._blocks}) == 1
+        self._returned = pytree.structure_of(self._output) if one_class else pytree.VALUE
+        return self._noted(proxies_like(structure, number) if made is None else made)
+
+    def _noted(self, made: Any) -> Any:
+        self._proxies += [weakref.ref(one) for one in tree_leaves(made) if type(one) is Proxy]
+        return made
+
+    def _values_at(self, position: int) -> Any:
+        """What is known of an output on another rank: a tree with a `Value` for each tensor."""
+        if position not in self._values:
+            index, call, tensors = self._described[position]
+            made, given = self._stand_ins.run(index, call, tensors, partial(self._value, position))
+            self._values[position] = made.values(given, position)
+        return self._values[position]
+
+    def _value(self, position: int, path: tuple[Any, ...], distance: int) -> Value:
+        """What is known of an output in a call."""
+        found: Value = subtree(self._values_at(position - 1 - distance), path)
+        return found
+
+    def on_function(self, proxy: Any, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record a function of torch that the step calls with a proxy between two blocks.
+
+        Returns what it makes: proxies for tensors; or its answer about shapes and the like, which isn't recorded.
+
+        Raises:
+            UnsupportedError: it needs values, or acts on something else than its result.
+        """
+        if self.is_between_passes:
+            return function(*tree_map(self._from_kept, args), **tree_map(self._from_kept, kwargs))
+        name, grad = name_of(function), torch.is_grad_enabled()
+        shown = getattr(function, "__name__", str(function)) if name is None else name.removeprefix("torch.")
+        if name is None or not self._sends_objects:
+            return proxy.refuse(shown)
+        position, autocast = self._position, autocast_state()
+        modes = None if (grad, autocast) == (self.has_gradients, self._autocast) else (grad, autocast)
+        tensors = self._flattener.tensors
+        call = self._function_call(position, args, kwargs, name, modes)
+        asked = call
+        if name in ("torch.Tensor.__getitem__", "torch.Tensor.__setitem__"):
+            asked = self._function_call(position, with_indices(args), kwargs, name, modes)
+        try:
+            made, given = self._stand_ins.run(None, asked, tensors, partial(self._value, position))
+        except NEEDS_VALUES:
+            proxy.refuse(shown)
+        changed = [(given[i], spec) for i, spec in made.changed]
+        for value, spec in changed:
+            self._check_change(value, proxy, shown)
+            value.spec = spec
+        if not made.specs and not changed:
+            return made.tree
+        self._record(call)
+        self._position += 1
+        self._values[position] = made.values(given, position)
+        first = self._first_number
+        return self._noted(
+            mapped(
+                self._values[position],
+                lambda leaf, path: Proxy(path, first + position) if isinstance(leaf, Value) else leaf,
+            )
+        )
+
+    def _from_kept(self, leaf: Any) -> Any:
+        if type(leaf) is not Proxy:
+            return leaf
+        if (leaf.block, leaf.path) not in self.kept:
+            leaf.refuse("after the stack")
+        return self.kept[leaf.block, leaf.path]
+
+    def _function_call(
+        self, position: int, args: Any, kwargs: dict[str, Any], name: str, modes: tuple[bool, Autocast] | None
+    ) -> pytree.Skeleton:
+        tree = (tuple(args), kwargs, name, modes)
+        call = self._flattener.flatten(tree, f"an argument of {name}", is_argument=True)
+        return pytree.map_leaves(call, partial(self._relative, position, f"an argument of {name}"))
+
+    def _check_change(self, value: Value, proxy: Any, shown: str) -> None:
+        """Check that others see a change in place.
+
+        Raises:
+            UnsupportedError: it is of a tensor that the step has, or of which there may be a view on another rank.
+        """
+        if value.storage is OF_STEP:
+            proxy.refuse(f"{shown}, which changes a tensor of the step in place")
+        for position in range(self._position):
+            if position not in self._described and position not in self._values:
+                continue  # it is here
+            for other in tree_leaves(self._values_at(position)):
+                is_view = isinstance(other, Value) and other is not value and other.storage is value.storage
+                if is_view and min(other.position, value.position) <= self._of_last_block:
+                    proxy.refuse(f"{shown}, which changes something in place that other values are views of")
 
     def _suspend(self) -> Any:
         """Suspend the step; return the output with which the main thread resumes it. Carried trees come with it."""
@@ -189,6 +362,7 @@ class BlockTracer:
         if pytree.is_cache(value):
             value = cache_for(self._blocks[index], value)
         skeleton = self._flattener.flatten(value, what, is_argument=True)
+        position = self._position - 1
         if not self._sends_objects and any(n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)):
             raise UnsupportedError(
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
@@ -197,18 +371,18 @@ class BlockTracer:
             )
         if skeleton[0] in ("tensor", "plain"):
             return skeleton
-        return pytree.map_leaves(skeleton, partial(self._relative, index, what))
+        return pytree.map_leaves(skeleton, partial(self._relative, position, what))
 
-    def _relative(self, index: int, what: str, leaf: pytree.Skeleton) -> pytree.Skeleton:
-        """Give a proxy in a call of block `index` the number of blocks between the two: 0 for the output before it.
+    def _relative(self, position: int, what: str, leaf: pytree.Skeleton) -> pytree.Skeleton:
+        """Give a proxy in the call at `position` the number of calls between the two: 0 for the output before it.
 
         Raises:
             UnsupportedError: the proxy stands for an output in another pass or step.
         """
         if leaf[0] != "proxy":
             return leaf
-        distance = self._first_number + index - 1 - leaf[1]
-        if not 0 <= distance < index:
+        distance = self._first_number + position - 1 - leaf[1]
+        if not 0 <= distance < position:
             raise UnsupportedError(
                 f"{what} is the output of a block in another pass or step, which is on another rank. Let "
                 f"the block store the value as an attribute (self.value = x.detach())."
@@ -232,6 +406,10 @@ class BlockTracer:
                 )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()
+
+
+def _without_tensors(output: Any) -> Any:
+    return mapped(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
 
 
 class FilledElsewhere(Valueless):

@@ -84,7 +84,22 @@ class StandIn:
         for one in given:
             one.requires_grad_(self._has_gradients and one.is_floating_point())
         self.tensors += given
-        self.output = pytree.unflatten(skeleton, given)
+        self.output = output = pytree.unflatten(skeleton, given)
+        stage_input = StageInput.from_message(calls)
+        if stage_input.num_blocks < len(stage_input.call_of_block):  # code between blocks, after each the same output
+            blocks = [_Returns(output) for _ in range(stage_input.num_blocks)]
+            self.output = stage_input.after([output], 0, ()).run(blocks, is_last=True).output
+
+
+class _Returns(nn.Module):
+    """A block that returns always the same."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output
 
 
 @dataclass

@@ -152,6 +152,13 @@ def randomness_of(block: nn.Module) -> BlockRandomness | None:
     return vars(block).get(_RANDOMNESS)
 
 
+def begin_code_before(block: nn.Module) -> None:
+    """Start the random stream of the code between the block before this one and this one, on the block's stage."""
+    randomness = randomness_of(block)
+    if randomness is not None:
+        randomness.streams.begin_code_before(randomness.index)
+
+
 def _original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = getattr(block, _ORIGINAL)
     return original(*args, **kwargs) if original is not None else type(block).forward(block, *args, **kwargs)

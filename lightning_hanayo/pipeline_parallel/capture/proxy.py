@@ -1,12 +1,13 @@
 """The proxy: stands for a block's output in the user's step while the block runs on another rank.
 
-The user's code may pass a proxy to the next block, or take it out of a tuple. Any operation that needs its value raises
-an error that names the user's line.
+The user's code may pass a proxy to the next block, take it out of a tuple, or call functions of torch with it, which
+the tracer records. What needs its value raises an error that names the user's line.
 """
 
 import linecache
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -50,10 +51,8 @@ class Valueless:
         super().__setattr__(name, value)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        values = (*args, *(kwargs or {}).values())
-        found = (x for value in values for x in (value if isinstance(value, (list, tuple)) else [value]))
-        next(x for x in found if isinstance(x, Valueless)).refuse(getattr(function, "__name__", str(function)))
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _first_in((*args, *(kwargs or {}).values())).refuse(getattr(function, "__name__", str(function)))
 
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for a use of the value."""
@@ -72,32 +71,85 @@ for _name in _OPERATORS:
 
 
 class Proxy(Valueless, OutputReference):
-    """The part at `path` of the output of block number `block`, of which this rank has no value."""
+    """The part at `path` of output number `block`, of which this rank has no value.
 
-    __slots__ = ()
+    It is used like a tensor: the step's tracer records functions of torch that are called with it. It doesn't claim to
+    be one: torch's C++ code would take any object whose `__class__` is Tensor for a tensor's memory.
+    """
+
+    __slots__ = ("__weakref__",)
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"Proxy{list(self.path) or ''}"
 
+    def __reduce__(self) -> Any:
+        return Proxy, (self.path, self.block)
+
+    def __getattr__(self, name: str) -> Any:
+        found = None if name in ("__array__", "__deepcopy__") else getattr(torch.Tensor, name, None)
+        if found is None or type(found).__name__ == "_DisabledTorchFunctionImpl":
+            return super().__getattr__(name)
+        if not callable(found):
+            return _recorded(self, found.__get__, (self,))
+        return lambda *args, **kwargs: _recorded(self, found, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _recorded(_first_in((*args, *(kwargs or {}).values())), function, args, kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
     def refuse(self, operation: str) -> NoReturn:
-        """Raise the error for code between two blocks that needs a value. It names the user's line."""
+        """Raise the error for code that needs a value. It names the user's line."""
         tracer = current_tracer()
         if tracer is None or tracer.is_between_passes:
-            where = ""
-            way_out = (
-                "Let the block store it as an attribute (self.value = x), which the step may read after the stack."
+            why = (
+                ", but it is on another pipeline stage: of the stack's outputs only the last block's comes back to the "
+                "step. Let the block store it as an attribute (self.value = x), which the step may read after the "
+                "stack."
             )
         else:
-            where = f" before {tracer.next_block} is called"
-            way_out = (
-                f"Move code between two blocks into the block, or name another stack with HanayoStrategy(blocks=...). "
-                f"{SKIPPED_BLOCKS}"
+            why = (
+                f" before {tracer.next_block} is called, but its values are on another pipeline stage. Functions of "
+                f"torch whose result doesn't decide what the step does next may stand between two blocks. Move other "
+                f"code into the block, or name another stack with HanayoStrategy(blocks=...). {SKIPPED_BLOCKS}"
             )
-        raise UnsupportedError(
-            f"{user_line()} uses the output of a block ({operation}){where}, but it is on another pipeline stage: of "
-            f"the stack's outputs only the last block's comes back to the step. {way_out}"
-        )
+        raise UnsupportedError(f"{user_line()} uses the output of a block ({operation}){why}")
+
+
+def _recorded(proxy: Proxy, function: Any, args: Any, kwargs: Any = None) -> Any:
+    """Record a function that is called with a proxy, and return proxies for its result; or its answer."""
+    tracer = current_tracer()
+    if tracer is None:
+        proxy.refuse(getattr(function, "__name__", str(function)))
+    return tracer.on_function(proxy, function, args, kwargs or {})
+
+
+def functions_on_proxies(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function that doesn't know `__torch_function__`; with a proxy only where its value is here."""
+    proxy = next((one for one in (*args, *kwargs.values()) if type(one) is Proxy), None)
+    return function(*args, **kwargs) if proxy is None else _recorded(proxy, function, args, kwargs)
+
+
+def _first_in(values: Sequence[Any]) -> Any:
+    found = (x for value in values for x in (value if isinstance(value, (list, tuple)) else [value]))
+    return next(x for x in found if isinstance(x, Valueless) or type(x) is Proxy)
+
+
+def _recorded_operator(name: str) -> Any:
+    function = getattr(torch.Tensor, name)
+
+    def operator(self: Proxy, *args: Any) -> Any:
+        return _recorded(self, function, (self, *args))
+
+    return operator
+
+
+for _name in _OPERATORS:
+    if hasattr(torch.Tensor, f"__{_name}__") and _name not in ("iter", "contains"):
+        setattr(Proxy, f"__{_name}__", _recorded_operator(f"__{_name}__"))
 
 
 class Unavailable(Valueless):
@@ -133,7 +185,7 @@ def user_line() -> str:
 
 
 def proxies_like(tree: Any, block: int, path: tuple[Any, ...] = ()) -> Any:
-    """Return proxies for the output of `block` in the containers of `tree`, so that tuples can be unpacked."""
+    """Return proxies for output number `block` in the containers of `tree`, so that tuples can be unpacked."""
     if type(tree) in (tuple, list):
         return type(tree)(proxies_like(item, block, (*path, i)) for i, item in enumerate(tree))
     if isinstance(tree, dict):

@@ -2,7 +2,7 @@
 
     output_skeleton    the output of the block before                       a tree
     calls              the distinct calls of the blocks still to come       (args, kwargs), with proxies for that output
-    call_of_block      for each block still to come, the index of its call
+    call_of_block      for each block still to come, and each function between them, the index of its call
     sequence_length    of the whole sequences; 0 if no block uses it
     returned           the structure that the step takes for the output of the blocks still to come, with every None
     carried            values that the step and earlier blocks leave for others: a tree for each carrier
@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
+from lightning_hanayo.pipeline_parallel.capture import between
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, BlockRun, Carriers
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import begin_code_before
 from lightning_hanayo.pipeline_parallel.capture.proxy import subtree
 from lightning_hanayo.pipeline_parallel.message import Message
 
@@ -68,6 +70,11 @@ class StageInput(NamedTuple):
         """The carried trees."""
         return pytree.unflatten(self.carried, self.tensors)  # type: ignore[no-any-return]
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks still to come."""
+        return sum(is_block(self.calls[call]) for call in self.call_of_block)
+
     def run(
         self, blocks: Sequence[nn.Module], carriers: Carriers = NO_CARRIERS, *, is_last: bool | None = None
     ) -> "StageInput":
@@ -80,13 +87,21 @@ class StageInput(NamedTuple):
         """
         if not blocks:
             return self
-        run = BlockRun(blocks, len(blocks) == len(self.call_of_block) if is_last is None else is_last)
+        waiting = [self.calls[call] for call in self.call_of_block]
+        run = BlockRun(blocks, len(blocks) == self.num_blocks if is_last is None else is_last)
         trees, outputs, shared = self.trees, [self.output], _SharedDictionaries(self.calls, run)
         begun = carriers.begin_blocks(trees, run)
+        calls = iter(waiting)
         try:
-            for block, call in zip(blocks, self.call_of_block, strict=False):
-                args, kwargs = pytree.unflatten(self.calls[call], self.tensors, partial(_output, outputs), shared)
-                watch = shared.watch(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else None
+            for block in blocks:
+                call = next(calls)
+                if not is_block(call):
+                    begin_code_before(block)
+                while not is_block(call):
+                    outputs.append(self._run_function(call, outputs))
+                    call = next(calls)
+                args, kwargs = pytree.unflatten(call, self.tensors, partial(_output, outputs), shared)
+                watch = shared.watch(block, call, args, kwargs) if _changeable(call) else None
                 with watch or _UNCHECKED:
                     outputs.append(block(*args, **kwargs))
                 if self.returned == pytree.VALUE or run.is_last and block is blocks[-1]:
@@ -102,14 +117,18 @@ class StageInput(NamedTuple):
             carriers.abandon_blocks(begun)
             raise
         run.output = outputs[-1]
-        return self.after(outputs, len(blocks), carriers.end_blocks(trees, run, begun))
+        outputs += [self._run_function(call, outputs) for call in calls if run.is_last]
+        return self.after(outputs, len(outputs) - 1, carriers.end_blocks(trees, run, begun))
 
-    def after(self, outputs: Sequence[Any], num_blocks: int, trees: tuple[Any, ...]) -> "StageInput":
-        """The input of the stage after the next `num_blocks`, which have returned the last of these `outputs`."""
+    def _run_function(self, call: pytree.Skeleton, outputs: Sequence[Any]) -> Any:
+        return between.run(*pytree.unflatten(call, self.tensors, partial(_output, outputs)))
+
+    def after(self, outputs: Sequence[Any], num_calls: int, trees: tuple[Any, ...]) -> "StageInput":
+        """The input of the stage after the next `num_calls`, which have returned the last of these `outputs`."""
         flattener = pytree.Flattener()
         skeleton = flattener.flatten(outputs[-1], "the output of a block")
         carried = flattener.flatten(trees, "what a block stores")
-        remaining = self.call_of_block[num_blocks:]
+        remaining = self.call_of_block[num_calls:]
         skipping = {
             leaf: flattener.flatten(_output(outputs, leaf[2], leaf[1]), "the output of a block")
             for leaf in _ending(self.calls, remaining)
@@ -124,6 +143,11 @@ class StageInput(NamedTuple):
 def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any:
     """The part at `path` of an output, by the number of outputs after it."""
     return subtree(outputs[-1 - distance], path)
+
+
+def is_block(call: pytree.Skeleton) -> bool:
+    """Whether it is the call of a block: that of a function has its name, too."""
+    return len(call) == 3
 
 
 class _SharedDictionaries:

@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from lightning_hanayo.errors import UnsupportedError
 
 _DEVICES = ("cpu", "cuda")
-_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 """by device: whether it is enabled, and its dtype"""
 
 
@@ -37,7 +37,7 @@ class ThreadState:
 
     grad_mode: bool
     inference_mode: bool
-    autocast: _Autocast
+    autocast: Autocast
     autocast_cache: bool
     sdpa_kernels: tuple[bool, ...]
     matmul_precision: tuple[str, ...]
@@ -58,7 +58,7 @@ class ThreadState:
         return ThreadState(
             grad_mode=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
-            autocast=_autocast(),
+            autocast=autocast_state(),
             autocast_cache=torch.is_autocast_cache_enabled(),
             sdpa_kernels=(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
             matmul_precision=tuple("ieee" if one == "none" else one for one in chosen),  # "none": not chosen yet
@@ -73,8 +73,8 @@ class ThreadState:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Set the parts of the state that belong to a thread, in the calling thread."""
-        before, cache, device = _autocast(), torch.is_autocast_cache_enabled(), _default_device()
-        _set_autocast(self.autocast, self.autocast_cache)
+        before, cache, device = autocast_state(), torch.is_autocast_cache_enabled(), _default_device()
+        set_autocast(self.autocast, self.autocast_cache)
         try:
             with (
                 torch.inference_mode(self.inference_mode),
@@ -87,7 +87,7 @@ class ThreadState:
                     torch.cuda.set_stream(self.stream)
                 yield
         finally:
-            _set_autocast(before, cache)
+            set_autocast(before, cache)
 
     def check_unchanged(self) -> None:
         """Compare with the calling thread's state now. Grad mode may be off where it was on: a pass without gradients.
@@ -110,11 +110,13 @@ class ThreadState:
         )
 
 
-def _autocast() -> _Autocast:
+def autocast_state() -> Autocast:
+    """The calling thread's."""
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
 
 
-def _set_autocast(autocast: _Autocast, cache: bool) -> None:
+def set_autocast(autocast: Autocast, cache: bool) -> None:
+    """Set the calling thread's, and whether it caches."""
     for device, enabled, dtype in autocast:
         torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_enabled(device, enabled)

@@ -22,15 +22,17 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch, StepFunction
-from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer
+from lightning_hanayo.pipeline_parallel.capture.between import StandIns
+from lightning_hanayo.pipeline_parallel.capture.block_tracer import MOST_CALLS, BlockTracer
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, user_line
+from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, Proxy, functions_on_proxies, user_line
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import (
     SuspendedCall,
@@ -39,6 +41,7 @@ from lightning_hanayo.pipeline_parallel.capture.threads import (
     current_tracer,
 )
 from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.pytree import OutputReference
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 
 
@@ -84,7 +87,8 @@ class GradientCalls:
         loss.backward()                 rejected: the pipeline runs the backward of all stages
 
     torch.autograd.grad and backward both call `torch.autograd._engine_run_backward`, which is replaced while user code
-    runs. Nothing else runs then: the main thread waits for the step.
+    runs, as is `Function.apply`: torch would pass it proxies as objects without gradients. Nothing else runs then: the
+    main thread waits for the step.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -108,11 +112,20 @@ class GradientCalls:
             self._check(_with_edges(outputs), _with_edges(inputs), accumulates=accumulates, cuts_batch=cuts_batch)
             return run(outputs, *args, **kwargs)
 
+        apply = vars(torch.autograd.Function)["apply"]
+
+        def checked_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if kind.__module__ == checkpoint.__name__:  # it saves inputs, of which proxies are none
+                args = tuple([OutputReference(one.path, one.block) if type(one) is Proxy else one for one in args])
+            return functions_on_proxies(apply.__get__(None, kind), args, kwargs)
+
         _autograd._engine_run_backward = check
+        _autograd.Function.apply = classmethod(checked_apply)
         try:
             yield
         finally:
             _autograd._engine_run_backward = run
+            _autograd.Function.apply = apply
 
     def _check(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, accumulates: bool, cuts_batch: bool
@@ -228,12 +241,14 @@ class UserStep:
     """of the whole model; None: not checked"""
     other_lists: Callable[[], str] = str
     """how an error ends that says that the blocks weren't called: with the lists that could be the stack"""
+    stand_ins: StandIns | None = None
+    """for code between two blocks"""
     _gradient_calls: GradientCalls = field(init=False)
     _calls: SuspendedCalls = field(init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
     _first_numbers: Iterator[int] = field(init=False)
-    """of passes: a number for each of their blocks"""
+    """of the outputs of each pass"""
     _state: ThreadState | None = field(default=None, init=False)
     """in which the steps of the batch begin"""
     _count_hooks: HookCount | None = field(default=None, init=False)
@@ -243,7 +258,8 @@ class UserStep:
     def __post_init__(self) -> None:
         self._gradient_calls = GradientCalls(self.blocks)
         self._calls = SuspendedCalls(cache(self._blocks_read))
-        self._first_numbers = count(0, len(self.blocks))
+        self._first_numbers = count(0, MOST_CALLS)
+        self.stand_ins = self.stand_ins or StandIns(self.blocks)
 
     def begin_batch(self) -> None:
         """Called before each batch, where the stack has several stages.
@@ -464,6 +480,7 @@ class UserStep:
             grad_mode=state.grad_mode,
             sends_objects=self.sends_objects,
             first_numbers=self._first_numbers,
+            stand_ins=self.stand_ins,
         )
         if self.streams is not None:
             self.streams.begin_user_code(microbatch)

@@ -11,8 +11,9 @@ rows as there are samples, nothing changes.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +36,10 @@ Dims = tuple[int | None, ...]
 """of each tensor of a message: the dimension that grows with the samples; None: all micro-batches get the whole"""
 NO_ENTRIES = "without an entry for each sample"
 """in the warning of a step that gets means of micro-batches, by which a check knows it"""
+Scaled = frozenset[tuple[int, ...]]
+"""the sizes in a message that grow with the samples: call, node, and number in a `torch.Size`"""
+_OF_SIZES = frozenset(("view", "reshape", "expand", "unflatten", "broadcast_to", "new_zeros", "new_ones", "new_empty"))
+"""functions between blocks whose whole numbers are sizes or dimensions"""
 
 
 class CutTensor:
@@ -91,11 +96,12 @@ class CutTensor:
 
 @dataclass
 class Pass:
-    """One pass of the step through the stack. `samples`: of each micro-batch."""
+    """One pass of the step through the stack. `samples`: of each micro-batch; `rows`: those of this rank's blocks."""
 
     samples: Sequence[int]
-    calls: list[tuple[Message, Dims]] = field(default_factory=list)
-    """the whole calls of the first block, and those of the others"""
+    rows: Sequence[int]
+    calls: list[tuple[Message, Dims, Scaled]] = field(default_factory=list)
+    """the whole calls of the first block, and those of the others, with code between them"""
     tensors: dict[int, CutTensor] = field(default_factory=dict)
     """by id: one that several blocks get is cut once"""
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -104,13 +110,16 @@ class Pass:
 
     def cut(self, number: int, microbatch: int) -> Message:
         """The part of calls that a micro-batch's blocks get."""
-        whole, dims = self.calls[number]
+        whole, dims, scaled = self.calls[number]
         parts = []
         for tensor, dim in zip(whole.tensors, dims, strict=True):
             if id(tensor) not in self.tensors:
                 self.tensors[id(tensor)] = CutTensor(tensor, dim, self.samples)
             parts.append(self.tensors[id(tensor)].parts[microbatch])
-        return Message(whole.skeleton, tuple(parts))
+        skeleton = whole.skeleton
+        if scaled:
+            skeleton = _with_scaled(skeleton, scaled, self.rows[microbatch], sum(self.samples))
+        return Message(skeleton, tuple(parts))
 
     @property
     def differentiable(self) -> list[CutTensor]:
@@ -125,10 +134,12 @@ class WholeStep:
     Args:
         user: runs the step; it is suspended at the first block, too.
         outside: the modules outside the stack, whose buffers a dry run leaves as they are.
+        own_rows: of so many samples those on which this rank's blocks work.
     """
 
     user: UserStep
     outside: Sequence[nn.Module]
+    own_rows: Callable[[int], int] = int
     nodes: set[Node] = field(default_factory=set, init=False)
     """with which the graph begins of the code after the passes of this batch"""
     sequence_number: int = field(default=0, init=False)
@@ -136,6 +147,8 @@ class WholeStep:
     _passes: list[Pass] = field(default_factory=list, init=False)
     _dims: dict[Any, dict[Any, int | None]] = field(default_factory=dict, init=False)
     """by where a tensor is in calls, and by its size for each sample along the dimension that grows, or its shape"""
+    _scaled: dict[Any, Scaled] = field(default_factory=dict, init=False)
+    """by the structure of calls, and the number of samples"""
     _output_dims: dict[Any, int | None] = field(default_factory=dict, init=False)
     """by what distinguishes tensors that come out of the stack"""
     _guessed: set[Any] = field(default_factory=set, init=False)
@@ -198,8 +211,9 @@ class WholeStep:
                     "returned. Let it return pieces whose tensors have a row for each sample, or leave it out."
                 )
             call = self.user.begin_pass(batch, 0)
-            self._passes.append(Pass(batch.num_samples, backwards_left=len(batch.num_samples)))
-            self._passes[-1].calls.append((call, self._dims_of(batch, call)))
+            rows = list(map(self.own_rows, batch.num_samples))
+            self._passes.append(Pass(batch.num_samples, rows, backwards_left=len(batch.num_samples)))
+            self._passes[-1].calls.append((call, *self._dims_of(batch, call)))
         return self._passes[batch.pass_number].cut(0, microbatch)
 
     def dims_of_parts(self, batch: Batch, parts: Sequence[Tensor]) -> Sequence[int | None] | None:
@@ -215,7 +229,7 @@ class WholeStep:
         current = self._passes[batch.pass_number]
         if len(current.calls) == 1:
             calls = self.user.run_to_last_block(batch, 0, after)  # it sees the structure of the block's output alone
-            current.calls.append((calls, self._dims_of(batch, calls, after)))
+            current.calls.append((calls, *self._dims_of(batch, calls, after)))
         return current.cut(1, microbatch)
 
     def resume(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> int:
@@ -270,23 +284,28 @@ class WholeStep:
         self._passes.clear()
         self.user.close()
 
-    def _dims_of(self, batch: Batch, calls: Message, after: StageInput | None = None) -> Dims:
-        """Along which dimensions the tensors of calls are cut; `after`: the first block, if these are the others'.
+    def _dims_of(self, batch: Batch, calls: Message, after: StageInput | None = None) -> tuple[Dims, Scaled]:
+        """Along which dimensions the tensors of calls are cut, and which sizes are those of a micro-batch.
+
+        `after`: the first block, if these are the calls of the others.
 
         Raises:
             UnsupportedError: a tensor doesn't grow with the samples in one dimension alone.
         """
         samples, first = batch.num_samples, after is None
         if len(samples) == 1:
-            return (None,) * len(calls.tensors)
+            return (None,) * len(calls.tensors), frozenset()
         total, named = sum(samples), list(tensors_of_calls(calls, first=first))
         dims, num_named = self._known_dims(batch, named), len({id(tensor) for _, tensor in named})
+        key = calls.skeleton, total
+        if not any(_is_of_sizes(call) for call in calls.skeleton[1]):
+            self._scaled[key] = frozenset()
         for microbatch in range(len(samples)):  # a mask comes only with samples that need one
-            if len(dims) == num_named:
+            if len(dims) == num_named and key in self._scaled:
                 break
             part = self._dry_run(batch, microbatch, StageInput.from_message(calls).trees, after)
             parts = dict(tensors_of_calls(part, first=first))
-            _check_numbers(calls, part, samples[microbatch] / total)
+            self._scaled[key] = _scaled_numbers(calls, part, samples[microbatch] / total)
             for path, tensor in named:
                 if path in parts:
                     dim = grown_dim(tensor, parts[path], samples[microbatch] / total)
@@ -294,7 +313,7 @@ class WholeStep:
                     self._dims.setdefault((path, tensor.ndim), {})[size] = dim
             dims = self._known_dims(batch, named)
         if len(dims) == num_named:  # others are of the first block's output, if there is no other block
-            return tuple(dims.get(id(tensor)) for tensor in calls.tensors)
+            return tuple(dims.get(id(tensor)) for tensor in calls.tensors), self._scaled[key]
         missing = next(tuple(tensor.shape) for _, tensor in named if id(tensor) not in dims)
         raise UnsupportedError(
             f"an argument of the blocks, of the shape {missing}, is there for the whole batch, and for none of its "
@@ -428,7 +447,7 @@ class WholeStep:
         if key in self._output_dims:
             return self._output_dims[key]
         self._guessed.add(key)
-        ((calls, dims), *_), shape = self._passes[-1].calls, parts[0].shape
+        ((calls, dims, _), *_), shape = self._passes[-1].calls, parts[0].shape
         first = next(((one, dim) for one, dim in zip(calls.tensors, dims, strict=True) if dim is not None), None)
         if first is None or first[1] >= len(shape):
             return None
@@ -455,21 +474,57 @@ def grown_dim(whole: Tensor, part: Tensor, share: float) -> int | None:
     return grown[0]
 
 
-def _check_numbers(whole: Message, part: Message, share: float) -> None:
-    """Check that the blocks get no number of samples: theirs is another one.
+def _is_of_sizes(call: pytree.Skeleton) -> bool:
+    return len(call) > 3 and call[3][2].rpartition(".")[2] in _OF_SIZES
+
+
+def _scaled_numbers(whole: Message, part: Message, share: float) -> Scaled:
+    """The sizes in functions between blocks that grow with the samples.
 
     Raises:
-        UnsupportedError: they do.
+        UnsupportedError: blocks or other functions get the number of samples, which is another one for them.
     """
-    of_part = dict(_numbers(part))
+    of_part, found = dict(_numbers(part)), set()
+    _, distinct, call_of_block, *_ = whole.skeleton
+    names, names_of_part = _names(whole), _names(part)
+    if any(names) and names != names_of_part:
+        raise UnsupportedError(
+            f"between the blocks the step calls other functions with the whole batch than with {share:.0%} of its "
+            f"samples. Set step='microbatch'."
+        )
     for path, number in _numbers(whole):
         other = of_part.get(path, number)
         if other != number and abs(number * share - other) < 1e-6:
-            raise UnsupportedError(
-                f"the blocks get the number {number} with the whole batch, and {other} with {share:.0%} of its samples "
-                f"(the number of samples?), but they run on micro-batches. Let them read it off their arguments: "
-                f"x.shape[0]."
-            )
+            call = call_of_block[path[0]] if path[0] < len(call_of_block) else -1
+            if call < 0 or not _is_of_sizes(distinct[call]):
+                raise UnsupportedError(
+                    f"the blocks get the number {number} with the whole batch, and {other} with {share:.0%} of its "
+                    f"samples (the number of samples?), but they run on micro-batches. Let them read it off their "
+                    f"arguments: x.shape[0]."
+                )
+            found.add((call, *path[1:]))
+    return frozenset(found)
+
+
+def _names(calls: Message) -> list[str | None]:
+    """Of the functions between blocks; None: the call of a block."""
+    _, distinct, call_of_block, *_ = calls.skeleton
+    return [distinct[call][3][2] if len(distinct[call]) > 3 else None for call in call_of_block]
+
+
+@lru_cache(maxsize=256)
+def _with_scaled(skeleton: pytree.Skeleton, scaled: Scaled, samples: int, total: int) -> pytree.Skeleton:
+    """The skeleton of a message with these sizes for so many of all samples."""
+
+    def change(call: int, number: int, node: pytree.Skeleton) -> pytree.Skeleton:
+        if node[0] == "size":
+            sizes = (n * samples // total if (call, number, i) in scaled else n for i, n in enumerate(node[1:]))
+            return ("size", *sizes)
+        is_scaled = node[0] == "plain" and (call, number) in scaled
+        return ("plain", "int", node[2] * samples // total) if is_scaled else node
+
+    output, calls, *others = skeleton
+    return output, tuple(pytree.map_nodes(call, partial(change, i)) for i, call in enumerate(calls)), *others
 
 
 def _numbers(calls: Message) -> Iterator[tuple[Any, float]]:

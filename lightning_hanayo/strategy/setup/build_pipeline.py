@@ -14,12 +14,13 @@ from lightning_hanayo.overlap.turns import ActionState
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import Load, cut, stage_shares
-from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
+from lightning_hanayo.partition.deferred_init import DeferredInit, MetaCopy, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside, other_lists
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
+from lightning_hanayo.pipeline_parallel.capture.between import StandIns
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, FilledArguments, RecordedOutputs
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_parameters
 from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
@@ -423,10 +424,11 @@ def build_stages(
         return stages, {}
     sends_objects = cube is None or cube.keeps_layout
     replaced = ReplacedParameters(model)
+    stand_ins = StandIns(stack.blocks, partial(_without_values, cube))
 
     def user_step(num_local: int) -> UserStep:
         others = partial(other_lists, model, stack)
-        around = carriers, run.guard.step, sends_objects, replaced, others
+        around = carriers, run.guard.step, sends_objects, replaced, others, stand_ins
         return UserStep(stack.blocks, num_local, stack.name, streams, *around)
 
     ends: dict[bool, Ends] = {}
@@ -437,9 +439,16 @@ def build_stages(
         )
         ends[False] = Ends(step, stages | own)
     if layout.runs_step_once or may_run_once:
-        whole = WholeStep(user_step(0), modules_outside(model, stack))
+        whole = WholeStep(user_step(0), modules_outside(model, stack), int if cube is None else cube.own_rows)
         ends[True] = Ends(whole, stages | _ends_of_whole_batches(ownership, whole, queues, tied, cube))
     return dict(next(iter(ends.values())).stages), ends
+
+
+def _without_values(cube: Cube | None, block: nn.Module) -> tuple[nn.Module, Mapping[torch.Tensor, tuple[int, ...]]]:
+    """A copy of a block without values, and the whole shapes of the parameters of which ranks have parts."""
+    copied = MetaCopy(block).modules[""]
+    forward_patch.unpatch_blocks([copied])  # before the cube's own changes are undone, which came first
+    return copied, {} if cube is None else cube.undo_in_copy(block, copied)
 
 
 def _ends(

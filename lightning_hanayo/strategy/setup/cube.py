@@ -156,6 +156,15 @@ class Cube:
         """The shapes of the parameters of which this rank holds a part."""
         return {parameter: shard.shape for parameter, shard in self._shards.items() if self.mesh.size(shard.axes) > 1}
 
+    def own_rows(self, num_samples: int) -> int:
+        """On how many of the samples of a whole batch generic blocks work here."""
+        return self.whole_boundary.shares_of(num_samples)[self.mesh.index("xyz")].size
+
+    def undo_in_copy(self, block: nn.Module, copied: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+        """Give the copy of a block its own layers again; return the whole shapes of the model's parameters."""
+        self.plan.undo(dict(zip(block.modules(), copied.modules(), strict=True)))
+        return self.whole_shapes
+
     @property
     def parts_in_steps(self) -> set[Tensor]:
         """The parameters that user code can't use in a step as it is: values are parts, or gradients aren't summed."""

@@ -1,4 +1,4 @@
-"""A proxy can be passed on; any other use raises an error that names the user's line."""
+"""A proxy can be passed on; where no tracer records it, any other use raises an error that names the user's line."""
 
 import copy
 import operator

@@ -1,0 +1,281 @@
+"""Code between two blocks: functions of torch, called with outputs of blocks that run on other ranks.
+
+    step         x = block 1(x)     x = x + table          x = block 2(x)      block 2 is on another rank
+    recorded     block 1            torch.Tensor.__add__   block 2             one list of calls, in order
+    stage                           runs the function, then block 2
+
+In the step these outputs have no values. Their shapes, dtypes and devices are found by running the functions, and where
+that is asked for the blocks, on fake tensors: once for each kind of arguments.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import resolve_name
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.pipeline_parallel import pytree, split_backward
+from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import alias
+from lightning_hanayo.pipeline_parallel.autograd.recomputation import stop_recomputing
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import unpatch_blocks
+from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_state, set_autocast
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""raised for functions whose result, or its shape, depends on values"""
+_REFUSED = frozenset(
+    ("item", "tolist", "numpy", "data_ptr", "backward", "register_hook", "register_post_accumulate_grad_hook",
+     "retain_grad", "grad", "requires_grad_", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "set_")
+)  # fmt: skip
+"""functions that need values, or would act on one rank alone"""
+_MOST_KNOWN = 4096
+Shapes = Mapping[Tensor, tuple[int, ...]]
+KEPT = ""
+"""in place of the name of a function: returns the output of the stack, and those before it that the step still has"""
+
+
+@lru_cache(maxsize=1024)
+def name_of(function: Callable[..., Any]) -> str | None:
+    """The name by which all ranks find a function of torch; None if it can't be recorded."""
+    name = resolve_name(function)
+    own = "" if name is None else name.removesuffix(".__get__").rpartition(".")[2]
+    return None if own in _REFUSED else name
+
+
+@lru_cache(maxsize=1024)
+def function_of(name: str) -> Callable[..., Any]:
+    """The function with that name."""
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def modes(grad: bool, autocast: Autocast) -> Iterator[None]:
+    """In this context the modes are those in which the step calls a function. A pass without gradients has none."""
+    before, cache = autocast_state(), torch.is_autocast_cache_enabled()
+    set_autocast(autocast, cache)
+    try:
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            yield
+    finally:
+        set_autocast(before, cache)
+
+
+def run(args: Sequence[Any], kwargs: dict[str, Any], name: str, changed_modes: tuple[bool, Autocast] | None) -> Any:
+    """Run a recorded function."""
+    if name == KEPT:
+        return args
+    if changed_modes is None:
+        return function_of(name)(*args, **kwargs)
+    with modes(*changed_modes):
+        return function_of(name)(*args, **kwargs)
+
+
+class Spec(NamedTuple):
+    """All that is known of a tensor without values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Spec":
+        """The spec of a tensor."""
+        return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def fake(self) -> Tensor:
+        """A tensor like this, in a `FakeTensorMode`. It may be changed in place."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if not self.requires_grad:
+            return made
+        with torch.enable_grad():
+            return alias(made.requires_grad_())
+
+
+OF_STEP = object()
+"""the storage of all tensors that the step itself has"""
+
+
+@dataclass(eq=False)
+class Value:
+    """What the step knows of a tensor on another rank: that is changed in place; a view has the same `storage`."""
+
+    spec: Spec
+    storage: object
+    position: int = -1
+    """of the call that has made it"""
+
+
+class Slot(NamedTuple):
+    """Stands for a tensor in a tree."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a function or a block makes of arguments of one kind."""
+
+    tree: Any
+    """with a `Slot` for each tensor"""
+    specs: tuple[Spec, ...]
+    storages: tuple[int | None, ...]
+    """of each of them: the argument that it is a view of"""
+    changed: tuple[tuple[int, Spec], ...]
+    """the arguments that are changed in place, and how they are then"""
+
+    def values(self, arguments: Sequence[Value], position: int) -> Any:
+        """The tree with a new value for each tensor."""
+        made = [
+            Value(spec, object() if i is None else arguments[i].storage, position)
+            for spec, i in zip(self.specs, self.storages, strict=True)
+        ]
+        return mapped(self.tree, lambda leaf, _: made[leaf.number] if isinstance(leaf, Slot) else leaf)
+
+
+def mapped(tree: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
+    """The tree with `change` applied to each leaf and its path. Named tuples and torch's return types stay such."""
+    if isinstance(tree, (tuple, list)) and type(tree) not in (Slot, torch.Size):
+        items = [mapped(item, change, (*path, i)) for i, item in enumerate(tree)]
+        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: mapped(item, change, (*path, key)) for key, item in tree.items()}
+    return change(tree, path)
+
+
+class StandIns:
+    """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank.
+
+    Args:
+        blocks: of the stack, those of other ranks with placeholders.
+        copy_of: copies a block, in a cube with the layers that it had; also returns whole shapes of parameters.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        copy_of: Callable[[nn.Module], tuple[nn.Module, Shapes]] = lambda block: (copy.deepcopy(block), {}),
+    ) -> None:
+        self._blocks = blocks
+        self._copy_of = copy_of
+        self._known: dict[Any, Made] = {}
+        self._mode: FakeTensorMode | None = None
+
+    def run(
+        self, index: int | None, call: pytree.Skeleton, tensors: Sequence[Tensor], value_of: Callable[..., Value]
+    ) -> tuple[Made, list[Value]]:
+        """Run the block of this index, or the function that the call names; also return the values that it gets.
+
+        `value_of` is called with the path and the distance of each output in the call.
+
+        Raises:
+            UnsupportedError: the block doesn't run without values.
+        """
+        own, indices, proxies = _canonical(call)
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [Value(Spec.of(tensors[i]), OF_STEP) for i in indices]
+        given += [value_of(path, distance) for _, distance, path in proxies]
+        specs = tuple([one.spec for one in given])
+        current = torch.is_grad_enabled(), autocast_state()
+        key = index, own, specs, current, index is not None and self._blocks[index].training
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            try:
+                self._known[key] = self._run(index, own, specs, len(indices))
+            except Exception as error:  # of the user's code
+                if index is None:
+                    raise
+                raise UnsupportedError(
+                    f"code between two blocks computes with the output of a {type(self._blocks[index]).__name__} on "
+                    f"another rank, whose shape isn't known, as the block doesn't run without values "
+                    f"({type(error).__name__}: {error}). Move that code into the block."
+                ) from error
+        return self._known[key], given
+
+    def _run(self, index: int | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
+        self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
+        # hooks of a checkpoint around the call must not see tensors of this run
+        with self._mode, torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            given = [spec.fake() for spec in specs]
+            outputs = iter(given[num_tensors:])
+            args, kwargs, *named = pytree.unflatten(call, given, lambda *_: next(outputs))
+            before = [one._version for one in given]
+            if index is None:
+                made = function_of(named[0])(*args, **kwargs)
+            else:
+                made = self._block(index, specs)(*args, **kwargs)
+        tensors: list[Tensor] = []
+
+        def slot(leaf: Any, _: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensors.append(leaf)
+            return Slot(len(tensors) - 1)
+
+        tree = mapped(made, slot)
+        known, own = ([one.untyped_storage()._cdata for one in some] for some in (given, tensors))
+        return Made(
+            tree,
+            tuple(map(Spec.of, tensors)),
+            tuple(known.index(one) if one in known else None for one in own),
+            tuple((i, Spec.of(one)) for i, one in enumerate(given) if one._version != before[i]),
+        )
+
+    def _block(self, index: int, specs: Sequence[Spec]) -> nn.Module:
+        """A copy of the block with fake tensors on the device of these arguments."""
+        block = self._blocks[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            copied, shapes = self._copy_of(block)
+        unpatch_blocks([copied])
+        stop_recomputing([copied])
+        split_backward.unpatch_linear_layers([copied])
+        device = next((spec.device for spec in specs), torch.device("cpu"))
+        for own, part in zip(block.modules(), copied.modules(), strict=True):
+            for name, one in part._parameters.items():
+                if one is not None:
+                    shape = shapes.get(own.get_parameter(name), tuple(one.shape))
+                    made = torch.empty(shape, dtype=one.dtype, device=device)
+                    part._parameters[name] = nn.Parameter(made, one.requires_grad)
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            vars(part).update({name: kept.copy() for name, kept in vars(part).items() if type(kept) in (list, set)})
+        return copied
+
+
+@lru_cache(maxsize=1024)
+def _canonical(call: pytree.Skeleton) -> tuple[pytree.Skeleton, list[int], list[pytree.Skeleton]]:
+    """The call with its tensors numbered from 0 and its outputs without numbers; indices of both, in their order."""
+    indices = pytree.tensor_indices(call)
+    new = {index: i for i, index in enumerate(indices)}
+    proxies: list[pytree.Skeleton] = []
+
+    def change(leaf: pytree.Skeleton) -> pytree.Skeleton:
+        if leaf[0] == "tensor":
+            return ("tensor", new[leaf[1]])
+        proxies.append(leaf)
+        return ("proxy", 0, ())
+
+    return pytree.map_leaves(call, change), indices, proxies
+
+
+def with_indices(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of an indexing with masks of the step as indices: how many values they select is known here."""
+    _, index, *_ = args
+    parts = index if isinstance(index, tuple) else (index,)
+    found: list[Any] = []
+    for part in parts:
+        is_mask = isinstance(part, Tensor) and not isinstance(part, pytree.OutputReference) and part.dtype is torch.bool
+        found += part.nonzero(as_tuple=True) if is_mask else [part]
+    return args[0], tuple(found), *args[2:]

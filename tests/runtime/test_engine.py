@@ -245,7 +245,10 @@ class Odd(Model):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Between, r"test_engine.py:\d+ \(x = x \* x.max\(\).item\(\)\) uses .* before blocks\[2\] is called.* two blocks"),
+        (
+            Between,
+            r"test_engine.py:\d+ \(x = x \* x.max\(\).item\(\)\) uses .* before blocks\[2\] is called.* two blocks",
+        ),
         (PartlyFrozen, r"blocks\[2\] is called with grad mode on, and the blocks before it with grad mode off"),
         (Half, r"ended after 1 of the 4 blocks.* left out .*must be called as well"),
         (Shallow, r"the step ended after 3 of the 4 blocks of blocks.* left out .*must be called"),

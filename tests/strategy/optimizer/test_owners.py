@@ -183,7 +183,11 @@ WAYS: list[tuple[Layout, Any, float, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "optimizer", "tolerance", "how"), covered(WAYS, by=WAYS[:1]), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "tolerance", "how"),
+    covered(WAYS, by=WAYS[:1]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_other_ways(pool: Pool, layout: Layout, optimizer: Any, tolerance: float, how: Any) -> None:
     """Muon computes in bf16."""
     ranks = pool.run(layout.world_size, partial(train, layout, optimizer, **how))

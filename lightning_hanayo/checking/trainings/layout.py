@@ -223,10 +223,12 @@ def shrink(module: nn.Module, blocks: str | None, depth: int) -> None:
 def switch_dropout_off(module: nn.Module) -> bool:
     """Set the probabilities of all dropout to zero; returns whether any was positive.
 
-    They are `p` of torch's dropout modules, and every number between 0 and 1 whose name contains "drop".
+    They are `p` of torch's dropout modules, and every number between 0 and 1 whose name contains "drop", also of what a
+    module has as its `config`.
     """
     found = False
-    for part in module.modules():
+    configs = {id(one): one for part in module.modules() if hasattr(one := getattr(part, "config", None), "__dict__")}
+    for part in (*module.modules(), *configs.values()):
         is_dropout = isinstance(part, nn.modules.dropout._DropoutNd)
         for name, value in list(vars(part).items()):
             named_so = "drop" in name or (is_dropout and name == "p")

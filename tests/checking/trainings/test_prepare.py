@@ -1,5 +1,6 @@
 """A copy of the user's module gets fewer blocks, another precision, and no dropout."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +53,9 @@ def test_the_precision_of_the_module_changes() -> None:
 def test_all_dropout_is_switched_off() -> None:
     module: Any = nn.ModuleList([nn.Dropout(0.1), nn.Dropout2d(0.2), nn.Linear(2, 2), nn.MultiheadAttention(4, 2, 0.3)])
     module[2].attention_dropout, module[2].drop_path_prob, module[2].p, module[2].dropout_layers = 0.4, 0.5, 0.6, 2
+    module[1].config = module[2].config = SimpleNamespace(dropout=0.1, num_layers=2)
     switch_dropout_off(module)
+    assert module[1].config == SimpleNamespace(dropout=0.0, num_layers=2)
     assert (module[0].p, module[1].p, module[3].dropout) == (0.0, 0.0, 0.0)
     assert (module[2].attention_dropout, module[2].drop_path_prob) == (0.0, 0.0)
     assert (module[2].p, module[2].dropout_layers) == (0.6, 2), "they are no probabilities of dropout"

@@ -221,7 +221,8 @@ class HanayoStrategy(CheckpointingStrategy):
         measure_memory: bool = False,
         layout: str | Path | None = None,
     ) -> None:
-        name = "+".join(blocks) if isinstance(blocks, (list, tuple)) else blocks
+        is_list = isinstance(blocks, (list, tuple)) and all(isinstance(one, str) for one in blocks)
+        name = "+".join(blocks) if is_list and blocks is not None else blocks
         arguments = with_layout(locals() | {"costs": costs_from(costs), "blocks": name})
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._stops_on_signal: StopsOnSignal | None = None

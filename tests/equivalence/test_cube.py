@@ -22,7 +22,7 @@ from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
-from tests.harness.pool import Pool, RunFailed
+from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 from tests.harness.training import Layout, Training, assert_close, build, fit, make_loader, make_trainer, run
 
@@ -294,23 +294,6 @@ def test_a_rank_holds_its_shard_of_every_matrix(pool: Pool) -> None:
             assert found[name] == [parameter.numel() * replicas // 4] * 4, name
         else:
             assert sum(found[name]) == parameter.numel(), name
-
-
-def optimized(kind: str) -> None:
-    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
-    module = build(partial(models.gpt, 4, 2))
-    makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "Adafactor": torch.optim.Adafactor,
-        "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
-    }
-    module.configure_optimizers = lambda: makes[kind](module.parameters())  # type: ignore[method-assign]
-    make_trainer(Layout(cube=(1, 2, 1)), max_steps=1).fit(module, make_loader(models.texts((4,))))
-
-
-def test_optimizers_that_need_full_matrices_are_refused(pool: Pool) -> None:
-    for kind in ("Adafactor", "Muon"):
-        with pytest.raises(RunFailed, match=kind):
-            pool.run(2, optimized, kind)
 
 
 @pytest.mark.parametrize(

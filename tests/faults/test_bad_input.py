@@ -49,7 +49,7 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BAD = {  # options of the strategy, devices, model -> words of the message: the wrong numbers, and ones that fit
-    "sizes that don't multiply": ({"pipeline_parallel_size": 2}, 3, models.MLP, ["2", "3 processes", "size=3"]),
+    "sizes that don't multiply": ({"pipeline_parallel_size": 2}, 3, models.MLP, ["2", "num_nodes is 3", "size=3"]),
     "a size left over": (
         {"pipeline_parallel_size": 4, "data_parallel_size": 2}, 4, models.MLP,
         ["pipeline_parallel_size=4 x data_parallel_size=2", "pipeline_parallel_size=4 with data_parallel_size=1"],

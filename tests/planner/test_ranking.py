@@ -121,7 +121,7 @@ def test_a_model_that_no_number_of_devices_holds() -> None:
 
 
 def test_samples_that_divide_over_no_layout() -> None:
-    with pytest.raises(HanayoError, match=r"on 7 devices divides 1 samples per step: .*don't divide"):
+    with pytest.raises(HanayoError, match=r"on 7 devices divides 1 sample per step: .*don't divide"):
         make_plan(replace(SMALL, blocks=SMALL.blocks[:2]), H100, num_devices=7, global_batch=1)
 
 

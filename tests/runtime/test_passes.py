@@ -121,7 +121,7 @@ class Running:
             )
         return Pipeline(
             layout=Mock(table=lambda _: self.pipeline.schedule, runs_step_once=False),
-            ownership=Mock(),
+            ownership=Mock(stages=self.pipeline.schedule.stage_ranks),
             rank=rank,
             engine=engine,
             relay=Relay(self.pipeline.transports[rank]),

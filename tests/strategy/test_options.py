@@ -72,7 +72,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"timeout": 0}, "timeout=0"),
     ({"timeout": timedelta(seconds=-1)}, "at most 365 days"),
     ({"timeout": inf}, "timeout=inf"),
-    ({"blocks": 5}, "blocks=5: expected the name of the block stack, 'model.layers', or None"),
+    (
+        {"blocks": 5},
+        "blocks=5: expected the name of the block stack, 'model.layers', names of lists",
+    ),
     ({"blocks": ""}, "blocks=''"),
     ({"schedule": None}, "schedule=None: expected a name, the path of a CSV table, or 'auto'"),
     ({"schedule": Path("nowhere.csv")}, "schedule='nowhere.csv': there is no such file"),

@@ -162,7 +162,7 @@ def test_whole_parameters_are_stepped_as_in_one_process(
 ) -> None:
     ranks = pool.run(layout.world_size, partial(train, layout, optimizer, model, shard_optimizer=sharded))
     ((expected, all_names, _),) = pool.run(1, partial(train, Layout(), optimizer, model))
-    assert_close(merged(layout, ranks), expected, 1e-8 if model is llama else 1e-10)  # its norms compute in fp32
+    assert_close(merged(layout, ranks), expected, 1e-6 if model is llama else 1e-10)  # its norms compute in fp32
     names = [name for _, own, _ in ranks for name in own]
     assert sorted(names) == sorted(all_names), "each parameter's states are on one rank"
 

@@ -7,8 +7,9 @@ that; so it is tried, and the result printed.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning import Callback
-from torch import Tensor
+from lightning import Callback, LightningModule
+from torch import Tensor, nn
 
 from lightning_hanayo.strategy.groups import CHANNEL, CUBE, DATA, backend_for, group_factory
+from tests.equivalence.test_between import Residual
+from tests.equivalence.test_experts import Mixture, sequences
 from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import mean_gap, on_devices, train_on, trainer_on
@@ -28,7 +31,6 @@ from tests.harness.pool import RunFailed
 from tests.harness.training import Layout, Outcome, make_loader, merge
 
 GPT = partial(models.gpt, heads=4)
-BATCHES = models.windows((8, 8, 8))
 SHARED = [
     Layout(2, 1, 1, step="auto"),
     Layout(2, 2, 1, "hanayo-zb"),
@@ -41,6 +43,47 @@ SHARED = [
     Layout(cube=(2, 1, 2), outside="replicate"),
     Layout(cube=(1, 2, 2), pairs=True),
     Layout(2, 1, 1, cube=(1, 2, 1), pairs=True),
+]
+
+
+class Matrices(models.MLP):
+    """Muon, which reads whole matrices, and AdamW for the rest."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.blocks.parameters() if p.dim() == 2], lr=1e-3)
+
+
+class Tower(models.MLP):
+    """A second list of blocks, larger than the stack and never called: a dry run in a fork tells which one is it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)).requires_grad_(requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ranks that share a GPU train."""
+
+    name: str
+    layout: Layout
+    model: Callable[[], LightningModule] = GPT
+    batches: Callable[[], list[Batch]] = partial(models.windows, (8, 8, 8))
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.layout}"
+
+
+VECTORS = partial(models.vectors, (8, 8, 8))
+CASES = [
+    *(Case("GPT", layout) for layout in SHARED),
+    Case("code between blocks", Layout(2, 2, 1, step="auto"), Residual, VECTORS),
+    Case("code between blocks", Layout(2, 1, 1, cube=(1, 2, 1)), Residual, VECTORS),
+    Case("a matrix optimizer", Layout(2, 1, 1), Matrices, VECTORS),
+    Case("a matrix optimizer", Layout(cube=(1, 2, 1)), Matrices, VECTORS),
+    Case("two lists of blocks", Layout(2, 1, 1), Tower, VECTORS),
+    Case("experts", Layout(cube=(1, 2, 2), num_microbatches=2, experts="cube"), Mixture, sequences),
+    Case("experts", Layout(2, 1, 1, cube=(1, 2, 1), experts="cube"), Mixture, sequences),
 ]
 LIMIT_S = 10.0
 """from a failure until the run has ended, and the process has left the group"""
@@ -128,22 +171,22 @@ def test_groups_of_each_kind_are_made_used_and_aborted_in_time(launch: Launch, d
         assert seconds["abort"] <= LIMIT_S
 
 
-def train_as_hosts(device: str, layout: Layout | None) -> Outcome:
+def train_as_hosts(device: str, case: Case, layout: Layout | None) -> Outcome:
     """Train on one rank of several that share a GPU."""
     be_a_host()
-    return train_on(device, layout, GPT, BATCHES)
+    return train_on(device, layout, case.model, case.batches())
 
 
-@pytest.mark.parametrize(("device", "layout"), on_devices(SHARED, cpu=SHARED[:1]), ids=str)
-def test_ranks_share_a_gpu_if_nccl_lets_them(launch: Launch, device: str, layout: Layout) -> None:
-    (plain,) = launch(device, 1, train_as_hosts, None)
+@pytest.mark.parametrize(("device", "case"), on_devices(CASES, cpu=[CASES[0], *CASES[len(SHARED) :]]), ids=str)
+def test_ranks_share_a_gpu_if_nccl_lets_them(launch: Launch, device: str, case: Case) -> None:
+    (plain,) = launch(device, 1, train_as_hosts, case, None)
     try:
-        outcomes = launch(device, layout.world_size, train_as_hosts, layout, timeout=45.0)
+        outcomes = launch(device, case.layout.world_size, train_as_hosts, case, case.layout, timeout=45.0)
     except RunFailed as error:
         if "Duplicate GPU" not in error.first.message:
             raise
         why = f"{error.first.kind}: {error.first.message}".strip().splitlines()[-1]
         pytest.skip(f"NCCL runs no two ranks on one GPU here: {why}")
-    gap = mean_gap(merge(outcomes, layout), plain)
-    launch.say(device, f"{layout} over NCCL, all ranks on one GPU: mean difference of a weight {gap:g}")
+    gap = mean_gap(merge(outcomes, case.layout), plain)
+    launch.say(device, f"{case} over NCCL, all ranks on one GPU: mean difference of a weight {gap:g}")
     assert gap <= 1e-4

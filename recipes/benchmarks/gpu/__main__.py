@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.benchmarks.gpu.card import find_card
-from recipes.benchmarks.gpu.models import ALL, MICROBATCHES
+from recipes.benchmarks.gpu.models import ALL, COMPILED, MICROBATCHES
 from recipes.benchmarks.gpu.parts import FULL, PARTS, TOY, Figures, Run
 from recipes.benchmarks.gpu.steps import CaseFigures, Rounds, StepFigures, largest_difference
 from recipes.benchmarks.harness import (
@@ -32,7 +32,7 @@ from recipes.benchmarks.harness import (
     stored,
     table,
 )
-from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, RED, VIOLET, new, plain, save
+from recipes.paper.figure import BLUE, GREEN, GREY, ORANGE, RED, new, plain, save
 from recipes.paper.page import percent
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 TITLE = "# One GPU"
 NAMES = {"llama": "Llama blocks", "gpt": "GPT"}
-COLOURS = dict(zip((one.label for one in ALL), (GREY, BLUE, ORANGE, INK, VIOLET, RED), strict=True))
+COLOURS = dict(zip((one.label for one in ALL), (GREY, GREEN, BLUE, ORANGE) * 2, strict=True))
 READING = f"""\
 All candidates train the same model on the same {MICROBATCHES} micro-batches per step, each in its own fit,
 and their steps run in turn. The plain Trainer accumulates the micro-batches' gradients. An action is the forward
-or the backward of one block; with P=1 W=2 each block is a stage. Kernels and microseconds are those of a whole step,
-divided by its actions. "of plain" is the speed compared with the plain Trainer's in the same round, compiled if the
-candidate is. TFLOP/s count six operations per token and weight of a matrix, and 6 seq width per token and block for
-causal attention; the peak is that of NVIDIA's data sheet, without sparsity."""
+or the backward of one block; with P=1 the stack is one stage, with W=2 each block is. Kernels and microseconds are
+those of a whole step, divided by its actions. "of plain" is the speed compared with the plain Trainer's in the same
+round, compiled if the candidate is. TFLOP/s count six operations per token and weight of a matrix, and 6 seq width per
+token and block for causal attention; the peak is that of NVIDIA's data sheet, without sparsity."""
 HOST = """\
 The same models, so narrow that the GPU waits for the host: a step's time is the host's work."""
 MEMORY = """\
@@ -180,10 +180,11 @@ def _groups(
     for place, case in enumerate(cases):
         for position, one in enumerate(case.candidates):
             x = place + (position - (len(case.candidates) - 1) / 2) * width
-            bars = axes.bar(x, height(one), width=0.9 * width, color=COLOURS[one.label])
+            hatch = "//" if one.label.endswith(COMPILED) else None
+            bars = axes.bar(x, height(one), width=0.9 * width, color=COLOURS[one.label], hatch=hatch, edgecolor="white")
             axes.bar_label(bars, [text(one)], fontsize=7)
     for label in shown:
-        axes.bar(0, 0, color=COLOURS[label], label=label)
+        axes.bar(0, 0, color=COLOURS[label], label=label, hatch="//" if label.endswith(COMPILED) else None)
     axes.set_xticks(range(len(cases)), names)
     axes.margins(y=0.15)
     axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

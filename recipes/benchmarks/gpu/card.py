@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch._C._autograd import DeviceType
 from typing_extensions import override
@@ -79,6 +80,24 @@ class Card:
         """The device and its software, in words."""
         return f"no GPU: {self.name}, threads: {torch.get_num_threads()}"
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory."""
+        return psutil.virtual_memory().total
+
+    @property
+    def memory(self) -> int:
+        """Bytes of tensors that exist."""
+        return 0
+
+    @property
+    def peak_memory(self) -> int:
+        """The most of them that have existed since `reset_peak`."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Begin to look for a peak, once the device has nothing left to do."""
+
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
 
@@ -89,8 +108,10 @@ class Card:
 
     def peak_memory_of(self, run: Callable[[], None]) -> int:
         """The most bytes of tensors that exist while `run` runs, beyond those from before."""
+        self.reset_peak()
+        before = self.memory
         run()
-        return 0
+        return self.peak_memory - before
 
     @contextmanager
     def spinning(self, num_blocks: int, seconds: float) -> Iterator[Callable[[], bool]]:
@@ -133,6 +154,26 @@ class GpuCard(Card):
         memory = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
         return f"{self.name}, {memory}; driver {driver}, CUDA {torch.version.cuda}"
 
+    @property
+    @override
+    def capacity(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
+
+    @property
+    @override
+    def memory(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    @property
+    @override
+    def peak_memory(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    @override
+    def reset_peak(self) -> None:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     @override
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -144,14 +185,6 @@ class GpuCard(Card):
             run()
             self.synchronize()
         return sum(map(is_kernel, profile.events() or ()))
-
-    @override
-    def peak_memory_of(self, run: Callable[[], None]) -> int:
-        self.synchronize()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        run()
-        return torch.cuda.max_memory_allocated(self.device) - before
 
     @override
     @contextmanager

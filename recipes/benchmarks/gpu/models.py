@@ -111,10 +111,11 @@ MICROBATCHES = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train: the plain Trainer, the same with 3-D layers on one rank, or the strategy with waves."""
+    """A way to train: the plain Trainer, the same with 3-D layers on one rank, or the strategy."""
 
     waves: int = 0
-    """of the strategy; 0: the plain Trainer, which accumulates the gradients of the same micro-batches"""
+    """of the strategy; 1: the whole stack is one stage; 0: the plain Trainer, which accumulates the gradients of the
+    same micro-batches"""
     has_3d_layers: bool = False
     is_compiled: bool = False
     """whether `block.compile()` was called for each block"""
@@ -122,12 +123,13 @@ class Candidate:
     @property
     def label(self) -> str:
         """Its name in tables."""
-        name = f"strategy, P=1 W={self.waves}" if self.waves else "3-D layers, (1,1,1)" if self.has_3d_layers else PLAIN
+        name = STRATEGY[self.waves] if self.waves else "3-D layers, (1,1,1)" if self.has_3d_layers else PLAIN
         return name + (COMPILED if self.is_compiled else "")
 
 
 PLAIN, COMPILED = "plain Trainer", ", compiled"
-EAGER = Candidate(), Candidate(waves=2), Candidate(has_3d_layers=True)
+STRATEGY = {1: "strategy, P=1", 2: "strategy, P=1 W=2"}
+EAGER = Candidate(), Candidate(waves=1), Candidate(waves=2), Candidate(has_3d_layers=True)
 ALL = *EAGER, *(Candidate(one.waves, one.has_3d_layers, True) for one in EAGER)
 
 
@@ -169,15 +171,21 @@ def start_fit(case: Case, candidate: Candidate, card: Card, num_steps: int) -> S
         return model, new_trainer(
             accelerator=card.accelerator,
             devices=1,
-            strategy=HanayoStrategy(schedule="hanayo", num_microbatches=MICROBATCHES, num_waves=candidate.waves)
-            if candidate.waves
-            else "auto",
+            strategy=_strategy(candidate.waves),
             precision=case.precision,
             accumulate_grad_batches=1 if candidate.waves else MICROBATCHES,
             callbacks=_prepare(model, candidate, card),
         )
 
     return SteppedFit(make, [pieces] * num_steps, candidate.label)
+
+
+def _strategy(waves: int) -> HanayoStrategy | str:
+    """One rank's stack is one stage, unless a schedule is named."""
+    if waves == 0:
+        return "auto"
+    schedule = "auto" if waves == 1 else "hanayo"
+    return HanayoStrategy(num_waves=waves, num_microbatches=MICROBATCHES, schedule=schedule)
 
 
 def _split(batch: Tensor | dict[str, Tensor], samples: int) -> list[Any]:

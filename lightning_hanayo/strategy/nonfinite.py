@@ -54,7 +54,7 @@ class GradientLook:
             return GradientLook((), torch.zeros(0, device=device))
         norm_type = 2.0 if device.type == "cpu" else inf  # on the CPU the largest element takes 15 times as long
         norms = torch._foreach_norm(list(gradients.values()), norm_type)
-        return GradientLook(list(gradients), torch.stack([norm.float() for norm in norms]))
+        return GradientLook(list(gradients), torch.cat([norm.view(1) for norm in norms]).float())
 
     @property
     def flag(self) -> Tensor:

@@ -205,16 +205,15 @@ class StandIns:
 
     def _run(self, index: int | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
+        copied = None if index is None else self._copy(index)  # torch 2.10 to 2.12 copy no placeholder in the mode
         # hooks of a checkpoint around the call must not see tensors of this run
         with self._mode, torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             given = [spec.fake() for spec in specs]
             outputs = iter(given[num_tensors:])
             args, kwargs, *named = pytree.unflatten(call, given, lambda *_: next(outputs))
             before = [one._version for one in given]
-            if index is None:
-                made = function_of(named[0])(*args, **kwargs)
-            else:
-                made = self._block(index, specs)(*args, **kwargs)
+            run = function_of(named[0]) if copied is None else _faked(*copied, specs)
+            made = run(*args, **kwargs)
         tensors: list[Tensor] = []
 
         def slot(leaf: Any, _: Any) -> Any:
@@ -232,26 +231,31 @@ class StandIns:
             tuple((i, Spec.of(one)) for i, one in enumerate(given) if one._version != before[i]),
         )
 
-    def _block(self, index: int, specs: Sequence[Spec]) -> nn.Module:
-        """A copy of the block with fake tensors on the device of these arguments."""
+    def _copy(self, index: int) -> tuple[nn.Module, nn.Module, Shapes]:
+        """The block, an unpatched copy, and the whole shapes of parameters of which ranks have parts."""
         block = self._blocks[index]
         with torch._C.DisableTorchFunctionSubclass():
             copied, shapes = self._copy_of(block)
         unpatch_blocks([copied])
         stop_recomputing([copied])
         split_backward.unpatch_linear_layers([copied])
-        device = next((spec.device for spec in specs), torch.device("cpu"))
-        for own, part in zip(block.modules(), copied.modules(), strict=True):
-            for name, one in part._parameters.items():
-                if one is not None:
-                    shape = shapes.get(own.get_parameter(name), tuple(one.shape))
-                    made = torch.empty(shape, dtype=one.dtype, device=device)
-                    part._parameters[name] = nn.Parameter(made, one.requires_grad)
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            vars(part).update({name: kept.copy() for name, kept in vars(part).items() if type(kept) in (list, set)})
-        return copied
+        return block, copied, shapes
+
+
+def _faked(block: nn.Module, copied: nn.Module, shapes: Shapes, specs: Sequence[Spec]) -> nn.Module:
+    """The copy of the block, with fake tensors on the device of these arguments."""
+    device = next((spec.device for spec in specs), torch.device("cpu"))
+    for own, part in zip(block.modules(), copied.modules(), strict=True):
+        for name, one in part._parameters.items():
+            if one is not None:
+                shape = shapes.get(own.get_parameter(name), tuple(one.shape))
+                made = torch.empty(shape, dtype=one.dtype, device=device)
+                part._parameters[name] = nn.Parameter(made, one.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        vars(part).update({name: kept.copy() for name, kept in vars(part).items() if type(kept) in (list, set)})
+    return copied
 
 
 @lru_cache(maxsize=1024)

@@ -32,7 +32,7 @@ def is_fused_experts(module: nn.Module) -> bool:
     of all experts in each of its parameters."""
     number = vars(module).get("num_experts")
     parameters = [one for one in module._parameters.values() if one is not None]
-    is_decorated = "_is_expert_parallel" in vars(module) and bool(parameters)
+    is_decorated = {"has_gate", "has_bias", "is_transposed"} <= vars(module).keys() and bool(parameters)
     return is_decorated and all(one.shape[:1] == (number,) for one in parameters)
 
 

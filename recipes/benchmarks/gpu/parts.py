@@ -414,12 +414,12 @@ class Run:
     def measure(self, parts: Sequence[str], keep: Callable[[Figures], None]) -> Figures:
         """Run the parts, one after the other; one that fails is noted, and the others go on.
 
-        `keep` is called after each part, so that a run that is killed leaves what it has measured.
+        `keep` is called after each part and each case, so that a run that is killed leaves what it has measured.
         """
         figures, begin = Figures([], self.card.peak, self.scale.bar_tokens), time.monotonic()
         for part in parts:
             try:
-                self._measure(part, figures)
+                self._measure(part, figures, keep)
             except Exception as error:
                 figures.failed[part] = " ".join(f"{type(error).__name__}: {error}".split())[:500]
                 self.say(f"{part} failed: {figures.failed[part]}")
@@ -427,7 +427,7 @@ class Run:
             self.say(f"{time.monotonic() - begin:.0f} s: {part} has ended")
         return figures
 
-    def _measure(self, part: str, figures: Figures) -> None:
+    def _measure(self, part: str, figures: Figures, keep: Callable[[Figures], None]) -> None:
         tokens, rounds = self.scale.bar_tokens, self.rounds
         cases, into = self.scale.host_cases(is_eager=self.is_eager), figures.host
         match part:
@@ -445,4 +445,6 @@ class Run:
                 rounds = replace(rounds, rounds=3 * rounds.rounds)  # steps of milliseconds
             case "llama" | "gpt":
                 cases, into = self.scale.cases(part, is_eager=self.is_eager), figures.steps
-        into += [steps.measure(replace(one, precision=self.precision), self.card, rounds, self.say) for one in cases]
+        for case in cases:
+            into.append(steps.measure(replace(case, precision=self.precision), self.card, rounds, self.say))
+            keep(figures)

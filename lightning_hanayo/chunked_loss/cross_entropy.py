@@ -11,6 +11,7 @@ all get all losses. There each loss counts 1/ranks, and gradients are summed: a 
 """
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 CHUNK = 1024
 """tokens"""
+is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
+"""whether the backward will compute again what is computed now: for a plan, which counts forwards"""
 
 
 def chunked_cross_entropy(
@@ -136,7 +139,9 @@ class _TokenLosses(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         losses, log_sums = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         for rows in rule.chunks(len(hidden)):
+            token = is_repeated.set(True)
             logits = functional.linear(hidden[rows], weight, bias).to(dtype)
+            is_repeated.reset(token)
             counts = labels[rows] != rule.ignored
             of_label = logits.gather(1, labels[rows].where(counts, 0)[:, None])[:, 0]
             log_sums[rows] = logits.logsumexp(1)

@@ -281,7 +281,7 @@ class StepModel:
         samples = max(1.0, candidate.samples / (1 if candidate.runs_step_once else candidate.cube_size))
         if self._measured is not None:
             return samples * self._measured.outside
-        flops = samples * facts.outside_flops
+        flops = samples * (facts.outside_flops + facts.outside_repeated / 3)  # forward and backward are taken as three
         device = flops / machine.matmul_rate(facts.dtype, (flops / 2) ** (1 / 3) if flops else 1.0)
         device += samples * facts.outside_traffic / machine.memory_bandwidth
         host = machine.host_call * facts.outside_calls

@@ -164,6 +164,8 @@ class ModelFacts:
     """those of them that aren't trained"""
     outside_flops: float = 0.0
     """of their forward"""
+    outside_repeated: float = 0.0
+    """those of them that their backward computes again, as a loss in chunks does"""
     outside_traffic: float = 0.0
     outside_calls: float = 0.0
     outside_saved: float = 0.0

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_hanayo.chunked_loss.cross_entropy import is_repeated
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import is_linear
 from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
@@ -63,6 +64,8 @@ class Counts:
     """Of one block, or of all code outside the stack."""
 
     flops: float = 0.0
+    repeated_flops: float = 0.0
+    """those of them that the backward computes again"""
     traffic: float = 0.0
     """bytes that operations other than products read and write"""
     calls: int = 0
@@ -158,6 +161,7 @@ class Counter(TorchDispatchMode):
             now.calls += 1
             for counts in filter(None, (now, self._experts)):
                 counts.flops += flops
+                counts.repeated_flops += is_repeated.get() * flops
         elif func._opname not in VIEWS:
             now.calls += 1
             tensors = tree_leaves((args, kwargs, result))
@@ -270,6 +274,7 @@ def read_model(
         outside_frozen=_num_frozen(outside_stack),
         computing_parameters=num_parameters_outside(own, stack, computing=True),
         outside_flops=outside.flops / num_samples,
+        outside_repeated=outside.repeated_flops / num_samples,
         outside_traffic=outside.traffic / num_samples,
         outside_calls=outside.calls,
         outside_saved=outside.num_saved(parameters) / num_samples,

@@ -236,7 +236,8 @@ def _first_call(module: CausalLM, context: int, card: Card) -> tuple[nn.Module, 
         module.configure_model()
         tokens = torch.randint(VOCABULARY, (1, context))
     name = next(name for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one) == 1)
-    block, found = module.get_submodule(f"{name}.0"), []
+    block = module.get_submodule(f"{name}.0")
+    found: list[Any] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         found.extend((args, kwargs))

@@ -83,7 +83,7 @@ class Card:
     @property
     def capacity(self) -> int:
         """Bytes of memory."""
-        return psutil.virtual_memory().total
+        return int(psutil.virtual_memory().total)
 
     @property
     def memory(self) -> int:

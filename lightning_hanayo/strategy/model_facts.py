@@ -177,13 +177,19 @@ def _flops(func: Any, name: Any, args: Any, kwargs: Any, result: Any) -> float |
 
 
 class _FlashAttention(TorchFunctionMode):
-    """Has attention on the meta device do what it does on devices, where no matrix of all pairs of tokens is kept."""
+    """Has attention on the meta device do what it does on devices, where no matrix of all pairs of tokens is kept.
+
+    Elsewhere, too, each head of queries gets keys of its own: torch 2.10 counts no operations of groups.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and args and args[0].is_meta:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        if func is not F.scaled_dot_product_attention or len(args) < 3:
+            return func(*args, **kwargs)
+        q, k, v, *others = args
+        if q.dim() == 4 and (groups := q.shape[1] // k.shape[1]) > 1:
+            k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
+        return (_attention if q.is_meta else func)(q, k, v, *others, **kwargs)
 
 
 def _attention(
@@ -197,8 +203,6 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """[batch, heads, tokens, features] each."""
-    if groups := q.shape[1] // k.shape[1] - 1:
-        k, v = (one.repeat_interleave(groups + 1, 1) for one in (k, v))
     y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     return y
 

@@ -221,7 +221,7 @@ def test_the_readmes_figures() -> None:
         for case in data("gpu")["steps"]
         if case["kind"] == "llama"
         for one in case["candidates"]
-        if one["label"] == "strategy, P=1 W=2"
+        if one["label"] == "strategy, P=1"
     }
     few, some, many = (f"{steps[tokens]:.2f}" for tokens in (1024, 4096, 16384))
     assert f"{some} at 4,096 tokens per micro-batch, {many} at 16,384; {few} at 1,024" in readme

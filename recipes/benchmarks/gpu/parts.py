@@ -322,8 +322,8 @@ BARS = tuple(
     Bar(kind, label, least)
     for kind in ("llama", "gpt")
     for label, least in (
-        (_STAGE, 0.98),
-        (_STAGE + COMPILED, 0.98),
+        (_STAGE, 0.97),
+        (_STAGE + COMPILED, 0.97),
         (_WAVES, 0.97),
         (_WAVES + COMPILED, 0.97),
         (_LAYERS, 0.95),

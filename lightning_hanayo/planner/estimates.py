@@ -144,15 +144,13 @@ class StepModel:
         self._works: dict[object, _Work] = {}
         self._cut = cache(self._cut_blocks)
         self._shares_of = cache(self._count_shares)
-        casts = facts.element * (facts.element < facts.parameter_bytes)  # under autocast
         self._saved = cache(
             lambda mesh, samples, weights: facts.mean(
-                lambda one: (
-                    one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
-                    + casts * one.cast_by_a_rank(samples, mesh)
-                )
+                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
             )
         )
+        casts = facts.element * (facts.element < facts.parameter_bytes)  # under autocast
+        self._cast = cache(lambda mesh, samples: casts * facts.mean(lambda one: one.cast_by_a_rank(samples, mesh)))
         self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
         self.memory = cache(self._of_fullest)
         """bytes of a candidate's rank that needs the most"""
@@ -441,7 +439,10 @@ class StepModel:
         first, *rest = held or (peak * own.blocks, peak * others.blocks)
         more = candidate.pairs * (count > peak)  # an order of pairs may have one more micro-batch under way
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
-        saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
+        cast = self._cast(candidate.mesh, samples)
+        # layers whose backward is split keep one copy for all micro-batches
+        shares_cast = candidate.pipe > 1 and candidate.schedule == SPLIT and ranks == 1 and not facts.has_frozen
+        saved = self._saved(candidate.mesh, samples, candidate.cube_weights) + cast * (not shares_cast)
         kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
         message, own_samples = facts.message * samples / ranks, max(1.0, samples / ranks)
         if once:
@@ -459,7 +460,7 @@ class StepModel:
                 activations=blocks * (message if candidate.recompute else saved),
                 # parameters outside the stack, and weights that are gathered for the batch, with their gradients
                 gathered=has_outside * (ranks > 1) * facts.outside_bytes
-                + share.blocks * (facts.element + facts.gradient_bytes) * kept,
+                + share.blocks * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast),
                 suspended=has_outside
                 * (facts.outside_saved * own_samples + blocks / max(1.0, share.blocks) * message * has_messages),
                 messages=2 * candidate.stages_per_rank * message * has_messages,

@@ -219,6 +219,11 @@ class ModelFacts:
         return tuple((kind, count / len(self.blocks)) for kind, count in Counter(self.blocks).items())
 
     @cached_property
+    def has_frozen(self) -> bool:
+        """Whether a block has parameters that aren't trained."""
+        return any(block.frozen for block, _ in self.kinds)
+
+    @cached_property
     def has_experts(self) -> bool:
         """Whether a cube's ranks can share experts."""
         return any(block.experts is not None for block, _ in self.kinds)

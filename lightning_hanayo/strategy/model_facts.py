@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -25,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hanayo.chunked_loss.cross_entropy import is_repeated
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.linear_modules import is_linear
+from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
@@ -52,6 +53,8 @@ VIEWS = (
     "device",
 )
 """operations that start no kernel, and cost the host little compared with those that do"""
+_GROUPED = "_grouped_mm", "grouped_mm"
+"""functions of torch"""
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 """products of each expert's tokens with its own weight, by torch and by transformers; torch's counter lacks them"""
 
@@ -90,9 +93,14 @@ class Counts:
 
 
 class Counter(TorchDispatchMode):
-    """Counts while it is active, for the block that runs."""
+    """Counts while it is active, for the block that runs.
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    Args:
+        blocks: of the stack.
+        parameters: numbers of the storages of parameters, to which those of copies in another format are added.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], parameters: set[int]) -> None:
         super().__init__()
         self.outside = Counts()
         self.blocks = [Counts() for _ in blocks]
@@ -100,6 +108,7 @@ class Counter(TorchDispatchMode):
         self._now = self.outside
         self._experts: Counts | None = None
         self._keeps: list[Tensor] = []
+        self._parameters = parameters
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -156,6 +165,9 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         now, name = self._now, _SAME_FLOPS.get(func._opname, func._overloadpacket)
+        if func._opname == "_to_copy" and args[0].untyped_storage()._cdata in self._parameters:  # by autocast
+            self._parameters.add(result.untyped_storage()._cdata)
+            self._keeps.append(result)
         now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
         if (flops := _flops(func, name, args, kwargs, result)) is not None:
             now.calls += 1
@@ -184,12 +196,15 @@ class _FlashAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _GROUPED and args[0].dtype is not torch.bfloat16:
+            with torch.autocast("cpu", enabled=False):  # torch groups no products of fp32 without values
+                return args[0].mm(args[1][0])
         if func is not F.scaled_dot_product_attention or len(args) < 3:
             return func(*args, **kwargs)
-        q, k, v, *others = args
+        q, k, v, *others = (*map(as_autocast, args[:3]), *args[3:])
         if q.dim() == 4 and (groups := q.shape[1] // k.shape[1]) > 1:
             k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
-        return (_attention if q.is_meta else func)(q, k, v, *others, **kwargs)
+        return (_attention if isinstance(q, FakeTensor) or q.is_meta else func)(q, k, v, *others, **kwargs)
 
 
 def _attention(
@@ -256,9 +271,11 @@ def read_model(
     def count(own: "pl.LightningModule", batch: Any, parameters: set[int]) -> Any:
         calls = recorded_calls(own, batch) if blocks is None and is_ambiguous(own) else None
         stack = find_stack(own, blocks, calls)
-        return own, stack, parameters, _count(own, stack, batch)
+        return own, stack, parameters, _count(own, stack, batch, parameters)
 
-    own, stack, parameters, counter = on_copy(module, batch, formats.dtype, count)
+    is_mixed = precision.endswith("-mixed")
+    dtype, autocast = (torch.float32, formats.dtype) if is_mixed else (formats.dtype, None)
+    own, stack, parameters, counter = on_copy(module, batch, dtype, count, autocast)
     beside = {one for part in modules_outside(own, stack) for one in part.parameters(recurse=False)}
     plan = plan_parallelize(stack.uncompiled.blocks, stack.name, (1, 1, 1), outside=beside)
     seen: dict[tuple[Any, ...], BlockFacts] = {}
@@ -293,8 +310,8 @@ def read_model(
     )
 
 
-def _count(module: "pl.LightningModule", stack: Stack, batch: Any) -> Counter:
-    counter = Counter(stack.blocks)
+def _count(module: "pl.LightningModule", stack: Stack, batch: Any, parameters: set[int]) -> Counter:
+    counter = Counter(stack.blocks, parameters)
     with counter.watching():
         loss = run_step(module, batch)
     if loss is None or not all(one.shape for one in counter.blocks):

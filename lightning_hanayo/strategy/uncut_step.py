@@ -9,13 +9,13 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.deferred_init import MetaCopy, like
@@ -33,19 +33,24 @@ def on_copy(
     batch: Any,
     dtype: torch.dtype,
     run: Callable[["pl.LightningModule", Any, set[int]], _Found],
+    autocast: torch.dtype | None = None,
 ) -> _Found:
     """Call `run` with a copy of the module, the batch, and the numbers of the storages of the copy's parameters.
 
     First without values; if that fails, and the model is small, with those of the module, or any where it has none.
-    Floating-point tensors have this dtype.
+    Floating-point tensors have this dtype. With `autocast` the copy runs in mixed precision, as if on the CPU: tensors
+    of the meta device aren't cast.
 
     Raises:
         HanayoError: `run` raises it, or fails with values, too, or the model is too large for them.
     """
     name, own = type(module).__name__, _on_meta(module, dtype)
     try:
-        with fake_tensors(own) as parameters:
-            return run(own, _converted(batch, dtype, "meta"), parameters)
+        with fake_tensors(own) as parameters, _autocast(autocast):
+            if autocast is None:
+                return run(own, _converted(batch, dtype, "meta"), parameters)
+            _fill(own)
+            return run(own, _converted(batch, dtype, "cpu"), storages(list(own.parameters())))
     except HanayoError:
         raise
     except Exception as error:  # user code, which may need values
@@ -63,7 +68,8 @@ def on_copy(
             own.to(dtype)
         else:
             _fill(own)
-        return run(own, _converted(batch, dtype, "cpu"), storages(list(own.parameters())))
+        with _autocast(autocast):
+            return run(own, _converted(batch, dtype, "cpu"), storages(list(own.parameters())))
     except HanayoError:
         raise
     except Exception as again:  # user code, too
@@ -73,6 +79,10 @@ def on_copy(
             f"{name}.training_step can't run by itself, without a Trainer and on a CPU: {second}{others}. A plan needs "
             f"one step; or give the sizes to HanayoStrategy instead"
         ) from again
+
+
+def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False)  # as Lightning's
 
 
 def run_step(own: "pl.LightningModule", batch: Any, step: str = "training_step") -> Any:
@@ -128,7 +138,7 @@ def storages(tensors: Sequence[Tensor]) -> set[int]:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided
+    return type(tensor) not in (Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided
 
 
 def _on_meta(module: "pl.LightningModule", dtype: torch.dtype) -> "pl.LightningModule":

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.planner.block_time import time_block
-from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.candidates import ONE_RANK, Candidate
 from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import KNOWN, machine
 from lightning_hanayo.strategy.model_facts import read_model
@@ -64,7 +64,7 @@ MOST = 0.8
 READING = """\
 One sequence of the model's whole context runs forward and backward through one block, whose weights are in fp32, under
 autocast in bf16. Planned are the times by which `hanayo plan` chooses layouts, from the device's data sheet; "kept" is
-what a micro-batch's forward leaves for its backward, with the copies of weights that autocast makes."""
+what a micro-batch's forward keeps for its backward, with its input and the copies of weights that autocast makes."""
 
 FITS = f"""\
 Whole models with their full width and vocabulary, and as many blocks as fit, under the strategy on this one device:
@@ -165,7 +165,7 @@ def measure(model: str, card: Card, device: str, rounds: int, *, toy: bool) -> B
 
 def measure_fit(model: str, card: Card, device: str, rounds: int, *, toy: bool) -> FitFigures | None:
     """Predict and measure optimizer steps of a model with at most eight blocks; None: two don't fit."""
-    candidate = Candidate(num_microbatches=MICROBATCHES)
+    candidate = Candidate(num_microbatches=MICROBATCHES, schedule=ONE_RANK)
     for num_blocks in (8, 6, 4, 3, 2):
         module = _module(model, num_blocks, VOCABULARY if toy else None, toy=toy)
         context: int = module.config.max_position_embeddings
@@ -250,7 +250,7 @@ def _first_call(module: CausalLM, context: int, card: Card) -> tuple[nn.Module, 
 
 
 def _times(block: nn.Module, args: Any, kwargs: Any, card: Card, rounds: int) -> tuple[list[float], list[float], int]:
-    """Seconds of forwards and backwards, and bytes that a forward leaves, without its output."""
+    """Seconds of forwards and backwards, and bytes that a forward keeps: with the block's input, without its output."""
     forwards, backwards, held = [], [], 0
     found: list[Any] = []
 
@@ -262,7 +262,7 @@ def _times(block: nn.Module, args: Any, kwargs: Any, card: Card, rounds: int) ->
         before = card.memory
         forwards.append(card.seconds_of(forward))
         out = tree_leaves(found.pop())[0]
-        held = card.memory - before - out.nbytes
+        held = card.memory - before - out.nbytes + tree_leaves(args)[0].nbytes
         backwards.append(card.seconds_of(partial(out.backward, torch.ones_like(out))))
         del out
     return forwards[WARM_UP:], backwards[WARM_UP:], held

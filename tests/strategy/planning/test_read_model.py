@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hanayo.errors import HanayoError
@@ -296,3 +297,26 @@ def test_half_precision_halves_what_is_kept() -> None:
     assert half.blocks[0].saved == whole.blocks[0].saved / 2
     assert half.message == whole.message / 2
     assert half.optimizer_bytes == 2
+
+
+def test_mixed_precision_keeps_what_autocast_makes() -> None:
+    """The residual stream and norms in fp32, operands of products in bf16, and the weights' copies."""
+    model = AttentiveModule(needs_values=False)
+    ids = torch.randint(64, (SAMPLES, CONTEXT))
+    facts = read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES, precision="bf16-mixed")
+    block, parameters = model.blocks[0], {one.untyped_storage()._cdata for one in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage()._cdata) not in parameters:
+            kept[storage] = tensor
+        return tensor
+
+    x = torch.randn(SAMPLES, CONTEXT, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saved_tensors_hooks(keep, lambda one: one):
+        block(x)
+    own = facts.blocks[0]
+    counted = SAMPLES * own.saved + 2 * own.cast_by_a_rank(SAMPLES, (1, 1, 1))
+    assert counted == pytest.approx(sum(one.untyped_storage().nbytes() for one in kept.values()), rel=0.02)
+    assert facts.message == 4 * CONTEXT * WIDTH
+    assert facts.dtype == "bfloat16"

@@ -1,4 +1,4 @@
-"""Measures one block of each large model at full width on a GPU, beside what the planner predicts for it.
+"""Measures one block of each large model at full width on a GPU, next to what the planner predicts for it.
 
 python -m recipes.benchmarks.large_blocks --json large-blocks.json --table large-blocks.md
 python -m recipes.benchmarks.large_blocks --toy --models llama3-8b      # at a tiny width, on a CPU too
@@ -250,7 +250,7 @@ def _first_call(module: CausalLM, context: int, card: Card) -> tuple[nn.Module, 
 
 
 def _times(block: nn.Module, args: Any, kwargs: Any, card: Card, rounds: int) -> tuple[list[float], list[float], int]:
-    """Seconds of forwards and backwards, and bytes that a forward leaves beside its output."""
+    """Seconds of forwards and backwards, and bytes that a forward leaves besides its output."""
     forwards, backwards, held = [], [], 0
     found: list[Any] = []
 

@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
@@ -535,15 +535,13 @@ class WaveReport(Callback):
 
 
 class LoggedReport(WaveReport):
-    """The report of a run that asked for none, in its logger: figures and the picture of a step."""
+    """The report of a run that asked for none, and whose logger takes images: figures and the picture of a step."""
 
     @staticmethod
     def add_to(trainer: "pl.Trainer") -> None:
-        """Add it, if a logger keeps both. Called by all ranks."""
+        """Add it, if that is so. Called by all ranks."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(one, _LOGGERS) for one in trainer.loggers) and not any(
-            isinstance(one, WaveReport) for one in callbacks
-        ):
+        if any(map(_takes_images, trainer.loggers)) and not any(isinstance(one, WaveReport) for one in callbacks):
             callbacks.insert(0, LoggedReport())
 
     @override
@@ -551,17 +549,15 @@ class LoggedReport(WaveReport):
         strategy = _strategy(trainer)
         if strategy is not None and strategy.data_rank == 0:
             self._batches, self._figures = 0, BatchFigures(strategy.pipeline)
-            where = [_short(folder / "wave.png") for folder in _folders(trainer)] or ["hanayo/wave in the logger"]
-            strategy.session.pictures = f"{where[0]}, at the end"
+            strategy.session.pictures = "hanayo/wave in the logger, at the end"
 
     @override
     def state_dict(self) -> dict[str, Any]:
         return {}  # a checkpoint doesn't depend on loggers
 
     def _write_files(self, trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: MeasuredBatches) -> None:
-        with TemporaryDirectory() as temporary:
-            folder = [Path(temporary), *_folders(trainer)][-1]
-            _draw(trainer, strategy, measured, folder / "wave.png")
+        with TemporaryDirectory() as folder:
+            _draw(trainer, strategy, measured, Path(folder, "wave.png"))
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -593,13 +589,8 @@ def _draw(trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: Meas
     _log_image(trainer, "hanayo/wave", path)
 
 
-_LOGGERS = (CSVLogger, TensorBoardLogger, WandbLogger)
-
-
-def _folders(trainer: "pl.Trainer") -> list[Path]:
-    """Local folders of loggers that take no images."""
-    folders = [logger.log_dir for logger in trainer.loggers if isinstance(logger, CSVLogger)]
-    return [Path(folder) for folder in folders if "://" not in folder]
+def _takes_images(logger: Any) -> bool:
+    return isinstance(logger, WandbLogger | TensorBoardLogger)
 
 
 def _log_image(trainer: "pl.Trainer", name: str, path: Path) -> None:

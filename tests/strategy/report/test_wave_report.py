@@ -136,17 +136,6 @@ def test_a_logger_that_takes_images_gets_figures_and_a_picture_unasked(pool: Poo
     assert not list(tmp_path.iterdir())
 
 
-def fit_with_csv(folder: str) -> None:
-    trainer = make_trainer(WAVE, max_steps=STEPS, log_every_n_steps=2, logger=CSVLogger(folder, "", "run"))
-    trainer.fit(models.build(models.MLP), make_loader(models.vectors((8,) * STEPS)))
-
-
-def test_a_logger_of_files_has_the_picture_next_to_them(pool: Pool, tmp_path: Path) -> None:
-    pool.run(WORLD, fit_with_csv, str(tmp_path))
-    assert "hanayo/bubble" in Path(tmp_path, "run", "metrics.csv").read_text().splitlines()[0]
-    assert Path(tmp_path, "run", "wave.png").stat().st_size
-
-
 def test_bad_numbers() -> None:
     with pytest.raises(HanayoError, match="every_n_steps=-1"):
         WaveReport(every_n_steps=-1)

@@ -110,7 +110,7 @@ def with_notes(error: BaseException) -> str:
     """
     text = str(error)
     for note in getattr(error, "__notes__", ()):
-        text = f"{text.rstrip('.')}. {note}"
+        text = f"{text.rstrip('.!')}. {note}"
     return text
 
 

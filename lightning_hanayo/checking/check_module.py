@@ -76,7 +76,7 @@ def check(
     if steps > MAX_STEPS:
         raise HanayoError(f"steps={steps}: expected at most {MAX_STEPS}, whose values are all kept and compared")
     if depth is not None and depth < 1:
-        raise HanayoError(f"depth={depth}: expected a number of blocks from 1 on, or None")
+        raise HanayoError(f"depth={depth}: expected a whole number of at least 1, or None")
     if not 0 < timeout < inf:
         raise HanayoError(f"timeout={timeout}: expected a number of seconds above 0")
     if not isinstance(strategy, HanayoStrategy | None):

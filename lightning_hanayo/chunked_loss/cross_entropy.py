@@ -93,7 +93,7 @@ def check_chunk(chunk: Any) -> None:
         HanayoError: it is none.
     """
     if not isinstance(chunk, int) or chunk < 1:
-        raise HanayoError(f"chunk={chunk!r}: expected a whole number of tokens, from 1 on")
+        raise HanayoError(f"chunk={chunk!r}: expected a whole number of tokens, at least 1")
 
 
 @dataclass(frozen=True)

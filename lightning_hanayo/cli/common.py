@@ -150,7 +150,7 @@ class CommandParser(OneLineErrors, ArgumentParser):
         super().__init__(prog, usage, description, allow_abbrev=False, formatter_class=layout, **options)
 
 
-def whole_number(text: str, least: int = 1, expected: str = "a whole number from 1 on") -> int:
+def whole_number(text: str, least: int = 1, expected: str = "a whole number of at least 1") -> int:
     """The type of options that count something."""
     if not text.isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"{text}: expected {expected}")

@@ -118,7 +118,7 @@ class WaveCLI(LightningCLI):
         config = self.config[self.config.subcommand]
         for section in ("model", "data"):  # DataLoader finds it later, in all processes
             if config.get(f"{section}.init_args.batch_size") == 0:
-                raise HanayoError(f"{section}.batch_size=0: expected a whole number from 1 on")
+                raise HanayoError(f"{section}.batch_size=0: expected a whole number of at least 1")
         path = config.get("ckpt_path")
         if path and Path(path).is_file():  # which Lightning opens next, for the model's arguments
             check_local(path)

@@ -161,5 +161,5 @@ def save_ranking(path: str | Path, comparison: Comparison, *, title: str, unit: 
         handles = [Patch(facecolor=colours[0], label=KIND_NAMES[kind])
                    for kind, colours in KIND_COLOURS.items() if kind in kinds]  # fmt: skip
         if any(num_legs(wave_legs(one.timeline)) > 1 for one in candidates):  # each candidate has legs of its own
-            handles.append(Patch(facecolor="none", label="(lighter: odd legs)"))
+            handles.append(Patch(facecolor="none", label="(fainter: odd legs)"))
         figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)

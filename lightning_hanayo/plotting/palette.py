@@ -11,7 +11,7 @@ rank 3         3 4
           leg 0   leg 1
 
 Forward is blue, backward in one piece orange, input gradient red, weight gradient grey; legs 0, 2, ... (down the ranks
-in a wave) are darker than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. All colours can be
+in a wave) are bolder than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. All colours can be
 told apart with any kind of colour blindness, which the tests check.
 """
 

@@ -28,7 +28,7 @@ MAX_PIECES = 1024
 """of a 3-D product: each needs collectives of its own"""
 MAX_TIMEOUT = timedelta(days=365)
 """which torch can add to its clocks"""
-_FROM_1 = "a whole number from 1 on"
+_FROM_1 = "a whole number of at least 1"
 _SIZES = ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches")
 LOAD_ANYWAY = ("nan", "dtype", "optimizer_state", "samples")
 """problems for which a checkpoint is refused unless `load_anyway` accepts them"""
@@ -150,7 +150,7 @@ class Options:
             self._whole("cube_tokens", f"{_FROM_1}, or None")
         if self.check_replicas is not None:
             self._whole("check_replicas", f"{_FROM_1}, or None")
-        self._whole("batch_dim", "a whole number from 0 on", least=0)
+        self._whole("batch_dim", "a whole number of at least 0", least=0)
         cube: Any = self.cube
         if not is_size(cube) and not (isinstance(cube, (tuple, list)) and len(cube) == 3 and all(map(is_size, cube))):
             raise HanayoError(f"cube={cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")

@@ -352,7 +352,7 @@ class WaveReport(Callback):
         flops_per_batch: float | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 0:
-            raise HanayoError(f"every_n_steps={every_n_steps!r}: expected a whole number from 0 on, or None")
+            raise HanayoError(f"every_n_steps={every_n_steps!r}: expected a whole number of at least 0, or None")
         if flops_per_batch is not None and not flops_per_batch > 0:
             raise HanayoError(f"flops_per_batch={flops_per_batch!r}: expected a number above 0, or None")
         self._every_n_steps = every_n_steps

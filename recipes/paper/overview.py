@@ -48,6 +48,6 @@ def draw(path: Path) -> None:
         axes.set_title(idle, loc="right", fontsize=11, color=SOFT)
     kinds = {span.action.kind for one in found for span in one.spans}
     handles = [Patch(facecolor=KIND_COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in KIND_COLOURS if kind in kinds]
-    handles.append(Patch(alpha=0, label="lighter: stages on the way back up"))
+    handles.append(Patch(alpha=0, label="fainter: stages on the way back up"))
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=10)
     save(figure, path)

@@ -246,7 +246,7 @@ WRONG = {
     "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),
     "pairs": (["--devices=2", "--device=cpu", "--pairs=on"], "--pairs on: the blocks of blocks aren't registered"),
     "no_file": (["--devices=2", "--machine=none.json"], "none.json can't be read: No such file"),
-    "batch": (["--devices=2", "--device=cpu", "--global-batch=0"], "0: expected a whole number from 1 on"),
+    "batch": (["--devices=2", "--device=cpu", "--global-batch=0"], "0: expected a whole number of at least 1"),
 }
 
 

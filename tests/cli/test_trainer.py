@@ -156,7 +156,7 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         ),
         (["--trainer.strategy=hanyo"], "invalid strategy name: `strategy='hanyo'`"),
         (["--model=plain_model.LateError"], "found out late"),
-        (["--model.batch_size=0"], "model.batch_size=0: expected a whole number from 1 on"),
+        (["--model.batch_size=0"], "model.batch_size=0: expected a whole number of at least 1"),
         (["--trainer.devices=2,"], "trainer.devices='2,': `devices` selected with `CPUAccelerator`"),
         (["--config=empty.ckpt"], "empty.ckpt is empty; expected sections"),
         (["--trainer.precision=transformer-engine"], "Requirement 'transformer_engine>="),

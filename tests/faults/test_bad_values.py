@@ -145,7 +145,7 @@ def test_lightning_may_not_divide_by_zero(monkeypatch: pytest.MonkeyPatch, name:
     [
         ({"steps": 0}, "steps=0"),
         ({"steps": 10**12}, "steps=1000000000000: expected at most 1000"),
-        ({"depth": -1}, "depth=-1: expected a number of blocks from 1 on"),
+        ({"depth": -1}, "depth=-1: expected a whole number of at least 1"),
         ({"timeout": nan}, "timeout=nan: expected a number of seconds above 0"),
     ],
 )

@@ -2,9 +2,10 @@
 
 One block of each kind runs again on the arguments that micro-batch 0 gave it:
 
-    the samples of one half change    the other half's outputs stay    or there is a warning
+    the samples of one half change    the other half's outputs stay    or there is a warning; in a cube, an error
     no gradient comes in              none goes out                    or it injects that of an auxiliary loss
     twice the gradient comes in       twice as much goes out           or halves must add up
+    that of one half comes in         halves add up, but for rounding  or there is a warning; in a cube, an error
 
 An injected gradient is the same whatever a micro-batch weighs. The one of twice as many samples tells which loss it is
 of: of a mean, if it is as large: then gradients are averaged over micro-batches, at the end of a batch. Of a sum, if it
@@ -42,6 +43,7 @@ loss or an "unknown" one, or change gradients in other ways, each sample's ("cla
 Hook = Callable[[Tensor], Any]
 _INJECTS = "adds a gradient of its own, such as that of an auxiliary loss, which would count once for each micro-batch"
 _MIXES = "computes with the gradients of all samples of a micro-batch, such as g / g.norm()"
+_DEPENDS = "outputs or gradients of some samples change with other samples"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -119,7 +121,8 @@ class FirstBatch:
             leaves = graph_boundary.reachable(roots)[1]
             if functions or self._has_hooks or any(leaf._backward_hooks for leaf in leaves):
                 found["changes"] = []
-        if self.num_microbatches * self.num_data > 1 and not (self.is_single and self.num_microbatches == 1):
+        is_cut = self.num_microbatches > 1 or not self.is_single
+        if self.is_cube or (is_cut and self.num_microbatches * self.num_data > 1):
             if batch.step is not None:
                 batch.on_user_code(None)
             in_blocks = self._examine_blocks(calls, found)
@@ -163,7 +166,12 @@ class FirstBatch:
             found.get("another"),
             "the gradient of an auxiliary loss that isn't a mean over samples is averaged over all",
         )
-        self._warn(found.get("dependent"), "outputs of some samples change with other samples: those of one")
+        if self.is_cube and "dependent" in found:
+            raise UnsupportedError(
+                f"{listed(dict.fromkeys(found['dependent']))}: {_DEPENDS}, but on a cube each rank runs this code on "
+                f"its own samples. Leave the cube out; pipelines run it on whole micro-batches."
+            )
+        self._warn(found.get("dependent"), f"{_DEPENDS}: those of one")
 
     def _warn(self, names: Sequence[str] | None, what: str) -> None:
         if names and self.warns and self.num_microbatches > 1:
@@ -242,7 +250,7 @@ class _BlockRun:
         self._dims = [dim for dim, size in enumerate(shape[:-1]) if size == samples]
         """those that may be that of the samples"""
         if is_cube:
-            self._dims = self._dims[:1] if samples > 1 else []  # so that all ranks run equally often
+            self._dims = self._dims if samples > 1 else []  # so that all ranks run equally often
         elif samples == 1 and self._dims:  # a single one can't be cut in halves
             self._values, self._dims, self._samples = self._joined(self._changed(self._dims[0])), self._dims[:1], 2
 
@@ -259,11 +267,8 @@ class _BlockRun:
                 whole = self._run(self._values)
                 if not _is_near(whole, self._run(self._values)):
                     return False  # it isn't the same each time: a cache among its arguments grows
-                for dim in self._dims:
-                    stays = [self._stays(whole, dim, half) for half in (0, 1)]  # both: the ranks of a cube communicate
-                    if all(stays):
-                        return False
-            return bool(self._dims)
+                stays = [[self._stays(whole, dim, half) for half in (0, 1)] for dim in self._dims]
+            return bool(stays) and not any(map(all, stays))  # run in full: the ranks of a cube communicate
         finally:
             self._values = given
 
@@ -282,19 +287,25 @@ class _BlockRun:
             triples = zip(zero, other, both, strict=True)
             added = [a + b if a.shape == c.shape else torch.cat([a, b], self._dims[0]) for a, b, c in triples]
             return "sum" if _is_near(added, both) else "mean" if _is_near(added, both, both) else "another"
-        if not isfinite(_size(twice)) or _is_near(twice, once, once) or not self._dims:
+        if not isfinite(_size(twice)) or not self._dims:
             return ""
-        return "clamp" if _is_near(once, self._backward(1.0, 0), self._backward(1.0, 1)) else "mix"
+        halves = [self._backward(1.0, half) for half in (0, 1)]
+        if _is_near(twice, once, once):
+            return "dependent" * (_gap(once, *halves) > 2 * self._rounding(once))  # such as gradients in fp8
+        return "clamp" if _is_near(once, *halves) else "mix"
 
     def _stays(self, whole: Sequence[Tensor], dim: int, half: int) -> bool:
         """Whether the outputs of one half stay where the other half changes, but for rounding."""
         made, rows = self._run(self._changed(dim, 1 - half)), _rows(self._samples, half)
-        dtypes = [a.dtype for a in whole]
+        pairs = [(a, b) for a, b in zip(whole, made, strict=True) if self._has_rows(a, dim)]
+        gaps = [_gap([a.narrow(dim, *rows)], [b.narrow(dim, *rows)]) for a, b in pairs]
+        return not any(gap > self._rounding(whole) for gap in gaps)
+
+    def _rounding(self, tensors: Sequence[Tensor]) -> float:
+        dtypes = [one.dtype for one in tensors]
         if torch.is_autocast_enabled(self._device.type):
             dtypes.append(torch.get_autocast_dtype(self._device.type))
-        tolerance = max([1e-6, *(torch.finfo(dtype).eps for dtype in dtypes)])
-        pairs = [(a, b) for a, b in zip(whole, made, strict=True) if self._has_rows(a, dim)]
-        return not any(_gap([a.narrow(dim, *rows)], [b.narrow(dim, *rows)]) > tolerance for a, b in pairs)
+        return max([1e-6, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def _backward(self, factor: float, half: int = -1, values: Sequence[Any] | None = None) -> list[Tensor]:
         """The gradients of the block's inputs and parameters, by a graph of their own: of all samples, or of a half."""

@@ -189,6 +189,40 @@ def with_quantized_weight(layer: nn.Linear) -> nn.Module:
     return Adapter(layer, magnitudes=False)
 
 
+class ProductInFp8(torch.autograd.Function):
+    """A product of rounded factors, as torchao's: each is scaled by its largest value; gradients are rounded, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return in_fp8(x) @ in_fp8(weight).T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (x, weight), gradient = ctx.saved_tensors, in_fp8(gradient, torch.float8_e5m2)
+        return gradient @ in_fp8(weight), gradient.flatten(0, -2).T @ in_fp8(x).flatten(0, -2)
+
+
+def in_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    scale = torch.finfo(dtype).max / x.abs().max().clamp(min=1e-12)
+    return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+class Float8Linear(nn.Linear):
+    """A subclass with a forward of its own, as torchao's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ProductInFp8.apply(x, self.weight) + self.bias  # type: ignore[no-any-return]
+
+
+class ComputesInFp8(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            for layer in (block.up, block.down):
+                layer.__class__ = Float8Linear
+
+
 class PackedParameter(nn.Parameter):
     """A weight as bytes of its 4-bit codes, as bitsandbytes': two codes in each, [out * in / 2, 1]."""
 
@@ -350,6 +384,13 @@ HABITS = [
     Habit(
         "LoRA around packed weights of a subclass of `nn.Linear`, such as `bnb.nn.Linear4bit`",
         partial(adapted, with_packed_weight), VECTORS, QUANTIZED,
+    ),
+    Habit(
+        "`Float8Linear` as torchao's, which computes in fp8 with a scale for each tensor", ComputesInFp8, VECTORS,
+        on(
+            pipelines=PerMicrobatch("outputs or gradients of some samples change with other samples"),
+            cubes=Refused("up is a Float8Linear, which scales by the largest value of a micro-batch"),
+        ),
     ),
     exact("`experts` in a `ModuleList`, of which each sample needs one", partial(Mixture, "experts")),
     Habit(

@@ -137,8 +137,33 @@ def test_in_a_cube_a_gradient_of_its_own_is_rejected() -> None:
 
 @pytest.mark.parametrize("samples", [4, 1])
 def test_samples_that_depend_on_each_other_are_warned_of(samples: int) -> None:
-    with pytest.warns(UserWarning, match=r"^Block \(block 0\): outputs of some samples .* 4 micro-batches"):
+    with pytest.warns(UserWarning, match=r"^Block \(block 0\): outputs or gradients .* 4 micro-batches"):
         examine(Block(lambda x: functional.dropout(x - 0.01 * x.mean(0), 0.1)), samples)
+
+
+class ScaledToFp8(torch.autograd.Function):
+    """A gradient is rounded to fp8, with a scale that its largest value decides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        scale = 400 / gradient.abs().max().clamp(min=1e-12)
+        return (gradient * scale).to(torch.float8_e4m3fn).to(gradient.dtype) / scale
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+def test_gradients_scaled_by_those_of_other_samples_are_warned_of(samples: int) -> None:
+    with pytest.warns(UserWarning, match=r"^Block \(block 0\): outputs or gradients .* 4 micro-batches"):
+        examine(Block(ScaledToFp8.apply), samples)
+
+
+@pytest.mark.parametrize("change", [ScaledToFp8.apply, lambda x: x - 0.01 * x.mean(0)], ids=["fp8", "centred"])
+def test_in_a_cube_samples_that_depend_on_each_other_are_rejected(change: Any) -> None:
+    with pytest.raises(UnsupportedError, match="on a cube each rank runs this code on its own samples"):
+        examine(Block(change), is_cube=True)
 
 
 def test_samples_may_be_in_any_dimension() -> None:

@@ -92,20 +92,25 @@ def check_not_converted(module: nn.Module) -> None:
             )
 
 
-def check_packed_parameters(model: nn.Module) -> None:
-    """Reject parameters whose values are packed, which the ranks of a cube can't shard.
+def check_quantized_layers(model: nn.Module) -> None:
+    """Reject layers whose weights are packed, or that compute in fp8, which the ranks of a cube can't share.
 
     Raises:
         UnsupportedError: there is one, as in the quantized layers of bitsandbytes and torchao.
     """
     for name, part in model.named_modules():
-        for parameter in part.parameters(recurse=False):
-            if is_packed(parameter):
-                raise UnsupportedError(
-                    f"{name} is a {type(part).__name__}, whose weights are packed: its parameter of the class "
-                    f"{type(parameter).__name__} can't be sharded over the ranks of a cube. Quantized layers train on "
-                    f"pipelines: leave the cube out, or quantize none of the model's layers."
-                )
+        packed = next((one for one in part.parameters(recurse=False) if is_packed(one)), None)
+        if packed is not None:
+            why = f"whose weights are packed: its parameter of the class {type(packed).__name__} can't be sharded over "
+            why += "the ranks of a cube"
+        elif type(part).__name__ == "Float8Linear":
+            why = "which scales by the largest value of a micro-batch, of which each rank of a cube has a share"
+        else:
+            continue
+        raise UnsupportedError(
+            f"{name} is a {type(part).__name__}, {why}. Quantized layers train on pipelines: leave the cube out, or "
+            f"quantize none of the model's layers."
+        )
 
 
 def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> None:

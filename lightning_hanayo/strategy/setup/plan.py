@@ -30,7 +30,7 @@ from lightning_hanayo.strategy.setup.checks import (
     check_cuda_graphs,
     check_layer_drop,
     check_not_converted,
-    check_packed_parameters,
+    check_quantized_layers,
 )
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.values import FolderPlan, plan_pretrained, was_read
@@ -201,7 +201,7 @@ def report_plan(
 def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> ParallelizePlan | None:
     if prod(topology.cube) == 1:
         return None
-    check_packed_parameters(model)
+    check_quantized_layers(model)
     check_batch_statistics(model, stack, options)
     outside = {p for module in modules_outside(model, stack) for p in module.parameters(recurse=False)}
     plan = plan_parallelize(

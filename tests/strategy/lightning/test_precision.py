@@ -9,7 +9,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, TransformerEnginePrecision
 from torch.amp import GradScaler
 
+from lightning_hanayo import HanayoStrategy, check
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.setup.checks import check_quantized_layers
 from tests.harness import models
 from tests.harness.devices import on_host, trainer_on
 from tests.harness.pool import Pool
@@ -193,3 +195,15 @@ def test_transformer_engine_is_refused_where_a_model_is_cut(layout: Layout) -> N
         return
     with pytest.raises(UnsupportedError, match="precision='transformer-engine' keeps the scales of fp8"):
         trainer.strategy._check(trainer)
+
+
+def test_layers_of_torchao_train_as_in_one_process_with_the_same_micro_batches() -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    module, batches = models.build(models.MLP), models.vectors((8, 8))
+    config = float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
+    float8.convert_to_float8_training(module.blocks, config=config)
+    verdict = check(module, batches, HanayoStrategy(schedule="hanayo-zb"), devices=2, steps=2, dtype=torch.float32)
+    assert verdict.outcome == "depends on micro-batches"
+    assert verdict.layout is not None and verdict.layout.gap < 1e-6
+    with pytest.raises(UnsupportedError, match=r"^blocks.0.up is a Float8Linear, which scales"):
+        check_quantized_layers(module)

@@ -68,6 +68,8 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         quiet = replace(case, has_dropout=False)
         whole = whole_batches(quiet)
         has_noise = whole.draws_numbers
+        if has_noise:  # each micro-batch has numbers of its own, so that its loss can't be the whole batch's
+            case, quiet = (replace(one, options=_in_microbatches(one.options)) for one in (case, quiet))
     has_cube, once = prod(case.topology.cube) > 1, _runs_step_once(case)
     of_layout = quiet if has_cube or once else case
     notes += _notes(case, quiet, whole, has_noise=has_noise)

@@ -40,13 +40,25 @@ class Ownership:
     def stage_parameters(self, model: nn.Module, stages: Iterable[int]) -> dict[int, list[nn.Parameter]]:
         """The parameters of each of `stages`, in the model's order. One of several stages belongs to the lowest.
 
-        Its gradient is complete after that stage's backward. A parameter used outside the stack belongs to stage 0.
+        Its gradient is complete after that stage's backward. A parameter used outside the stack, or on several ranks,
+        belongs to stage 0.
         """
-        users = self._users(model)
+        users, shared = self._users(model), set(self.shared_parameters(model))
         found: dict[int, list[nn.Parameter]] = {stage: [] for stage in stages}
         for parameter in model.parameters():
-            found.get(max(0, min(users[parameter])), []).append(parameter)
+            found.get(0 if parameter in shared else max(0, min(users[parameter])), []).append(parameter)
         return found
+
+    def shared_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that code on several pipeline ranks uses. They belong to rank 0, and are lent to others."""
+        registered: dict[nn.Parameter, set[int]] = defaultdict(set)
+        for stage, rank in enumerate(self.stage_ranks):
+            for parameter in nn.ModuleList(self.blocks(stage)).parameters():
+                registered[parameter].add(rank)
+        for module in modules_outside(model, self.stack):
+            for parameter in module.parameters(recurse=False):
+                registered[parameter].add(0)
+        return [parameter for parameter, ranks in registered.items() if len(ranks) > 1]
 
     def tied_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that two stages use, or a block and the code outside the stack."""
@@ -77,44 +89,41 @@ class Ownership:
         names = {name: name for name in (*parameters, *buffers)}
         for name, value in state_of_own_tensors(model).items():
             names.setdefault(name, own_names.get(value, name) if isinstance(value, Tensor) else name)
+        shared = set(self.shared_parameters(model))
+        rank_by_prefix = {name: 0 for name, one in parameters.items() if one in shared} | rank_by_prefix  # first
         return {
             name: next((rank for prefix, rank in rank_by_prefix.items() if own.startswith(prefix)), 0)
             for name, own in names.items()
         }
 
     def check(self, model: nn.Module) -> None:
-        """Check that each parameter belongs to one rank only.
+        """Check that blocks register what they use of other ranks.
 
         Raises:
-            UnsupportedError: blocks on different ranks share a parameter, or a block on a rank other than 0 shares one
-                with the code outside the stack; registered, or kept in a list.
+            UnsupportedError: a block keeps a parameter of another rank in a list.
         """
-        owners: dict[nn.Parameter, tuple[str, int]] = {}
-        ranks = self.rank_by_name(model)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            rank = ranks.get(name, 0)
-            other_name, other_rank = owners.setdefault(parameter, (name, rank))
-            if other_rank != rank:
-                raise UnsupportedError(
-                    f"{other_name} and {name} are the same parameter, but belong to pipeline ranks {other_rank} and "
-                    f"{rank}. A tied embedding and head is fine (both belong to rank 0); blocks can't share weights "
-                    f"across ranks."
-                )
+        names, ranks = {one: name for name, one in model.named_parameters()}, self.rank_by_name(model)
         for parameter, index, place in self.kept:
-            name, owner = owners.get(parameter, ("", 0))
-            if name and self.stage_ranks[self._stage_of(index)] != owner:
+            name = names.get(parameter, "")
+            if name and self.stage_ranks[self._stage_of(index)] != ranks[name]:
                 raise UnsupportedError(
-                    f"{place} is {name}, which belongs to pipeline rank {owner}, but the block runs on another one. "
-                    f"Pass it to the block as an argument, or give the block a parameter of its own."
+                    f"{place} is {name}, which belongs to pipeline rank {ranks[name]}, but the block runs on another "
+                    f"one. Pass it to the block as an argument, register it in the block, or give the block a "
+                    f"parameter of its own."
                 )
 
     def check_cube(self, model: nn.Module) -> None:
         """Check that no rank of a cube uses a parameter inside blocks of which others may hold a part.
 
         Raises:
-            UnsupportedError: a block uses another one's parameter.
+            UnsupportedError: a block uses another one's parameter, or blocks on several pipeline ranks share one.
         """
         users, names = self._users(model), {parameter: name for name, parameter in model.named_parameters()}
+        for parameter in self.shared_parameters(model):
+            raise UnsupportedError(
+                f"{names[parameter]} belongs to blocks on several pipeline ranks, and each rank of a cube may hold a "
+                f"part of it. Set cube=1, or pipeline_parallel_size=1."
+            )
         for parameter, _, place in self.kept:
             if parameter in names and -1 not in users[parameter]:
                 raise UnsupportedError(

@@ -33,6 +33,7 @@ from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.stages import Stage
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.layout import Layout
@@ -70,8 +71,10 @@ class GradientSync:
         stages: all-reduces each stage's gradients as soon as the stage is done.
         full_parameters: whole tensors that user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
-        outside_all_reduce: sums their shards over the data ranks, after the batch; None where there is one.
+        outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch; None where
+            there is one.
         shards: of the optimizer, over the data ranks; None if it isn't sharded.
+        shared: the weights that blocks on several pipeline ranks use; None if there are none.
     """
 
     stages: GradientAllReduce
@@ -79,9 +82,12 @@ class GradientSync:
     outside: OutsideParameters | None = None
     outside_all_reduce: GradientAllReduce | None = None
     shards: OptimizerShards | None = None
+    shared: SharedWeights | None = None
 
     def begin_batch(self) -> None:
-        """Gather the parameters that are sharded between batches."""
+        """Gather the parameters that are sharded between batches, and lend shared ones."""
+        if self.shared is not None:
+            self.shared.begin()
         if self.outside is not None:
             self.finish_gather(OUTSIDE)
             self.outside.all_gather()
@@ -108,6 +114,8 @@ class GradientSync:
         self.stages.finish()
         if self.outside is not None:
             self.outside.reduce_scatter()
+        if self.shared is not None:
+            self.shared.end()
         if reduce:
             self._reduce_outside()
         self.full_parameters.end_batch(reduce=reduce)
@@ -128,6 +136,8 @@ class GradientSync:
             self.outside_all_reduce.forget()
         if self.outside is not None:
             self.outside.discard()
+        if self.shared is not None:
+            self.shared.take_out()
 
     def drop_transfers(self) -> None:
         """After a failure, when the groups have been left: free the transfers that were under way."""

@@ -70,14 +70,17 @@ def _main(sender: Connection, mapping: str, kind: str, name: str, layouts: list[
 
 def examine(mapping: str, kind: str, name: str, layouts: list[str], timeout: float) -> Row:
     """Train in this process, in fp64 if the model can, and then compare layouts with one process."""
+    import transformers
+
     errors: list[Exception] = []
     for dtype in (torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
         torch.manual_seed(0)
         try:
+            getattr(transformers, name)  # imports its module
+            _lift_roundings(dtype)
             for module, batches in candidates(mapping, kind, name):
                 try:
-                    _lift_roundings(dtype)
                     _train(module, batches, dtype)
                 except Exception as error:  # whatever user code raises
                     errors.append(error)

@@ -44,6 +44,27 @@ class Tied(Stack):
             return x + functional.linear(functional.gelu(self.up(self.norm(x))), self.up.weight.T, self.down.bias)
 
 
+class SharedByBlocks(Stack):
+    """As Zamba: every other block has the same layer; and the embedding is a block's weight, too."""
+
+    class Block(Block):
+        shared: nn.Module | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x if self.shared is None else x + torch.tanh(self.shared(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH)
+        for block in self.blocks[1::2]:
+            block.shared = shared
+        self.blocks[2].up.weight = self.outside = nn.Parameter(self.blocks[2].up.weight.detach().clone())
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + 0.01 * self.outside.square().sum()
+
+
 class SumOfMagnitudes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -354,6 +375,10 @@ SPECTRAL = everywhere(PerMicrobatch("training changes once for each of the 4 mic
 HABITS = [
     exact("a block computes with the parameters of its layers: a norm over `self.parameters()`", Penalised),
     exact("a block's second layer is the first one's weight, transposed", Tied),
+    Habit(
+        "blocks share a layer, and a block's weight is used outside the stack, too", SharedByBlocks, VECTORS,
+        on(pipelines=EXACT, cubes=EXACT) | {"both": Refused("belongs to blocks on several pipeline ranks")},
+    ),
     exact("a block passes its weight to an `autograd.Function`, `torch.func` and `torch.tensor`", PassedOn),
     exact("a block converts its weight: `self.up.weight.type(dtype)`", Converted),
     exact("`nn.LSTM` in a block, which keeps its weights in a list, too", Recurrent),

@@ -82,27 +82,31 @@ def test_tied_parameters_are_those_of_two_stages_or_a_block_and_the_outside() ->
     assert found == {model.blocks[0][0].weight, model.embedding.weight}
 
 
-@pytest.mark.parametrize(("block", "other", "refused"), [(2, 0, True), (3, 2, False), (5, 0, False), (4, 3, True)])
-def test_blocks_may_share_parameters_within_a_rank_only(block: int, other: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "shares", "rank"), [((0, 2), True, 0), ((2, 3), False, 1), ((0, 5), False, 0), ((3, 4), True, 0)]
+)
+def test_a_parameter_that_blocks_on_two_ranks_share_belongs_to_rank_0(
+    blocks: tuple[int, int], shares: bool, rank: int
+) -> None:
     model = Model()
-    model.blocks[block][0].bias = model.blocks[other][0].bias
-    if not refused:
-        ownership(model).check(model)
-        return
-    first, second = sorted((block, other))
-    named = (
-        rf"blocks\.{first}\.0\.bias and blocks\.{second}\.0\.bias are the same parameter, but belong to pipeline ranks"
-    )
-    with pytest.raises(UnsupportedError, match=named):
-        ownership(model).check(model)
+    first, second = (model.blocks[index][0] for index in blocks)
+    weight = second.bias = first.bias
+    owner = ownership(model)
+    assert [id(one) for one in owner.shared_parameters(model)] == [id(weight)] * shares
+    ranks = owner.rank_by_name(model)
+    assert [ranks[f"blocks.{index}.0.bias"] for index in blocks] == [rank, rank]
+    if shares:
+        assert any(one is weight for one in owner.stage_parameters(model, [0])[0])
+        with pytest.raises(UnsupportedError, match="blocks on several pipeline ranks.*cube=1"):
+            owner.check_cube(model)
 
 
-def test_a_block_on_rank_1_cannot_share_with_code_outside_the_stack() -> None:
+def test_a_block_on_rank_1_shares_with_code_outside_the_stack() -> None:
     model = Model()
     model.outside = nn.Linear(4, 4)
     model.outside.weight = model.blocks[2][0].weight
-    with pytest.raises(UnsupportedError, match=r"blocks\.2\.0\.weight and outside\.weight are the same parameter"):
-        ownership(model).check(model)
+    (found,) = ownership(model).shared_parameters(model)
+    assert found is model.outside.weight
 
 
 def test_a_block_on_rank_1_cannot_keep_a_parameter_of_rank_0() -> None:

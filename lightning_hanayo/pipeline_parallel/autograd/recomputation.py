@@ -78,16 +78,16 @@ class _Runs:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._function = function
         self._first: Any = (args, kwargs)
-        self._again = tree_map(_as_now, (args, kwargs), is_leaf=is_cache)
+        self._again = tree_map(as_now, (args, kwargs), is_leaf=is_cache)
         self._made = MadeOnce()
 
     def __call__(self) -> Any:
-        (args, kwargs), self._first = self._first or tree_map(_as_now, self._again, is_leaf=is_cache), None
+        (args, kwargs), self._first = self._first or tree_map(as_now, self._again, is_leaf=is_cache), None
         with self._made.running():
             return self._function(*args, **kwargs)
 
 
-def _as_now(value: Any) -> Any:
+def as_now(value: Any) -> Any:
     """A copy of a cache or a UserDict, with its content of now; anything else itself."""
     if not is_cache(value):
         return copy.copy(value) if isinstance(value, UserDict) else value
@@ -98,7 +98,7 @@ def _as_now(value: Any) -> Any:
         elif isinstance(part, dict):
             vars(copied)[name] = dict(part)
         else:
-            vars(copied)[name] = _as_now(part)
+            vars(copied)[name] = as_now(part)
     return copied
 
 

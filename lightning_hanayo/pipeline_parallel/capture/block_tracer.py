@@ -12,7 +12,6 @@ block's output.
 After its last block the step may call the first one again: a further pass, with or without gradients, like the first.
 """
 
-import copy
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import current_sequence_number, edges_of
+from lightning_hanayo.pipeline_parallel.autograd.recomputation import as_now
 from lightning_hanayo.pipeline_parallel.capture.between import (
     KEPT,
     NEEDS_VALUES,
@@ -107,6 +107,7 @@ class BlockTracer:
         """by number and path: outputs in the middle of the stack, once they are here"""
         self._carriers = carriers
         self._trees: tuple[Any, ...] = ()
+        self._caches: dict[int, CacheArgument] = {}
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -198,6 +199,8 @@ class BlockTracer:
     def _run_or_record(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position, self._position = self._position, self._position + 1
         self._of_last_block = position
+        for cache in filter(pytree.is_cache, (*args, *kwargs.values())):
+            self._caches.setdefault(id(cache), CacheArgument(cache, self.pass_number)).check(self.pass_number)
         if index < self._num_local:
             output = self._output = run_original(block, *args, **kwargs)
             self._structures[type(block)] = _without_tensors(output)
@@ -360,7 +363,7 @@ class BlockTracer:
 
     def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
         if pytree.is_cache(value):
-            value = cache_for(self._blocks[index], value)
+            value = self._caches[id(value)].sent_to(self._blocks[index])
         skeleton = self._flattener.flatten(value, what, is_argument=True)
         position = self._position - 1
         if not self._sends_objects and any(n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)):
@@ -412,6 +415,14 @@ def _without_tensors(output: Any) -> Any:
     return mapped(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
 
 
+def _is_used(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{user_line()} uses {what}, which a block on another rank has filled. A cache lives inside one forward: pass "
+        f"use_cache=False to the model, also to generate; or, where the step itself makes a cache, a new one to each "
+        f"call."
+    )
+
+
 class FilledElsewhere(Valueless):
     """A layer of a cache that a block on another rank fills."""
 
@@ -426,54 +437,71 @@ class FilledElsewhere(Valueless):
 
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code that uses the layer again."""
-        raise UnsupportedError(
-            f"{user_line()} uses layer {self.index} of a key/value cache ({operation}), which a block on another rank "
-            f"has filled. A cache lives inside one forward: pass use_cache=False to the model, also to generate; or, "
-            f"where the step itself makes a cache, a new one to each call."
-        )
+        raise _is_used(f"layer {self.index} of a key/value cache ({operation})")
 
 
-def cache_for(block: nn.Module, cache: Any) -> Any:
-    """The part of a transformers key/value cache that a block on another rank gets: its layers, by their `layer_idx`.
+class CacheArgument:
+    """A key/value cache of transformers among the arguments of blocks, in one pass.
 
-        cache before the stack   [k0, v0] [k1, v1] [k2, v2] [k3, v3]     made by a prefix encoder
-        block 2 gets                               [k2, v2]              None, if they are empty
-        cache after the stack    filled   filled   x        x            x: reading it is an error
+        cache before the stack         [k0, v0] [k1, v1] [k2, v2] [k3, v3]     made by a prefix encoder
+        blocks on other ranks get      [k0, v0] [k1, v1] [k2, v2] [k3, v3]     None, if all are empty
+        cache after the stack          filled   filled   x        x            x: reading it is an error
 
-    Blocks fill their layers where they run, and these stay there: a cache lives inside one forward.
-
-    Raises:
-        UnsupportedError: another forward has used the cache.
+    Blocks fill layers where they run, and these stay there: a cache lives inside one forward.
     """
-    indices = (vars(part).get("layer_idx") for part in block.modules())
-    own = {index for index in indices if isinstance(index, int)}
-    found = _with_layers(cache, own)
-    return found if _holds_values(found) else None
+
+    def __init__(self, cache: Any, pass_number: int) -> None:
+        self._cache = cache
+        self._before = as_now(cache)
+        self._pass_number = pass_number
+        self._is_empty = not _holds_values(self._before)
+        self._is_sent = False
+
+    def check(self, pass_number: int) -> None:
+        """Check that it is in the pass that first used it.
+
+        Raises:
+            UnsupportedError: in another one, a block would need what blocks on other ranks have filled.
+        """
+        if pass_number != self._pass_number:
+            raise _is_used("a key/value cache again")
+
+    def sent_to(self, block: nn.Module) -> Any:
+        """The cache for a block on another rank. From then on the step can't use layers that no block has filled here.
+
+        Raises:
+            UnsupportedError: the block reads from the cache what other blocks put there besides its layers.
+        """
+        if not self._is_sent:
+            _close(self._cache, self._before)
+            self._is_sent = True
+        by_argument = hasattr(sys.modules["transformers.cache_utils"], "KVSharingDict")
+        if not by_argument and any(getattr(part, "is_kv_shared_layer", False) for part in block.modules()):
+            raise UnsupportedError(
+                f"{type(block).__name__} takes keys and values of other blocks from the cache, which stays on their "
+                f"ranks. Use a newer transformers, which passes them as an argument (cache_utils.KVSharingDict)."
+            )
+        return None if self._is_empty else self._before
 
 
-def _with_layers(cache: Any, own: set[int]) -> Any:
-    """A copy with these layers (all, if none is named), also of the caches in it."""
-    copied = copy.copy(cache)
+def _close(cache: Any, before: Any) -> None:
     for name, value in vars(cache).items():
         if name == "layers":
-            vars(copied)[name] = [layer if i in own or not own else None for i, layer in enumerate(value)]
-            for index in own:  # the step can't use these layers any more
-                value.extend(FilledElsewhere(i) for i in range(len(value), index + 1))
-                value[index] = FilledElsewhere(index)
+            for index, layer in enumerate(vars(before)[name]):
+                if all(now is vars(layer).get(key) for key, now in vars(value[index]).items()):
+                    value[index] = FilledElsewhere(index)
+            value.append(FilledElsewhere(len(value)))
         elif hasattr(value, "layers"):
-            vars(copied)[name] = _with_layers(value, own)
-    return copied
+            _close(value, vars(before)[name])
 
 
 def _holds_values(value: Any) -> bool:
     match value:
-        case FilledElsewhere():
-            value.refuse("update")
         case Tensor():
             return value.numel() > 0
         case list() | tuple():
             return any(map(_holds_values, value))
-        case dict():
-            return any(map(_holds_values, value.values()))
+        case dict():  # names with an underscore: sizes of windows, not content
+            return any(_holds_values(one) for name, one in value.items() if not str(name).startswith("_"))
         case _:
             return hasattr(value, "__dict__") and not isinstance(value, type) and _holds_values(vars(value))

@@ -1,6 +1,7 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -35,6 +36,7 @@ from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, MiddleStage, NoHooks, SingleStage, Stage
 from lightning_hanayo.pipeline_parallel.tp_stages import (
@@ -120,10 +122,18 @@ def build_pipeline(
         make_room(deferred, model, own_modules, given, run.device)
         fill_initial_values(deferred, own_modules, run.device, cube)
 
-    stages, ends = build_stages(
-        model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, ownership)
-    )
-    gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients)
+    weights, shared = ownership.shared_parameters(model), None
+    if weights:
+        shared = SharedWeights(model, weights, run.groups.replica_tensors, run.device)
+        if scatters_gradients is not None and run.options.shard_optimizer and run.groups.data is not None:
+            raise UnsupportedError(
+                "shard_optimizer=True can't shard a model whose blocks share weights over pipeline ranks. Leave it out."
+            )
+    with nullcontext() if shared is None else shared.lent():
+        stages, ends = build_stages(
+            model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, ownership)
+        )
+    gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients, shared)
     engine = Engine(
         stages,
         PointToPointChannel(transport),
@@ -254,6 +264,7 @@ def _gradient_sync(
     cube: Cube | None,
     full_parameters: FullParameters,
     scatters: bool | None,
+    shared: SharedWeights | None,
 ) -> GradientSync:
     """Sum over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
     groups = run.groups
@@ -261,7 +272,13 @@ def _gradient_sync(
     if cube is None:
         sparse = sparse_weights(model).values()
         shards = _optimizer_shards(trained, run, None, scatters, sparse)
-        return GradientSync(GradientAllReduce(trained, groups.data, sparse, shards), full_parameters, shards=shards)
+        late = set() if shared is None else set(shared.weights)
+        early = {stage: [one for one in own if one not in late] for stage, own in trained.items()}
+        over_data = None
+        if shared is not None and groups.data is not None and rank == 0:
+            over_data = GradientAllReduce({0: shared.weights}, groups.data)
+        all_reduce = GradientAllReduce(early, groups.data, sparse, shards)
+        return GradientSync(all_reduce, full_parameters, None, over_data, shards, shared)
     outside = cube.outside
     excluded = set(outside.parameters)
     sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}

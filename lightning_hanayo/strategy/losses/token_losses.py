@@ -4,7 +4,8 @@ cube_outside    head and loss of a causal model of transformers     chunked_cros
 "share"         whole, of this rank's samples                       the same, chunk by chunk; where the step runs once
                                                                     on a whole batch, as with "replicate"
 "replicate"     whole, of all samples                               of this rank's tokens
-"tokens"        of this rank's tokens, chunk by chunk               of this rank's tokens
+"tokens"        of this rank's rows of the weight, chunk by chunk   the same; of this rank's tokens, where the weight
+                                                                    isn't a parameter
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -78,12 +78,13 @@ class _OfVocabulary(HeldByRows, OnUse):
         if rows is None:  # it is whole, in a dry run
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is functional.embedding and len(args) == 2 and args[1] is own:
+        is_weight = len(args) > 1 and args[1] is own
+        if func is functional.embedding and is_weight:
             padding, special = kwargs.get("padding_idx"), ("max_norm", "scale_grad_by_freq", "sparse")
             if not any(kwargs.get(name) for name in special):
                 padding = None if padding is None else padding % rows.size
                 return _Lookup.apply(rows.part, args[0], rows, padding)
-        if func is functional.linear and args[1:2] == (own,) and not torch.is_grad_enabled():
+        if func is functional.linear and is_weight and not torch.is_grad_enabled():
             return _logits(args[0], rows, *args[2:], **kwargs)
         return compute_on_whole(func, args, kwargs)
 

@@ -112,8 +112,7 @@ def build_pipeline(
     if cube is not None:
         blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
         cube.parallelize(blocks, parameters)
-        if run.options.cube_outside == "tokens":
-            cube.keep_vocabulary(modules_outside(model, plan.stack))
+        cube.keep_vocabulary(modules_outside(model, plan.stack) if run.options.cube_outside == "tokens" else ())
     full_parameters = _guard_parameters(model, ownership, rank, cube, run)
     own_modules = _own_modules(model, ownership, rank)
     if plan.pretrained:

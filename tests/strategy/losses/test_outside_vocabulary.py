@@ -145,12 +145,17 @@ def test_no_rank_has_the_whole_embedding(pool: Pool, outside: str) -> None:
         assert max(in_step, elsewhere) == (WORDS if is_whole else WORDS // 2 + 1)
 
 
+def twice() -> list[models.Batch]:
+    """The same batch in both steps: the second run begins at the first one."""
+    return models.texts((4,)) * 2
+
+
 def part_of_run(layout: Layout, steps: int, path: Path, *, resumes: bool) -> dict[str, Tensor]:
     """Train up to this step, from a checkpoint or not, and save one."""
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch")
     trainer = make_trainer(layout, loss_weight="tokens", max_steps=steps)
     module = models.build(models.gpt2, torch.float64)
-    trainer.fit(module, make_loader(models.texts((4,)) * 2), ckpt_path=path if resumes else None)
+    trainer.fit(module, make_loader(twice()), ckpt_path=path if resumes else None)
     trainer.save_checkpoint(path)
     return own_weights(module, trainer)
 
@@ -164,7 +169,7 @@ def test_a_checkpoint_is_resumed_in_another_layout(pool: Pool, tmp_path: Path, s
     ours: dict[str, Tensor] = {}
     for part in parts:
         ours |= part
-    training = Training(partial(exact, models.gpt2), lambda: models.texts((4,)) * 2, torch.float64, steps=2)
+    training = Training(partial(exact, models.gpt2), twice, torch.float64, steps=2)
     assert_close(ours, run(pool, training, Layout()).weights, 1e-11)
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -94,15 +95,10 @@ def uses_weights() -> LightningModule:
 def test_clipped_training_equals_one_process(pool: Pool, make: Callable[[], LightningModule], layout: Layout) -> None:
     """Gradients are accumulated over two batches, and clipped."""
     training = Training(make, partial(models.texts, (4,) * 4), torch.float64, steps=2, accumulate=2, clip=0.05)
-    training = training if make is recipe else _by_tokens(training)
-    ours = run(pool, training, layout)
-    alone = run(pool, Training(**vars(training) | {"model": partial(exact, make), "loss_weight": "samples"}), Layout())
+    ours = run(pool, replace(training, loss_weight="tokens"), layout)
+    alone = run(pool, replace(training, model=partial(exact, make)), Layout())
     assert_close(ours.gradients, alone.gradients, 1e-12)
     assert_close(ours.weights, alone.weights, 1e-11)
-
-
-def _by_tokens(training: Training) -> Training:
-    return Training(**vars(training) | {"loss_weight": "tokens"})
 
 
 class Rows(Callback):
@@ -154,7 +150,8 @@ def part_of_run(layout: Layout, steps: int, path: Path, *, resumes: bool) -> dic
     """Train up to this step, from a checkpoint or not, and save one."""
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch")
     trainer = make_trainer(layout, loss_weight="tokens", max_steps=steps)
-    module = models.build(models.gpt2, torch.float64)
+    make = models.gpt2 if layout.outside == "tokens" else partial(exact, models.gpt2)
+    module = models.build(make, torch.float64)
     trainer.fit(module, make_loader(twice()), ckpt_path=path if resumes else None)
     trainer.save_checkpoint(path)
     return own_weights(module, trainer)

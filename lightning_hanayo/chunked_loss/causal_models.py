@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from lightning_hanayo.chunked_loss.cross_entropy import CHUNK, check_chunk, chunked_cross_entropy
+from lightning_hanayo.chunked_loss.token_shares import HeldByRows
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.partial_values import METADATA, OF_DEVICE, OF_OBJECT, name_of
@@ -119,7 +120,8 @@ class Logits(Tensor):
         shape, dtype = (*hidden.shape[:-1], weight.shape[0]), as_autocast(hidden).dtype
         with unset_fake_temporarily():  # while a plan counts operations: a fake tensor can be of no other class
             made: Logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Logits)
-        made.hidden, made.weight, made.bias = hidden, weight, bias
+        made.hidden, made.bias = hidden, bias
+        made.weight = weight.kept() if isinstance(weight, HeldByRows) else weight
         return made
 
     @property

@@ -8,6 +8,11 @@ chunk exist at a time, and `hidden` and N numbers are kept, for one more product
 
 In a cube whose ranks run the step alike each of them does this for its share of the tokens, in forward and backward;
 all get all losses. There each loss counts 1/ranks, and gradients are summed: a rank gives those of its own tokens.
+
+If each rank holds some rows of the weight, it does this with its own rows instead, for all tokens:
+
+    forward     own logits [chunk, V/n]  ->  log of the sum of exponentials, the label's logit: gathered once, [n, 2, N]
+    backward    own logits again  ->  all of the own rows' dweight, this rank's term of dhidden; nothing is sent
 """
 
 from collections.abc import Iterator
@@ -20,9 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lightning_hanayo.chunked_loss.token_shares import token_shares
+from lightning_hanayo.chunked_loss.token_shares import HeldByRows, OwnRows, token_shares
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import as_autocast
+from lightning_hanayo.partial_values import plain_alias
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.mesh import MeshAxis
@@ -78,9 +84,12 @@ def chunked_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise HanayoError(f"chunked_cross_entropy: reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
     flat, targets = as_autocast(hidden).flatten(0, -2), labels.flatten()
-    operands = [None if one is None else one.to(flat.dtype) for one in (weight, bias)]
-    rule = _Rule(chunk, ignore_index, label_smoothing, token_shares())
-    losses: Tensor = _TokenLosses.apply(flat, *operands, targets, rule)  # type: ignore[no-untyped-call]
+    shares, size = token_shares(), weight.shape[0]
+    rows = weight.own_rows() if isinstance(weight, HeldByRows) else None
+    weight = weight.to(flat.dtype) if rows is None else rows.part  # autograd adds to own rows, so they aren't cast here
+    rule = _Rule(chunk, ignore_index, label_smoothing, size, shares if rows is None else None, rows)
+    bias = None if bias is None else bias.to(flat.dtype)
+    losses: Tensor = _TokenLosses.apply(flat, weight, bias, targets, rule)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
@@ -98,12 +107,21 @@ def check_chunk(chunk: Any) -> None:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How losses are made: of which tokens, how many at a time."""
+    """How losses are made: of which tokens, how many at a time, with which rows of the weight."""
 
     chunk: int
     ignored: int
     smoothing: float
+    size: int
+    """of the vocabulary"""
     shares: "MeshAxis | None"
+    rows: OwnRows | None
+
+    @property
+    def num_ranks(self) -> int:
+        """That share the loss."""
+        ranks = self.shares if self.rows is None else self.rows.ranks
+        return 1 if ranks is None else ranks.size
 
     def own(self, num_tokens: int) -> slice:
         """This rank's tokens."""
@@ -117,6 +135,28 @@ class _Rule:
         """The parts of this rank's tokens whose logits exist at a time."""
         for start in range(0, num_own, self.chunk):
             yield slice(start, min(start + self.chunk, num_own))
+
+    def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The column of each label in this rank's logits, [N, 1], and whether there is one, and the label counts."""
+        counts = labels != self.ignored
+        columns, is_own = labels.where(counts, 0), counts
+        if self.rows is not None:
+            columns, is_own = self.rows.find(columns)
+            is_own = is_own & counts
+        return columns[:, None], is_own
+
+    def own_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The entries of the bias, or of its gradient, for this rank's logits."""
+        if bias is None or self.rows is None:
+            return bias
+        return bias[self.rows.start : self.rows.start + self.rows.num_rows]
+
+    def over_vocabulary(self, found: Tensor) -> Tensor:
+        """[k, N] of this rank's logits to that of all: log of the sum of exponentials, and sums."""
+        if self.rows is None:
+            return found
+        parts = self.rows.ranks.all_gather(found).wait()
+        return torch.cat([parts[:, :1].logsumexp(0), parts[:, 1:].sum(0)])
 
     def all_gather(self, own: Tensor, num_tokens: int) -> Tensor:
         """This rank's rows to those of all tokens, [num_tokens, ...]."""
@@ -134,21 +174,25 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: _Rule) -> Tensor:
         ctx.rule, ctx.num_tokens = rule, len(hidden)
+        weight = weight if rule.rows is None else plain_alias(weight)
         own = rule.own(len(hidden))
         hidden, labels = hidden[own] if rule.shares is None else hidden[own].clone(), labels[own]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        losses, log_sums = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
+        found = hidden.new_empty(3 if rule.smoothing else 2, len(hidden), dtype=dtype)
+        cast, own_bias = weight.to(hidden.dtype), rule.own_bias(bias)
         for rows in rule.chunks(len(hidden)):
             token = is_repeated.set(True)
-            logits = functional.linear(hidden[rows], weight, bias).to(dtype)
+            logits = functional.linear(hidden[rows], cast, own_bias).to(dtype)
             is_repeated.reset(token)
-            counts = labels[rows] != rule.ignored
-            of_label = logits.gather(1, labels[rows].where(counts, 0)[:, None])[:, 0]
-            log_sums[rows] = logits.logsumexp(1)
-            wanted = (
-                of_label if not rule.smoothing else of_label * (1 - rule.smoothing) + logits.mean(1) * rule.smoothing
-            )
-            losses[rows] = (log_sums[rows] - wanted).where(counts, 0.0)
+            found[0, rows] = logits.logsumexp(1)
+            columns, is_own = rule.columns(labels[rows])
+            found[1, rows] = logits.gather(1, columns)[:, 0].where(is_own, 0.0) if len(weight) else 0.0
+            if rule.smoothing:
+                found[2, rows] = logits.sum(1)
+        log_sums, wanted, *sums = rule.over_vocabulary(found)
+        for total in sums:
+            wanted = wanted * (1 - rule.smoothing) + total * (rule.smoothing / rule.size)
+        losses = (log_sums - wanted).where(labels != rule.ignored, 0.0)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
         return rule.all_gather(losses, ctx.num_tokens)
 
@@ -158,29 +202,30 @@ class _TokenLosses(torch.autograd.Function):
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
         rule: _Rule = ctx.rule
         tokens = rule.own(ctx.num_tokens)
-        gradient = gradient[tokens] * (1 if rule.shares is None else rule.shares.size)  # the others' are as large
+        gradient = gradient[tokens] * rule.num_ranks  # the others' are as large
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dtype = log_sums.dtype
         dhidden = hidden.new_zeros(ctx.num_tokens, hidden.shape[1]) if needs_hidden else None
         own_dhidden = None if dhidden is None else dhidden[tokens]
         dweight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         dbias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
+        cast, own_bias, own_dbias = weight.to(hidden.dtype), rule.own_bias(bias), rule.own_bias(dbias)
         for rows in rule.chunks(len(hidden)):
-            logits = functional.linear(hidden[rows], weight, bias).to(dtype)
+            logits = functional.linear(hidden[rows], cast, own_bias).to(dtype)
             dlogits = logits.sub_(log_sums[rows, None]).exp_()
             if rule.smoothing:
-                dlogits -= rule.smoothing / weight.shape[0]
-            counts = labels[rows] != rule.ignored
-            of_label = counts.to(dtype) * (rule.smoothing - 1)
-            dlogits.scatter_add_(1, labels[rows].where(counts, 0)[:, None], of_label[:, None])
-            dlogits *= gradient[rows].where(counts, 0.0)[:, None]
+                dlogits -= rule.smoothing / rule.size
+            columns, is_own = rule.columns(labels[rows])
+            if len(weight):
+                dlogits.scatter_add_(1, columns, (is_own.to(dtype) * (rule.smoothing - 1))[:, None])
+            dlogits *= gradient[rows].where(labels[rows] != rule.ignored, 0.0)[:, None]
             low = dlogits.to(hidden.dtype)
             if own_dhidden is not None:
-                torch.mm(low, weight, out=own_dhidden[rows])
+                torch.mm(low, cast, out=own_dhidden[rows])
             if dweight is not None:
                 dweight += low.t().mm(hidden[rows])
-            if dbias is not None:
-                dbias += dlogits.sum(0)
+            if own_dbias is not None:
+                own_dbias += dlogits.sum(0)
         return (
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),

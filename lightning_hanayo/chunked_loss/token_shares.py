@@ -1,7 +1,15 @@
-"""Which ranks share the tokens of a loss: those of a cube that all have the same samples, while a step runs."""
+"""Which ranks share a loss: those of a cube that all have the same samples, while a step runs.
 
+They share its tokens, and each computes with all rows of the head's weight; or the rows, for all tokens.
+"""
+
+from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.mesh import MeshAxis
@@ -25,3 +33,34 @@ def stop(run: FindShares) -> None:
     """The run has ended. A second call does nothing."""
     if run in _runs:
         _runs.remove(run)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """This rank's rows of a weight [size, H] of the vocabulary, of which each of the `ranks` holds some."""
+
+    ranks: "MeshAxis"
+    part: Tensor
+    """[num_rows, H], a leaf"""
+    start: int
+    num_rows: int
+    size: int
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each id here, 0 for those that other ranks hold; and whether this rank holds it."""
+        torch._assert_async(((ids >= 0) & (ids < self.size)).all(), "an id is outside of the vocabulary")
+        rows = ids - self.start
+        is_own = (rows >= 0) & (rows < self.num_rows)
+        return rows.where(is_own, 0), is_own
+
+
+class HeldByRows:
+    """A weight of the vocabulary whose rows ranks may share."""
+
+    @abstractmethod
+    def own_rows(self) -> OwnRows | None:
+        """This rank's; None while it holds all of them."""
+
+    @abstractmethod
+    def kept(self) -> Tensor:
+        """The same weight for code that runs later, also where the parameter's class is that of a plain one."""

@@ -219,6 +219,7 @@ class PlanCLI(WaveCLI):
                 precision=self._precision,
                 master_weights=own is not None and own.master_weights is not None,
                 blocks=None if own is None else own.blocks,
+                shards_vocabulary=own is not None and own.cube_outside == "tokens",
             )
             say("comparing layouts")
             step_model = StepModel(facts, self._machine, self._measured(num_samples, len(facts.blocks)))

@@ -73,7 +73,7 @@ class ParameterGuard:
         parameters: Mapping[str, nn.Parameter],
         owners: Mapping[str, int],
         shapes: Mapping[Tensor, tuple[int, ...]],
-        guarded_in_steps: set[Tensor],
+        guarded_in_steps: Mapping[Tensor, type[nn.Parameter]],
     ) -> None:
         """Say which parameters to guard.
 
@@ -81,9 +81,9 @@ class ParameterGuard:
             parameters: all of the model, by qualified name.
             owners: the pipeline rank of each.
             shapes: the whole shapes of those of which this rank holds a part.
-            guarded_in_steps: those of the latter that are parts in a step, too.
+            guarded_in_steps: those of the latter that are parts in a step, too, and the class of each there.
         """
-        missing, parts = [], []
+        missing, in_hooks, in_steps = [], [], []
         for name, parameter in parameters.items():
             if isinstance(parameter, Placeholder):
                 vars(parameter)["_owner"] = Owner(name, owners[name], self.device, drawn=self._drawn)
@@ -91,11 +91,13 @@ class ParameterGuard:
             elif parameter in shapes or parameter in guarded_in_steps:
                 shape = shapes.get(parameter, tuple(parameter.shape))
                 vars(parameter)["_part"] = partial_values.Part(name, shape)
-                parts.append(_Guarded(parameter, type(parameter), partial_values.PartialParameter))
+                if parameter in shapes:
+                    in_hooks.append(_Guarded(parameter, type(parameter), partial_values.PartialParameter))
+                if parameter in guarded_in_steps:
+                    in_steps.append(_Guarded(parameter, type(parameter), guarded_in_steps[parameter]))
         self._own = [parameter for parameter in parameters.values() if not isinstance(parameter, Placeholder)]
-        in_hooks = [*missing, *(part for part in parts if part.parameter in shapes)]
-        in_steps = [*missing, *(part for part in parts if part.parameter in guarded_in_steps)]
-        self._guarded = {"step": in_steps, "hook": in_hooks, "alone": in_hooks}
+        in_hooks += missing
+        self._guarded = {"step": [*missing, *in_steps], "hook": in_hooks, "alone": in_hooks}
 
     def end(self) -> list[nn.Parameter]:
         """After the run: guard nothing any more; return the placeholders, and the parameters that are parts."""

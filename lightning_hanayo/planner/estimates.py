@@ -235,7 +235,11 @@ class StepModel:
             exposed += link.seconds(num_bytes, candidate.stages_per_rank) / candidate.stages_per_rank
         if candidate.cube_size > 1:  # parameters outside of 3-D layers are gathered, and their gradients summed
             num_bytes = (1 - 1 / candidate.cube_size) * max(one.gathered for one in shares)
-            exposed += self.machine.link(1, candidate.cube_size).seconds(num_bytes, 2) * candidate.accumulate
+            link = self.machine.link(1, candidate.cube_size)
+            exposed += link.seconds(num_bytes, 2) * candidate.accumulate
+            if facts.outside_sharded:  # the embedding's outputs and their gradients are all-reduced
+                num_bytes = 4 * (1 - 1 / candidate.cube_size) * facts.message * candidate.samples
+                exposed += link.seconds(num_bytes, 2) * candidate.num_microbatches * candidate.accumulate
         # parameters and states are read and written, gradients are read
         each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
         updated = own / (candidate.data if candidate.shard_optimizer else 1)

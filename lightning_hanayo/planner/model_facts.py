@@ -162,6 +162,8 @@ class ModelFacts:
     """those of them that are multiplied with: all but tables that are only looked up"""
     outside_frozen: int = 0
     """those of them that aren't trained"""
+    outside_sharded: float = 0.0
+    """bytes of the values and gradients of those that a cube keeps sharded during a batch: `cube_outside="tokens"`"""
     outside_flops: float = 0.0
     """of their forward"""
     outside_repeated: float = 0.0
@@ -204,9 +206,10 @@ class ModelFacts:
 
     @cached_property
     def outside_bytes(self) -> float:
-        """Of the values and the gradients of the parameters outside the stack."""
+        """Of values and gradients of the parameters outside the stack that a cube holds whole during a batch."""
         trained = self.outside_parameters - self.outside_frozen
-        return self.outside_parameters * self.parameter_bytes + trained * self.gradient_bytes
+        everything = self.outside_parameters * self.parameter_bytes + trained * self.gradient_bytes
+        return everything - self.outside_sharded
 
     @property
     def flops(self) -> float:

@@ -64,7 +64,7 @@ def rank_bytes(
     for action in batch.actions:
         last[action.stage] = max(last.get(action.stage, 0), action.microbatch or 0)
     outside = pipeline.gradients.outside
-    shapes = {} if outside is None else {p: outside.shards[p].shape for p in outside.parameters}
+    shapes = {} if outside is None else outside.gathered_shapes
     whole = sum(p.element_size() * prod(shape) for p, shape in shapes.items())
     whole_gradients = sum(_gradient_bytes(p, shape) for p, shape in shapes.items() if p.requires_grad)
     first = min(last)

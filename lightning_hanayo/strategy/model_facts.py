@@ -34,6 +34,7 @@ from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_st
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor_parallel.layers.experts import is_fused_experts
 from lightning_hanayo.tensor_parallel.layers.linear import features
+from lightning_hanayo.tensor_parallel.outside_vocabulary import vocabulary_weights
 
 VIEWS = (
     "detach",
@@ -252,6 +253,7 @@ def read_model(
     precision: str = "32-true",
     master_weights: bool = False,
     blocks: str | None = None,
+    shards_vocabulary: bool = False,
 ) -> ModelFacts:
     """Count what a sample takes. The module stays as it is; one that is built in `configure_model` is built on meta.
 
@@ -262,6 +264,7 @@ def read_model(
         precision: the Trainer's.
         master_weights: whether parameters in bf16 or fp16 have master weights in fp32.
         blocks: the name of the stack; None: the largest that the step passes through.
+        shards_vocabulary: whether a cube keeps embedding and head sharded during a batch.
 
     Raises:
         HanayoError: there is no stack, or the step can't run on the meta device, and the model is too large to run.
@@ -287,12 +290,15 @@ def read_model(
     outside, last = counter.outside, counter.blocks[-1]
     outside_stack = set(own.parameters()) - stack.parameters
     element = formats.dtype.itemsize
+    kept = vocabulary_weights(modules_outside(own, stack)) if shards_vocabulary else ()
+    kept_bytes = (p.numel() * (formats.parameter_bytes + p.requires_grad * formats.gradient_bytes) for p in kept)
     return ModelFacts(
         stack=stack.name,
         blocks=tuple(facts),
         message=last.output / num_samples,
         outside_parameters=sum(one.numel() for one in outside_stack),
         outside_frozen=_num_frozen(outside_stack),
+        outside_sharded=sum(kept_bytes),
         computing_parameters=num_parameters_outside(own, stack, computing=True),
         outside_flops=outside.flops / num_samples,
         outside_repeated=outside.repeated_flops / num_samples,

@@ -97,7 +97,7 @@ class GradientSync:
         """Inside it all parameters of this rank can be used, but get no gradients. Called by all ranks of a cube."""
         self.finish_gather()
         if self.outside is not None:
-            self.outside.all_gather()
+            self.outside.all_gather(everything=True)
         try:
             yield
         finally:

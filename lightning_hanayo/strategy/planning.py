@@ -75,6 +75,7 @@ def plan_at_start(
         precision=trainer.precision,
         master_weights=options.master_weights is not None,
         blocks=options.blocks,
+        shards_vocabulary=options.cube_outside == "tokens",
     )
     name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else device.type
     # the data sheet of this device; a nominal CPU or an H100 for others

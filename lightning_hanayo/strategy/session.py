@@ -67,6 +67,7 @@ from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_p
 from lightning_hanayo.strategy.user_code.collectives import Progress, connect_collectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import ReplicaCheck, StepVotes
+from lightning_hanayo.tensor_parallel.on_use import whole_arguments
 
 
 class Session(Run):
@@ -114,7 +115,7 @@ class Session(Run):
         self.names: dict[Tensor, str] = {}
         """of the module's parameters, and of those that it had and optimizers may still have"""
         self.progress = Progress(self.failures)
-        self.guard.after_step = self.progress.end_step
+        self.guard.after_step = self._after_step
         self.collectives = connect_collectives(
             self.guard, self.groups, self.failures, topology.world_size, cube_size=prod(topology.cube)
         )
@@ -349,7 +350,10 @@ class Session(Run):
         self.parts.add(lambda: collectives.stop(raw))
         if cube is not None:
             ranks, is_required = cube.mesh.axis("xyz"), options.cube_outside == "tokens"
-            self.token_losses = TokenLosses(module, ranks, is_required=is_required, is_allowed=not options.pairs)
+            arguments = whole_arguments if cube.outside.kept_sharded else nullcontext
+            self.token_losses = TokenLosses(
+                module, ranks, is_required=is_required, is_allowed=not options.pairs, arguments=arguments
+            )
             self.token_losses.start(self.attributes.set)
             self.parts.add(self.token_losses.stop)
         self.replica_check = replica_check(self, module, cube, self.pipeline)
@@ -372,6 +376,11 @@ class Session(Run):
         )
         if self.options.measure_memory:
             self._memory = RunMemory(self.pipeline, self.device)
+
+    def _after_step(self) -> None:
+        self.progress.end_step()
+        if self.cube is not None:
+            self.cube.outside.check_steps()
 
     def follow(self, module: "pl.LightningModule") -> None:
         """Build the pipeline anew if a hook has given the module other parameters. Called by all ranks of the world."""

@@ -96,9 +96,10 @@ class HanayoStrategy(CheckpointingStrategy):
             of a cube don't share samples.
         activation_budget: the most activations that a rank may hold, in multiples of one micro-batch's (M_a); None: P.
         cube_outside: what each rank of a cube gets of a micro-batch outside the stack: "share", its own part of the
-            samples; "replicate", all of them; or "tokens", all of them, too, but its own part of the tokens in head and
-            loss, for long sequences. The last is for causal models of transformers, and for steps that compute their
-            loss with `chunked_cross_entropy`; others are rejected in the first training batch.
+            samples; "replicate", all of them; or "tokens", all of them, too, but its own part of head and loss, for
+            long sequences and large vocabularies: embedding and head stay sharded during a batch. The last is for
+            causal models of transformers, and for steps that compute their loss with `chunked_cross_entropy`; others
+            are rejected in the first training batch.
         schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave that is fastest in
             simulation; "1f1b" for a stack of fewer than 2P blocks.
         balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or

@@ -5,7 +5,8 @@ all_gather         whole values, from before the first micro-batch ...
 reduce_scatter     ... until after the last backward: each rank gets its shard of the gradients' sum over the cube
 
 They are the embedding, the head, and in generic blocks whatever isn't converted. The collectives run before and after a
-batch, so the user's code needs none. The `Parameter` objects stay, so ties and names hold.
+batch, so the user's code needs none. The `Parameter` objects stay, so ties and names hold. Of those that are
+`kept_sharded` there are never whole values, but in dry runs: see `outside_vocabulary`.
 
 bytes, besides the shards    before the batch    whole values, and copies of one bucket
                              during it           whole values, whole gradients
@@ -14,7 +15,7 @@ bytes, besides the shards    before the batch    whole values, and copies of one
 A bucket is one large parameter, which needs no copy unless its rows don't divide, or several small ones.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
 from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.on_use import Source
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.weight_gradients import gradient_dtype
 
@@ -38,6 +40,8 @@ class OutsideParameters:
         self._axis = mesh.axis("xyz")
         self.parameters: list[nn.Parameter] = []
         self.shards: dict[Tensor, Shard] = {}
+        self.kept_sharded: set[nn.Parameter] = set()
+        """those that stay sharded while a batch runs: see `outside_vocabulary`"""
         self._old_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._local: dict[nn.Parameter, Tensor] = {}
 
@@ -53,10 +57,21 @@ class OutsideParameters:
             shard = self.shards[parameter] = Shard((DimShard(first, "xyz", as_one=True), *map(DimShard, rest)))
             parameter.data = shard.of(parameter.data, self._mesh)
 
-    def all_gather(self) -> None:
-        """Before a batch: whole values, and no gradients. Earlier batches' gradients are kept for `reduce_scatter`."""
+    @property
+    def gathered_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """The whole shapes of those that are whole while a batch runs."""
+        return {one: self.shards[one].shape for one in self.parameters if one not in self.kept_sharded}
+
+    def all_gather(self, *, everything: bool = False) -> None:
+        """Before a batch: whole values, and no gradients. Earlier batches' gradients are kept for `reduce_scatter`.
+
+        `everything`: also of those that stay sharded, for dry runs.
+        """
         self._old_gradients = {parameter: parameter.grad for parameter in self.parameters}
-        for bucket in self._buckets(self.parameters):
+        for parameter in () if everything else self.kept_sharded:
+            vars(parameter)["_source"] = Source(self._mesh, self.shards[parameter])
+            parameter.grad = None
+        for bucket in self._buckets(self.parameters if everything else list(self.gathered_shapes)):
             parts = [padded(p.data, 0, -(-self.shards[p].shape[0] // self._axis.size)) for p in bucket]
             gathered = self._axis.all_gather(_joined([part.reshape(-1) for part in parts], 0)).wait()
             columns = gathered.split([part.numel() for part in parts], 1)
@@ -70,6 +85,16 @@ class OutsideParameters:
         """Whether a batch is running, for which this parameter was gathered."""
         return parameter in self._local
 
+    def check_steps(self) -> None:
+        """When code of a step has run, and may have changed a parameter that stays sharded.
+
+        Raises:
+            UnsupportedError: by way of a view of the whole, which was gathered for it.
+        """
+        for parameter in self.kept_sharded:
+            if (source := vars(parameter).get("_source")) is not None:
+                source.check(parameter, "")
+
     def reduce_scatter(self) -> None:
         """After a batch: this rank's shards again, of values and of the gradients' sums."""
         used = [0] * len(self.parameters)
@@ -78,21 +103,35 @@ class OutsideParameters:
         gradients = {parameter: parameter.grad for parameter in self.parameters}
         for parameter in self.parameters:  # whole values go before the gradients are copied
             parameter.grad = None
-            parameter.data = self._local[parameter]
-        for bucket in self._buckets([p for p, is_used in zip(self.parameters, used, strict=True) if is_used]):
-            for parameter, gradient in zip(bucket, self._sums(bucket, gradients), strict=True):
-                old = self._old_gradients[parameter]
-                self._old_gradients[parameter] = gradient if old is None else old.add_(gradient)
-        for parameter, total in self._old_gradients.items():
-            parameter.grad = total
-        self._old_gradients, self._local = {}, {}
+            parameter.data = self._local.get(parameter, parameter.data)
+        sums = {p: gradients[p] for p in self.parameters if p not in self._local}
+        summed = [p for p, is_used in zip(self.parameters, used, strict=True) if is_used and p in self._local]
+        for bucket in self._buckets(summed):
+            self._add(zip(bucket, self._sums(bucket, gradients), strict=True))
+        self._add(sums.items())
+        self._end(self._old_gradients)
 
     def discard(self, *, keeps_gradients: bool = False) -> None:
         """Without a batch, or after a failure: this rank's shards again, and no gradients, or those of before."""
-        for parameter, part in self._local.items():
+        for parameter in self._old_gradients:
             parameter.grad = None
-            parameter.data = part
-            parameter.grad = self._old_gradients[parameter] if keeps_gradients else None
+            parameter.data = self._local.get(parameter, parameter.data)
+        self._end(self._old_gradients if keeps_gradients else {})
+
+    def _add(self, gradients: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """Add this rank's shards of sums to those of earlier batches."""
+        for parameter, gradient in gradients:
+            old = self._old_gradients[parameter]
+            if old is None or gradient is None:
+                self._old_gradients[parameter] = gradient if old is None else old
+            else:
+                old.add_(gradient)
+
+    def _end(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        for parameter, total in gradients.items():
+            parameter.grad = total
+        for parameter in self.kept_sharded:
+            vars(parameter).pop("_source", None)
         self._old_gradients, self._local = {}, {}
 
     def _sums(self, bucket: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from recipes.gpt.module import GPT
 class ChunkedGPT(GPT):
     """Trains as `GPT` does.
 
-    With `cube_outside="tokens"` each rank of a cube computes the loss of its part of the tokens.
+    With `cube_outside="tokens"` each rank of a cube computes the logits of its part of the vocabulary.
     """
 
     @override

@@ -4,11 +4,12 @@ cube_outside    head and loss of a causal model of transformers     chunked_cros
 "share"         whole, of this rank's samples                       the same, chunk by chunk; where the step runs once
                                                                     on a whole batch, as with "replicate"
 "replicate"     whole, of all samples                               of this rank's tokens
-"tokens"        of this rank's tokens, chunk by chunk               of this rank's tokens
+"tokens"        of this rank's rows of the weight, chunk by chunk   the same; of this rank's tokens, where the weight
+                                                                    isn't a parameter
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -27,13 +28,23 @@ class TokenLosses:
         ranks: of the cube.
         is_required: whether each step's loss has to be shared by tokens: `cube_outside="tokens"`.
         is_allowed: whether steps may start collectives: not where another micro-batch runs at the same time.
+        arguments: to be entered while a batch runs: gathers weights for functions that can't ask how they are held.
     """
 
-    def __init__(self, model: nn.Module, ranks: MeshAxis, *, is_required: bool, is_allowed: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: MeshAxis,
+        *,
+        is_required: bool,
+        is_allowed: bool = True,
+        arguments: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._model = model
         self._ranks = ranks
         self._is_required = is_required
         self._is_allowed = is_allowed
+        self._arguments = arguments
         self._is_checked = not is_required
         self._runs_alike = False
 
@@ -51,7 +62,8 @@ class TokenLosses:
         """To be open while a batch runs, whose steps all ranks of the cube run alike, or on shares of its samples."""
         self._runs_alike = runs_alike
         try:
-            yield
+            with self._arguments():
+                yield
         finally:
             self._runs_alike = False
 

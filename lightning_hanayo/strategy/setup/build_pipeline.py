@@ -114,6 +114,7 @@ def build_pipeline(
     if cube is not None:
         blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
         cube.parallelize(blocks, parameters)
+        cube.keep_vocabulary(modules_outside(model, plan.stack) if run.options.cube_outside == "tokens" else ())
     full_parameters = _guard_parameters(model, ownership, rank, cube, run)
     own_modules = _own_modules(model, ownership, rank)
     if plan.pretrained:
@@ -251,7 +252,7 @@ def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
 def _guard_parameters(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, run: Run) -> FullParameters:
     """Guard parameters that user code can't use as they are; return the object that gives it whole ones."""
     parameters, owners = dict(model.named_parameters()), ownership.rank_by_name(model)
-    shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, set())
+    shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, {})
     run.guard.watch(parameters, owners, shapes, in_steps)
     return FullParameters(parameters, owners, rank, run.groups, cube, run.guard)
 

@@ -4,7 +4,7 @@ setup       layers of the blocks become 3-D parallel, all other parameters are s
 a batch     each rank runs user code on its share of it; parameters outside the stack are whole meanwhile
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import available
+from lightning_hanayo.partial_values import PartialParameter
 from lightning_hanayo.partition import guards
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
@@ -23,6 +24,7 @@ from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard, ReplicatedReshard, SharedReshard, StreamDims
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
+from lightning_hanayo.tensor_parallel.outside_vocabulary import VocabularyWeight, vocabulary_weights
 from lightning_hanayo.tensor_parallel.sharding import Shard, all_gather_whole, shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
@@ -165,10 +167,19 @@ class Cube:
         self.plan.undo(dict(zip(block.modules(), copied.modules(), strict=True)))
         return self.whole_shapes
 
+    def keep_vocabulary(self, modules: Iterable[nn.Module]) -> None:
+        """Keep embeddings and heads among `modules` sharded while batches run. Steps must run on all ranks alike."""
+        weights = [weight for weight in vocabulary_weights(modules) if weight in self.outside.shards]
+        self.outside.kept_sharded = set(weights) if self.mesh.num_ranks > 1 else set()
+
     @property
-    def parts_in_steps(self) -> set[Tensor]:
-        """The parameters that user code can't use in a step as it is: values are parts, or gradients aren't summed."""
-        return {parameter for parameter in self._shards if parameter not in self._whole_in_steps}
+    def parts_in_steps(self) -> Mapping[Tensor, type[nn.Parameter]]:
+        """The parameters that user code can't use in a step as it is: values are parts, or gradients aren't summed.
+
+        And the class that each has meanwhile.
+        """
+        parts = {one: PartialParameter for one in self._shards if one not in self._whole_in_steps}
+        return parts | dict.fromkeys(self.outside.kept_sharded, VocabularyWeight)
 
     def adds_whole_gradient(self, parameter: Tensor) -> bool:
         """Whether this rank is the one that adds a complete gradient to one that is still to be summed over ranks."""

@@ -11,44 +11,33 @@ tokens: all pad theirs to the largest. Where tokens are few compared with featur
 own tokens [m, K]  --product with the whole W, of which each rank stores [N/(x y z), K]-->  own tokens [m, N]
 
 The code of a generic block gets whole parameters where it computes with those of a 3-D layer itself, as in DoRA and
-Mamba. For the time of the block's forward they have a class of their own:
-
-    W [8, 4] on two ranks, [4, 4] each     x @ self.up.weight            the ranks gather W for this one use; the
-                                                                         backward sums its gradient over them
-                                           self.up.weight.shape          (8, 4), without communication
-                                           self.up.weight.clamp_(0)      on each rank's part, as on the whole
-                                           self.up.weight[0].zero_()     refused: other changes in place
+Mamba: for the time of the block's forward they are gathered `on_use`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
 import torch
 import torch._functorch.vmap
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_hanayo import partial_values
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
-from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
+from lightning_hanayo.tensor_parallel import on_use
 from lightning_hanayo.tensor_parallel.collectives import END, all_to_all, padded, split_dim
 from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
 from lightning_hanayo.tensor_parallel.layers.experts import ExpertSharding, ShardedExperts, is_fused_experts
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
-from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, all_gather_whole, reduce_scatter_whole
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
-from lightning_hanayo.versions import version_of
-from lightning_hanayo.weight_gradients import gradient_dtype
 
 Communicated = Literal["activations", "weight"]
 """by ranks to each other: activations, and parts of the weight; or the weight alone"""
@@ -154,7 +143,7 @@ class _CalledByUserCode(LinearSharding):
             or not _is_part(module, shard)
         ):
             return parameter
-        return _alias(parameter, parameter, _Source(self.context, self.number, shard))
+        return on_use.alias(parameter, parameter, _source(self, shard))
 
 
 class _ExchangedActivations(_CalledByUserCode):
@@ -215,54 +204,6 @@ def cheapest(sizes: tuple[int, int], tokens: int, mesh: MeshSizes) -> Communicat
 
 
 _ORIGINAL = "_forward_with_parts"
-_ALIASES = ("data", "detach")
-_OF_THE_PART = (
-    "grad", "autograd.grad", "data_ptr", "const_data_ptr", "untyped_storage", "__dlpack__", "__reduce_ex__",
-)  # fmt: skip
-
-
-@dataclass(eq=False)
-class _Source:
-    """Where the whole of a parameter comes from: its layer number in the stage's `context`, and how it is sharded."""
-
-    context: StageContext
-    number: int
-    shard: Shard
-    gathered: list[tuple[Tensor, int]] = field(default_factory=list)
-    """by this run of the block's forward, each with its version"""
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Called by all ranks of the mesh."""
-        self.context.call_order.check(self.number)
-        whole: Tensor = _GatherWhole.apply(part, self.shard, self.context.mesh)
-        self.gathered.append((whole, version_of(whole)))
-        return whole
-
-
-class _OnUse(partial_values.Guarded):
-    """The base class of both."""
-
-    _source: _Source | None = None
-    _parameter: nn.Parameter | None = None
-    """gets the gradient; None: the tensor itself"""
-
-    @staticmethod
-    def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` on whole parameters."""
-        return _compute_on_whole(func, args, kwargs)
-
-    def whole(self) -> Tensor:
-        """The whole, gathered now. Called by all ranks."""
-        assert self._source is not None
-        return self._source.gather(self if self._parameter is None else self._parameter)
-
-
-class WholeOnUse(_OnUse, partial_values.PartialParameter):
-    """A parameter of a 3-D layer while the block's code runs."""
-
-
-class WholeValuesOnUse(_OnUse, partial_values.PartialValues):
-    """The `.data` of such a parameter; and `layer.weight`, where a backward runs the block's code again."""
 
 
 def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,116 +226,30 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
     Raises:
         UnsupportedError: one was changed in place by way of a view of it.
     """
-    changed: list[tuple[nn.Parameter, type[nn.Parameter], _Source]] = []
+    changed: list[tuple[nn.Parameter, type[nn.Parameter], on_use.Source]] = []
     for module in [module for module in block.modules() if isinstance(module, ShardedLinear | ShardedExperts)]:
         for name, shard in module.shards.items():
             parameter = module._parameters[name]
             if parameter is not None and _is_part(module, shard):
-                source = _Source(module.sharding.context, module.sharding.number, shard)
-                changed.append((parameter, type(parameter), source))
+                changed.append((parameter, type(parameter), _source(module.sharding, shard)))
     for parameter, _, source in changed:
-        parameter.__class__ = WholeOnUse
+        parameter.__class__ = on_use.WholeOnUse
         vars(parameter)["_source"] = source
     try:
-        with _whole_arguments():
+        with on_use.whole_arguments():
             yield
     finally:
         for parameter, own_class, _ in changed:
             parameter.__class__ = own_class
             del vars(parameter)["_source"]
     for parameter, _, source in changed:
-        if any(version_of(whole) != version for whole, version in source.gathered):
-            part = vars(parameter).get("_part")
-            raise UnsupportedError(
-                f"{'a weight' if part is None else part.name} is changed in place by its block, by way of a view, but "
-                f"each rank of a cube holds a part of it. Change it in a hook such as on_train_batch_end, or leave its "
-                f"layer out of the cube with HanayoStrategy(cube_exclude=...)."
-            )
+        source.check(parameter, ", or leave its layer out of the cube with HanayoStrategy(cube_exclude=...)")
 
 
-@contextmanager
-def _whole_arguments() -> Iterator[None]:
-    """Gather arguments of autograd.Function, scripted functions, torch.func and torch.tensor.
-
-    They ask no `__torch_function__`.
-    """
-    entries: tuple[tuple[Any, str], ...] = (
-        (torch.autograd.Function, "apply"),
-        (torch.jit.ScriptFunction, "__call__"),
-        (torch._functorch.vmap, "_process_batched_inputs"),
-        (torch._functorch.eager_transforms, "grad_and_value_impl"),
-        (torch._functorch.eager_transforms, "_vjp_with_argnums"),
-        (torch._functorch.eager_transforms, "_jvp_with_argnums"),
-        (torch, "tensor"),
-    )
-    originals = [vars(owner)[name] for owner, name in entries]
-    for (owner, name), function in zip(entries, originals, strict=True):
-        setattr(owner, name, _gathering(function))
-    try:
-        yield
-    finally:
-        for (owner, name), function in zip(entries, originals, strict=True):
-            setattr(owner, name, function)
-
-
-def _gathering(function: Any) -> Any:
-    call = function.__func__ if isinstance(function, classmethod) else function
-
-    def gather(first: Any, *args: Any, **kwargs: Any) -> Any:
-        is_own = isinstance(first, type) and first.__module__.startswith("lightning_hanayo.")
-        if not is_own:  # ours compute on parts
-            first, args, kwargs = _whole_leaves((first, args, kwargs))
-        return call(first, *args, **kwargs)
-
-    return classmethod(gather) if isinstance(function, classmethod) else gather
-
-
-def _whole_leaves(tree: Any) -> Any:
-    def whole(leaf: Any) -> Any:
-        return leaf.whole() if isinstance(leaf, _OnUse) and leaf._source is not None else leaf
-
-    with torch._C.DisableTorchFunctionSubclass():
-        return tree_map(whole, tree)
+def _source(sharding: Any, shard: Shard) -> on_use.Source:
+    context = sharding.context
+    return on_use.Source(context.mesh, shard, partial(context.call_order.check, sharding.number))
 
 
 def _is_part(module: ShardedLinear | ShardedExperts, shard: Shard) -> bool:
     return module.sharding.context.mesh.size(shard.axes) > 1
-
-
-def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on whole parameters, which the ranks gather; changes in place on parts, if they are exact.
-
-    Raises:
-        UnsupportedError: a change in place isn't exact on parts, or `func` needs memory of the whole.
-    """
-    name = partial_values.name_of(func, args, kwargs)
-    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, partial_values.OfPart)]
-    changes_part = any(partial_values.in_place_target(name, args, kwargs) is part for part in parts)
-    is_of_part = name in partial_values.METADATA or name in _OF_THE_PART or name.startswith("set ") or changes_part
-    if is_of_part or not all(isinstance(part, _OnUse) and part._source is not None for part in parts):
-        return partial_values.compute_on_parts(func, args, kwargs)
-    if name in _ALIASES:
-        return _alias(args[0], None, args[0]._source)
-    args, kwargs = _whole_leaves((args, kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _alias(part: Any, parameter: nn.Parameter | None, source: "_Source | None") -> WholeValuesOnUse:
-    with torch._C.DisableTorchFunctionSubclass():
-        alias: WholeValuesOnUse = partial_values.plain_alias(part).as_subclass(WholeValuesOnUse)
-        alias._part, alias._source, alias._parameter = vars(part).get("_part"), source, parameter
-        alias.requires_grad_(parameter is not None and parameter.requires_grad)
-        return alias
-
-
-class _GatherWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, shard: Shard, mesh: Mesh) -> Tensor:
-        ctx.shard, ctx.mesh, ctx.dtype = shard, mesh, gradient_dtype(part)
-        return all_gather_whole(part, shard, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter_whole(gradient.to(ctx.dtype), ctx.shard, ctx.mesh), None, None

@@ -122,6 +122,21 @@ def test_a_gpt() -> None:
     assert {(one.what, one.size, one.axes) for one in facts.required} >= {("heads", 4, "yz"), ("features", 128, "yz")}
 
 
+def test_a_vocabulary_that_stays_sharded() -> None:
+    model = GPT(vocab_size=1000, context=CONTEXT, num_layers=3, width=WIDTH, num_heads=4)
+    ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
+    whole, sharded = (
+        read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES, shards_vocabulary=shards)
+        for shards in (False, True)
+    )
+    table = 8 * 1000 * WIDTH  # values and gradients
+    assert whole.outside_bytes - sharded.outside_bytes == table
+    for mesh, saved in [((1, 1, 1), 0), ((1, 2, 1), table)]:
+        memory = [StepModel(facts, machine("h100")).memory(Candidate(1, 1, mesh)) for facts in (whole, sharded)]
+        assert memory[0].total - memory[1].total == pytest.approx(saved)
+        assert memory[0].gathered - memory[1].gathered == saved
+
+
 def test_a_llama_shares_the_inputs_of_q_k_v_and_of_gate_and_up() -> None:
     pytest.importorskip("transformers")
     facts = counted("llama")

@@ -18,7 +18,6 @@ from lightning_hanayo.checking.case import take_batches, topology_of
 from lightning_hanayo.cli.common import condense, print_table
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError, counted
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
 from lightning_hanayo.planner.candidates import Choices
 from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.estimates import Measured, StepModel
@@ -31,8 +30,7 @@ from lightning_hanayo.plotting.layouts import Dot, save_layouts
 from lightning_hanayo.plotting.pages import save_layouts_page
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import HanayoStrategy
-from lightning_hanayo.strategy.batch_split import WholeSplitter
-from lightning_hanayo.strategy.model_facts import read_model
+from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
 
 COLUMNS = (
@@ -205,22 +203,11 @@ class PlanCLI(WaveCLI):
         options = self._options
         with showing("planning") as say:
             say("reading the data")
-            own = self._strategy.options if isinstance(self._strategy, HanayoStrategy) else None
+            own = (self._strategy if isinstance(self._strategy, HanayoStrategy) else HanayoStrategy()).options
             batch = _first_batch(model, datamodule)
-            rule = BatchRule() if own is None else own.batch_rule
-            num_samples = WholeSplitter(rule).num_samples(batch, BatchSource(module=model))
-            if not num_samples:
-                raise HanayoError("the samples of a training batch can't be counted; a plan needs batches of tensors")
             say("counting what the model computes")
-            facts = read_model(
-                model,
-                batch,
-                num_samples,
-                precision=self._precision,
-                master_weights=own is not None and own.master_weights is not None,
-                blocks=None if own is None else own.blocks,
-                shards_vocabulary=own is not None and own.cube_outside == "tokens",
-            )
+            refusal = "the samples of a training batch can't be counted; a plan needs batches of tensors"
+            facts, num_samples = read_batch(model, batch, own, self._precision, refusal=refusal)
             say("comparing layouts")
             step_model = StepModel(facts, self._machine, self._measured(num_samples, len(facts.blocks)))
             plan = make_plan(
@@ -234,7 +221,7 @@ class PlanCLI(WaveCLI):
                 choices=Choices(
                     get_args(CubeWeights) if options.cube_weights == "auto" else (options.cube_weights,),
                     _pairs(options.pairs, facts, own),
-                    runs_step_once=own is not None and own.step == "batch",
+                    runs_step_once=own.step == "batch",
                 ),
             )
         self._write(plan)
@@ -290,7 +277,7 @@ class PlanCLI(WaveCLI):
             show(plan, (options.output, picture), configs, sets_batch_size=sets_batch_size)
 
 
-def _pairs(given: str, facts: ModelFacts, options: Options | None) -> tuple[bool, ...]:
+def _pairs(given: str, facts: ModelFacts, options: Options) -> tuple[bool, ...]:
     """Whether layouts may have pairs: what `HanayoStrategy` accepts in a cube.
 
     Raises:
@@ -299,9 +286,9 @@ def _pairs(given: str, facts: ModelFacts, options: Options | None) -> tuple[bool
     reason = ""
     if not facts.is_registered:
         reason = f"the blocks of {facts.stack} aren't registered"
-    elif options is not None and options.cube_outside == "tokens":
+    elif options.cube_outside == "tokens":
         reason = "cube_outside='tokens' starts collectives in user code"
-    elif options is not None and options.step == "batch":
+    elif options.step == "batch":
         reason = "step='batch' runs code outside the stack on whole batches"
     if reason and given == "on":
         raise HanayoError(f"--pairs on: {reason}, and HanayoStrategy refuses pairs then; leave --pairs out")

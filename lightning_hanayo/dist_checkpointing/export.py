@@ -35,18 +35,11 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
+from lightning_hanayo.dist_checkpointing import huggingface
 from lightning_hanayo.dist_checkpointing.compare import OpenedCheckpoint, open_checkpoint
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.huggingface import (
-    SafetensorsFolder,
-    TensorHeader,
-    make_model,
-    read_config,
-    save_config,
-    weights_for,
-)
 from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
@@ -331,15 +324,15 @@ def _to_huggingface(
 ) -> Exported:
     stored = _stored_model(opened, module, needed=config is None)
     if config is not None:
-        values, class_name = read_config(config)
+        values, class_name = huggingface.read_config(config)
         prefix = module if module is not None else stored.get("prefix")
     else:
         values, class_name, prefix = stored["config"], stored["class"], stored["prefix"]
-    model = make_model(values, class_name)
-    weights, left_out = weights_for(model, opened.content["state_dict"], prefix)
+    model = huggingface.make_model(values, class_name)
+    weights, left_out = huggingface.weights_for(model, opened.content["state_dict"], prefix)
     with new_folder(target) as folder:
         files = write_weights(folder, weights, max_shard_size)
-        save_config(model, weights, folder)
+        huggingface.save_config(model, weights, folder)
         files = sorted({*files, *os.listdir(folder)})
     return Exported(target, len(weights), files, left_out)
 
@@ -382,7 +375,7 @@ class CheckpointWeights:
         state = folder_content(self._folder)["state_dict"]
         self._values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
         self.tensors = {
-            name: TensorHeader(path, tuple(value.shape), value.dtype, str(value.dtype))
+            name: huggingface.TensorHeader(path, tuple(value.shape), value.dtype, str(value.dtype))
             for name, value in self._values.items()
         }
 
@@ -409,10 +402,10 @@ class CheckpointWeights:
         self._folder.verify(rank, num_ranks, kind="model/")
 
 
-def open_weights(path: Path) -> SafetensorsFolder | CheckpointWeights:
+def open_weights(path: Path) -> huggingface.SafetensorsFolder | CheckpointWeights:
     """Open a checkpoint folder, or a folder of safetensors.
 
     Raises:
         HanayoError: it is neither, or can't be read.
     """
-    return CheckpointWeights(path) if (path / MANIFEST).is_file() else SafetensorsFolder(path)
+    return CheckpointWeights(path) if (path / MANIFEST).is_file() else huggingface.SafetensorsFolder(path)

@@ -10,6 +10,7 @@ clocks say.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from statistics import median
 from typing import NamedTuple, TypeVar
 
@@ -52,34 +53,26 @@ class PairedKind(NamedTuple):
 Plans = dict[tuple[PairedKind, PairedKind], PairRun]
 
 
+@dataclass(eq=False, repr=False)
 class Pairs:
-    """Runs the pairs of one rank.
+    """Runs the pairs of one rank."""
 
-    Args:
-        queue: through which all collectives of the actions go.
-        states: of the action that has the device.
-        share: returns the plans of the first rank of the cube on all of its ranks, which call it together.
-        trained: a number that tells which parameters are trained: actions start no collectives for others.
-        is_first: whether this is that rank.
-        is_planned: whether collectives may go in a planned order; else actions always take turns.
-    """
+    queue: LinkQueue
+    """through which all collectives of the actions go"""
+    states: InitVar[Sequence[ActionState]]
+    """of the action that has the device"""
+    share: Callable[[Plans | None], Plans] | None
+    """returns the plans of the first rank of the cube on all of its ranks, which call it together"""
+    _: KW_ONLY
+    trained: Callable[[], int] = lambda: 0
+    """a number that tells which parameters are trained: actions start no collectives for others"""
+    is_first: bool
+    """whether this is that rank"""
+    is_planned: bool = True
+    """whether collectives may go in a planned order; else actions always take turns"""
 
-    def __init__(
-        self,
-        queue: LinkQueue,
-        states: Sequence[ActionState],
-        share: Callable[[Plans | None], Plans],
-        *,
-        trained: Callable[[], int] = lambda: 0,
-        is_first: bool,
-        is_planned: bool = True,
-    ) -> None:
-        self._queue = queue
-        self._share: Callable[[Plans | None], Plans] | None = share
-        self._trained = trained
-        self._is_first = is_first
-        self._is_planned = is_planned
-        queue.turns.states = states
+    def __post_init__(self, states: Sequence[ActionState]) -> None:
+        self.queue.turns.states = states
         self._seen: dict[int, int] = {}
         """how many batches, by their signature"""
         self.plans: dict[int, Plans] = {}
@@ -95,13 +88,13 @@ class Pairs:
 
     def close(self) -> None:
         """End the threads. They begin anew if another batch comes."""
-        self._queue.close()
+        self.queue.close()
 
     def abandon(self) -> None:
         """After a failure: let nothing wait for collectives under way."""
-        self._share = None  # it holds a process group, which other ranks wait to see closed
-        self._queue.cancel()
-        self._queue.close(timeout=0)
+        self.share = None  # it holds a process group, which other ranks wait to see closed
+        self.queue.cancel()
+        self.queue.close(timeout=0)
 
     def begin_batch(self, signature: int, pairs: Sequence[_Pair], edges: Collection[Action] = frozenset()) -> None:
         """A batch begins whose program has these pairs and `edges`. Called by all ranks of the cube.
@@ -111,19 +104,19 @@ class Pairs:
         if not pairs:
             return
         if self._active is not None:
-            self._recorded[self._signature] = typical_segments(self._active) if self._is_first else {}
+            self._recorded[self._signature] = typical_segments(self._active) if self.is_first else {}
             self._active = None
-        signature = mix(signature, self._trained())
+        signature = mix(signature, self.trained())
         self._signature, self._edges = signature, edges
         self._seen[signature] = self._seen.pop(signature, 0) + 1  # the latest is the last one
         if signature in self._recorded:
             segments, made = self._recorded.pop(signature), None
-            if self._is_first:
+            if self.is_first:
                 self.segments = segments
                 made = make_plans(pairs, segments, edges, SIMULATED // (1 + len(self.plans)))
-            assert self._share is not None, "a run that has failed trains no more"
-            self.plans[signature] = self._share(made)
-        if self._seen[signature] == RECORDED and self._is_planned:
+            assert self.share is not None, "a run that has failed trains no more"
+            self.plans[signature] = self.share(made)
+        if self._seen[signature] == RECORDED and self.is_planned:
             self._active = []
         if len(self._seen) > MAX_SIGNATURES:
             oldest = next(iter(self._seen))
@@ -136,7 +129,7 @@ class Pairs:
         """Run both actions, and return their results."""
         kinds = kinds_of(first, second, self._edges)
         plan = self.plans.get(self._signature, {}).get(kinds)
-        queue, state = self._queue, ThreadState.current()
+        queue, state = self.queue, ThreadState.current()
 
         def act(slot: int, run: Callable[[], T]) -> T:
             recording = None

@@ -11,9 +11,9 @@ features; inside it has shards. `tensor_parallel` implements `StageHooks`; other
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.schedule import Kind
+
+if TYPE_CHECKING:
+    from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard
 
 
 class StageHooks(Protocol):
@@ -84,6 +87,37 @@ class NoHooks:
         """Do nothing."""
 
     before_backward = before_forward
+
+
+class NoReshard:
+    """The boundary of a stack that one rank per stage holds: nothing is converted."""
+
+    def shard_arguments(
+        self,
+        microbatch: int,
+        tensors: Sequence[Tensor],
+        streams: Collection[int],
+        structure: Hashable,
+        dims: Sequence[int | None] | None = None,
+    ) -> list[Tensor]:
+        """The tensors themselves."""
+        return list(tensors)
+
+    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors themselves."""
+        return list(tensors)
+
+    def agrees(self, microbatch: int, value: Hashable) -> bool:
+        """True: there are no other ranks."""
+        return True
+
+    def unshard_outputs(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors themselves."""
+        return list(tensors)
+
+    def sequence_length(self, microbatch: int) -> int:
+        """0: no block asks for it."""
+        return 0
 
 
 RunAction = Callable[[Batch, int, Message | None], Message | None]
@@ -213,12 +247,14 @@ class FirstStage(Stage):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LastStage(Stage):
-    """Blocks, and user code after the stack, up to the loss."""
+    """Blocks, in a cube the reshard, and user code after the stack, up to the loss."""
 
     blocks: Sequence[nn.Module]
     """none, if the schedule has a loss stage"""
     first: FirstStage
     """is on the same rank, and starts the user's step"""
+    boundary: "MicrobatchReshard | NoReshard" = field(default_factory=NoReshard)
+    """converts the stack's output to the layout outside"""
     _known_tied: dict[frozenset[Tensor], frozenset[Tensor]] = field(default_factory=dict, init=False)
     """of the loss's parameters those that the first stage uses, too"""
 
@@ -226,18 +262,23 @@ class LastStage(Stage):
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
         inputs, cut = DetachedInputs(received), GraphCut()
-        made = StageInput.from_message(inputs.message).run(self.blocks, self.carriers).message
-        sequence_number = self._resume(batch, microbatch, cut, made)
+        stage_input = StageInput.from_message(inputs.message)
+        length = stage_input.sequence_length
+        self.hooks.before_forward(length)
+        made = stage_input.run(self.blocks, self.carriers).message
+        whole = tuple(self.boundary.unshard_outputs(microbatch, made.tensors))
+        sequence_number = self._resume(batch, microbatch, cut, Message(made.skeleton, whole))
         if torch.is_grad_enabled():
-            self._under_way[microbatch].append((inputs, cut, sequence_number))
+            self._under_way[microbatch].append((inputs, cut, sequence_number, length))
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
-        under_way: tuple[DetachedInputs, GraphCut, int] | None = self._begin_backward(batch, microbatch)
+        under_way: tuple[DetachedInputs, GraphCut, int, int] | None = self._begin_backward(batch, microbatch)
         if under_way is None:
             return None
-        inputs, cut, _ = under_way
-        cut.backward()
+        inputs, cut, _, sequence_length = under_way
+        self.hooks.before_backward(sequence_length)
+        cut.backward(always=not isinstance(self.boundary, NoReshard))  # the ranks of a cube run the same backward
         return gradient_message(inputs.gradients)
 
     def _resume(self, batch: Batch, microbatch: int, cut: GraphCut, made: Message) -> int:

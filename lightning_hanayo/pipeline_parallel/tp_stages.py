@@ -10,7 +10,7 @@ ranks run the same backward, even a rank whose own samples do not count in the l
 """
 
 import inspect
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,15 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
-from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import DetachedInputs, GraphCut
+from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import GraphCut
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.carriers import merged
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput, carried_of
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
-from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
+from lightning_hanayo.pipeline_parallel.message import Message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.pytree import Flattener, tensor_indices, unflatten
-from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage
+from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, NoReshard
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard
@@ -183,37 +183,6 @@ class TensorParallelFirstStage(FirstStage):
         return [index for name, tree in named if name in self.streams for index in tensor_indices(tree)]
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class TensorParallelLastStage(LastStage):
-    """Blocks, the reshard, and user code after the stack."""
-
-    boundary: "MicrobatchReshard | NoReshard"
-    """converts the stack's output to the layout outside"""
-
-    @override
-    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        assert received is not None
-        inputs, cut = DetachedInputs(received), GraphCut()
-        stage_input = StageInput.from_message(inputs.message)
-        length = stage_input.sequence_length
-        self.hooks.before_forward(length)
-        made = stage_input.run(self.blocks, self.carriers).message
-        whole = tuple(self.boundary.unshard_outputs(microbatch, made.tensors))
-        sequence_number = self._resume(batch, microbatch, cut, Message(made.skeleton, whole))
-        if torch.is_grad_enabled():
-            self._under_way[microbatch].append((inputs, cut, sequence_number, length))
-
-    @override
-    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
-        under_way: tuple[DetachedInputs, GraphCut, int, int] | None = self._begin_backward(batch, microbatch)
-        if under_way is None:
-            return None
-        inputs, cut, _, sequence_length = under_way
-        self.hooks.before_backward(sequence_length)
-        cut.backward(always=not isinstance(self.boundary, NoReshard))  # the ranks of a cube run the same backward
-        return gradient_message(inputs.gradients)
-
-
 @dataclass(eq=False)
 class DryFirstBlock:
     """Runs the first block in dry runs, for which all ranks of a cube have the same samples, and call it together."""
@@ -236,37 +205,6 @@ class DryFirstBlock:
         return unflatten(skeleton, boundary.unshard_outputs(0, flattener.tensors))
 
 
-class NoReshard:
-    """The boundary of a stack that one rank per stage holds: nothing is converted."""
-
-    def shard_arguments(
-        self,
-        microbatch: int,
-        tensors: Sequence[Tensor],
-        streams: Collection[int],
-        structure: Hashable,
-        dims: Sequence[int | None] | None = None,
-    ) -> list[Tensor]:
-        """The tensors themselves."""
-        return list(tensors)
-
-    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors themselves."""
-        return list(tensors)
-
-    def agrees(self, microbatch: int, value: Hashable) -> bool:
-        """True: there are no other ranks."""
-        return True
-
-    def unshard_outputs(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors themselves."""
-        return list(tensors)
-
-    def sequence_length(self, microbatch: int) -> int:
-        """0: no block asks for it."""
-        return 0
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class WholeBatchFirstStage(TensorParallelFirstStage):
     """The first stage where the step runs once: its backward goes on in the step after the last micro-batch's."""
@@ -280,7 +218,7 @@ class WholeBatchFirstStage(TensorParallelFirstStage):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class WholeBatchLastStage(TensorParallelLastStage):
+class WholeBatchLastStage(LastStage):
     """The last stage where the step runs once: the loss's backward ends in the outputs of all micro-batches."""
 
     first: WholeBatchFirstStage

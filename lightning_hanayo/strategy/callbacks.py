@@ -41,12 +41,7 @@ from lightning_hanayo.partition.ownership import Placeholder, exchange
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.guarded_hooks import guard_hook
 from lightning_hanayo.strategy.joining import on_all_ranks
-from lightning_hanayo.strategy.lightning.user_hooks import (
-    averaged_copies,
-    averaging_callbacks,
-    averaging_models,
-    callbacks_of,
-)
+from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes, replaced
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -71,7 +66,7 @@ class Averages:
     def adapt_callbacks(self, trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
         """Let callbacks copy and load a module that ranks hold parts of, until `attributes` are restored."""
         let_callbacks_copy(trainer, attributes)
-        for callback in averaging_callbacks(trainer):
+        for callback in user_hooks.averaging_callbacks(trainer):
             for name in ("on_load_checkpoint", "load_state_dict"):
                 attributes.set(callback, name, partial(self._load, getattr(callback, name), trainer))
 
@@ -87,7 +82,7 @@ class Averages:
             CheckpointError: it can't take the values that were loaded into it.
         """
         self._cube = cube
-        for callback, copy in averaged_copies(module.trainer).items():
+        for callback, copy in user_hooks.averaged_copies(module.trainer).items():
             guards.release(copy)
             _check_alike(type(callback).__name__, copy, module)
             with torch.no_grad():
@@ -108,7 +103,7 @@ class Averages:
     def _load(self, hook: Callable[..., Any], trainer: "pl.Trainer", *args: Any) -> None:
         """Takes the place of a hook that loads whole values into module and copies: each rank reads its part."""
         module: nn.Module = trainer.lightning_module
-        copies, models = averaged_copies(trainer), averaging_models(trainer)
+        copies, models = user_hooks.averaged_copies(trainer), user_hooks.averaging_models(trainer)
         with ExitStack() as stack:
             for one in (module, *copies.values()):
                 stack.enter_context(replaced(one, "load_state_dict", partial(self._keep, one)))
@@ -232,7 +227,7 @@ def _own_part(copied: nn.Parameter, own: nn.Parameter, cube: Cube | None) -> nn.
 
 def let_callbacks_copy(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
     """Adapt the `setup` of averaging callbacks, until `attributes` are restored. Called before they are set up."""
-    for callback in averaging_callbacks(trainer):
+    for callback in user_hooks.averaging_callbacks(trainer):
         attributes.set(callback, "setup", partial(_set_up, callback.setup))
 
 
@@ -240,7 +235,7 @@ def _set_up(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any, *args:
     """Takes the place of the callback's `setup`. A method of the module is its copy's in the copy."""
     with replaced(module, "to", MethodType(_move, module)), guards.released(module):
         hook(trainer, module, *args, **kwargs)
-    for copy in averaged_copies(trainer).values():
+    for copy in user_hooks.averaged_copies(trainer).values():
         vars(copy).pop("to", None)
 
 
@@ -256,7 +251,7 @@ def compare_whole_parameters(
     trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, cube: Cube | None
 ) -> None:
     """Let finetuning callbacks compare whole parameters, until `attributes` are restored. Called by all ranks."""
-    for callback in callbacks_of(trainer):
+    for callback in user_hooks.callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             guard_hook(callback, "finetune_function", guard, attributes)
             hook = callback.on_train_epoch_start

@@ -28,8 +28,11 @@ from lightning_hanayo.chunked_loss.cross_entropy import is_repeated
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
+from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
+from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_step
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor_parallel.layers.experts import is_fused_experts
@@ -37,22 +40,9 @@ from lightning_hanayo.tensor_parallel.layers.linear import features
 from lightning_hanayo.tensor_parallel.outside_vocabulary import vocabulary_weights
 
 VIEWS = (
-    "detach",
-    "view",
-    "_unsafe_view",
-    "alias",
-    "t",
-    "transpose",
-    "unsqueeze",
-    "squeeze",
-    "select",
-    "slice",
-    "split",
-    "expand",
-    "permute",
-    "empty",
-    "device",
-)
+    "detach", "view", "_unsafe_view", "alias", "t", "transpose", "unsqueeze", "squeeze", "select", "slice", "split",
+    "expand", "permute", "empty", "device",
+)  # fmt: skip
 """operations that start no kernel, and cost the host little compared with those that do"""
 _GROUPED = "_grouped_mm", "grouped_mm"
 """functions of torch"""
@@ -243,6 +233,29 @@ def formats_of(precision: str, *, master_weights: bool = False) -> Formats:
         return Formats(halves[kind], 4, 4, 0)
     size, dtype = (8, torch.float64) if kind == "64" else (4, torch.float32)
     return Formats(dtype, size, size, 0)
+
+
+def read_batch(
+    model: "pl.LightningModule", batch: Any, options: Options, precision: Any, *, refusal: str
+) -> tuple[ModelFacts, int]:
+    """What a run with these options computes for a batch, as `read_model` counts it, and the samples of the batch.
+
+    Raises:
+        HanayoError: the samples can't be counted; with the text `refusal`.
+    """
+    num_samples = WholeSplitter(options.batch_rule).num_samples(batch, BatchSource(module=model))
+    if not num_samples:
+        raise HanayoError(refusal)
+    facts = read_model(
+        model,
+        batch,
+        num_samples,
+        precision=precision,
+        master_weights=options.master_weights is not None,
+        blocks=options.blocks,
+        shards_vocabulary=options.cube_outside == "tokens",
+    )
+    return facts, num_samples
 
 
 def read_model(

@@ -20,7 +20,7 @@ micro-batch 1     block 0 .. NaN NaN   NaN    NaN     .. NaN            began in
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from math import inf
 from typing import Any, Literal, Self
 
@@ -227,41 +227,31 @@ class _Late:
     """whether the gradient scaler's scale is too small; None without a scaler"""
 
 
+@dataclass(eq=False, repr=False)
 class NonFiniteCheck:
-    """One rank's look at gradients. Its methods are called by all ranks of the world.
+    """One rank's look at gradients. Its methods are called by all ranks of the world."""
 
-    Args:
-        mode: `HanayoStrategy(nonfinite=...)`.
-        names: of this rank, for messages.
-        values: what this rank's stages have made.
-        parameters: those that this rank trains, by name.
-        norms: of the whole model's gradients.
-        groups: of this rank.
-        num_steps: how many steps the optimizer has made.
-        is_search: whether a search for a learning rate runs now, which goes on until the loss is NaN.
-    """
+    mode: Mode
+    """`HanayoStrategy(nonfinite=...)`"""
+    names: RankNames
+    """of this rank, for messages"""
+    values: MadeValues
+    """what this rank's stages have made"""
+    parameters: Mapping[str, nn.Parameter]
+    """those that this rank trains, by name"""
+    norms: GradientNorms
+    """of the whole model's gradients"""
+    groups: InitVar[ProcessGroups]
+    """of this rank"""
+    num_steps: Callable[[], int]
+    """how many steps the optimizer has made"""
+    is_search: Callable[[], bool]
+    """whether a search for a learning rate runs now, which goes on until the loss is NaN"""
 
-    def __init__(
-        self,
-        mode: Mode,
-        names: RankNames,
-        values: MadeValues,
-        parameters: Mapping[str, nn.Parameter],
-        norms: GradientNorms,
-        groups: ProcessGroups,
-        num_steps: Callable[[], int],
-        is_search: Callable[[], bool],
-    ) -> None:
-        self.mode = mode
-        self._names = names
-        self._values = values
-        self.parameters = dict(parameters)
-        self._norms = norms
+    def __post_init__(self, groups: ProcessGroups) -> None:
         self._open_groups: ProcessGroups | None = groups
-        self._num_steps = num_steps
-        self._is_search = is_search
         self._late: _Late | None = None
-        values.on_nan = self._detected
+        self.values.on_nan = self._detected
         self.num_skipped = 0
         """how many steps were skipped, but for those that a gradient scaler has skipped"""
 
@@ -291,23 +281,23 @@ class NonFiniteCheck:
         Raises:
             NonFiniteError: one of them, on any rank, isn't finite.
         """
-        self._norms.forget_total()
+        self.norms.forget_total()
         clip()
         if self._ignores:
             return
         self.read_late()
-        total, noted = self._norms.total_of_all, self._values.take()
+        total, noted = self.norms.total_of_all, self.values.take()
         if takes_flag(optimizer):
             look = self._look(optimizer)
             optimizer.found_inf = flag = self._agreed(look.flag)  # type: ignore[attr-defined]
-            self._late = _Late(self._num_steps(), HostFlag(flag), noted, look)
+            self._late = _Late(self.num_steps(), HostFlag(flag), noted, look)
         elif self._is_found(optimizer, total):
             names = self._look(optimizer).nonfinite()
             exact = [name for name in names if not _is_finite(self.parameters[name].grad)]
-            first = set(self._norms.nonfinite_of_totals()) if exact else ()
+            first = set(self.norms.nonfinite_of_totals()) if exact else ()
             findings = self._gather(noted, exact, [name for name in exact if self.parameters[name] in first])
             if any(one.gradients for one in findings):
-                self._report(findings, self._num_steps())
+                self._report(findings, self.num_steps())
                 raise _Skipped
 
     def after_unscaling(self, optimizer: Optimizer, found: Tensor, scale: Tensor) -> None:
@@ -320,7 +310,7 @@ class NonFiniteCheck:
             return
         self.read_late()
         is_useless = scale < SMALLEST_SCALE
-        self._late = _Late(self._num_steps(), HostFlag(found), self._values.take(), useless_scale=HostFlag(is_useless))
+        self._late = _Late(self.num_steps(), HostFlag(found), self.values.take(), useless_scale=HostFlag(is_useless))
         if not takes_flag(optimizer):  # the scaler reads it on the host anyway
             self.read_late()
 
@@ -345,14 +335,14 @@ class NonFiniteCheck:
         Raises:
             NonFiniteError: always.
         """
-        finding = Finding(self._names.rank, [(place, True)], ())
-        where = described([finding], self._names.blocks, self._names.place_of)
-        raise NonFiniteError(f"optimizer step {self._num_steps()}: {where} (detect_anomaly=True)")
+        finding = Finding(self.names.rank, [(place, True)], ())
+        where = described([finding], self.names.blocks, self.names.place_of)
+        raise NonFiniteError(f"optimizer step {self.num_steps()}: {where} (detect_anomaly=True)")
 
     def close(self) -> None:
         """Forget the other ranks: the run has ended."""
         self._open_groups = self._late = None
-        self._values.on_nan = lambda _: None
+        self.values.on_nan = lambda _: None
 
     def _is_found(self, optimizer: Optimizer, total: Tensor | None) -> bool:
         """Whether a rank's gradients aren't finite, or only their norms. Here the host waits for the device."""
@@ -364,7 +354,7 @@ class NonFiniteCheck:
     def _look(self, optimizer: Optimizer) -> GradientLook:
         """Gradients of parameters that the optimizer doesn't have harm nothing; nobody sets them to zero."""
         steps = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return GradientLook.at({name: p for name, p in self.parameters.items() if p in steps}, self._norms.device)
+        return GradientLook.at({name: p for name, p in self.parameters.items() if p in steps}, self.norms.device)
 
     def _agreed(self, flag: Tensor) -> Tensor:
         """The flag of any rank, on all of them."""
@@ -380,7 +370,7 @@ class NonFiniteCheck:
     ) -> list[Finding]:
         """What all ranks have found."""
         groups = self._groups
-        own = Finding(self._names.rank, noted.nonfinite(), list(gradients), list(before_clipping))
+        own = Finding(self.names.rank, noted.nonfinite(), list(gradients), list(before_clipping))
         found = all_gather_objects(groups.replica, own)
         if groups.data_control is not None:
             found = [one for replica in all_gather_objects(groups.data_control, found) for one in replica]
@@ -392,7 +382,7 @@ class NonFiniteCheck:
         Raises:
             NonFiniteError: nonfinite="raise".
         """
-        where = described(findings, self._names.blocks, self._names.place_of)
+        where = described(findings, self.names.blocks, self.names.place_of)
         what = f"optimizer step {step}: NaN or infinite gradients{scale}, {where}"
         if self.mode == "raise":
             raise NonFiniteError(
@@ -405,7 +395,7 @@ class NonFiniteCheck:
 
     @property
     def _ignores(self) -> bool:
-        return self.mode == "ignore" or self._is_search()
+        return self.mode == "ignore" or self.is_search()
 
     @property
     def _groups(self) -> ProcessGroups:

@@ -8,6 +8,7 @@ parameters after a step                                 gathered in the backgrou
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,30 +30,22 @@ from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
 from lightning_hanayo.topology import AXES
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerSteps:
-    """Made when the model is set up. Its methods are called by all ranks of the world.
+    """Made when the model is set up. Its methods are called by all ranks of the world."""
 
-    Args:
-        run: of the Trainer.
-        cube: None without one.
-        shards: how the optimizer is sharded over the data ranks; None if it isn't.
-        names: of the module's parameters, and of those that it had and optimizers may still have.
-        finish_gather: waits until all parameters are as the last step has left them.
-    """
+    run: Run
+    """of the Trainer"""
+    cube: Cube | None
+    """None without one"""
+    shards: OptimizerShards | None
+    """how the optimizer is sharded over the data ranks; None if it isn't"""
+    names: Mapping[Tensor, str]
+    """of the module's parameters, and of those that it had and optimizers may still have"""
+    finish_gather: Callable[[], None]
+    """waits until all parameters are as the last step has left them"""
 
-    def __init__(
-        self,
-        run: Run,
-        cube: Cube | None,
-        shards: OptimizerShards | None,
-        names: Mapping[Tensor, str],
-        finish_gather: Callable[[], None],
-    ) -> None:
-        self.shards = shards
-        self._run = run
-        self._cube = cube
-        self._names = names
-        self._finish_gather = finish_gather
+    def __post_init__(self) -> None:
         self._values: StepValues | None = None
         self._owners: OptimizerOwners | None = None
         self._all_ranks: ProcessGroupTransport | None = None
@@ -61,24 +54,24 @@ class OptimizerSteps:
         self._gathers_at_once = False
         self._num_optimized = -1
         """how many parameters the optimizers had when they were last checked"""
-        run.guard.before_user_code = self._before_user_code
-        run.guard.after_user_code = self._after_user_code
+        self.run.guard.before_user_code = self._before_user_code
+        self.run.guard.after_user_code = self._after_user_code
 
     @property
     def sharding(self) -> Cube | OptimizerShards | None:
         """How the optimizers' states are sharded; None: those that a rank has are whole."""
-        return None if self._owners is not None else self.shards or self._cube
+        return None if self._owners is not None else self.shards or self.cube
 
     @property
     def sharding_in_use(self) -> Cube | OptimizerShards | None:
         """How parameters are sharded inside `master_values`."""
-        return (None if self._values is None else self._values.sharding) or self._cube
+        return (None if self._values is None else self._values.sharding) or self.cube
 
     def prepare(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> None:
         """Let the optimizers update own rows of parameters, and fp32 copies, if the options say so."""
-        options = self._run.options
+        options = self.run.options
         has_masters, offloads = options.master_weights is not None, options.offload_optimizer
-        is_cut = self.shards is not None or self._cube is not None
+        is_cut = self.shards is not None or self.cube is not None
         if is_cut and not all(map(is_elementwise, optimizers)):
             self._owners = self._deal(optimizers)
             if self.shards is not None:
@@ -95,19 +88,19 @@ class OptimizerSteps:
                 has_masters=has_masters,
                 in_host_memory=offloads,
             )
-            self._run.parts.add(self._values.close, self._values.abandon)
+            self.run.parts.add(self._values.close, self._values.abandon)
             averages = bool(user_hooks.averaging_callbacks(module.trainer))
             self._gathers_at_once = averages or not module.automatic_optimization
 
     def guard_states(self, optimizers: Sequence[Any]) -> None:
         """Let user code find the states of these optimizers guarded from now on. Called while none runs."""
         plain: list[Any] = [one for one in map(state.unwrapped, optimizers) if isinstance(vars(one).get("state"), dict)]
-        is_cut = self.shards is not None or self._run.topology.replica_size > 1
+        is_cut = self.shards is not None or self.run.topology.replica_size > 1
         if is_cut and plain != [states.optimizer for states in self._states]:
             self._states = [
                 RefusedStates(one)
                 if self._owners is not None
-                else GuardedStates(one, self._run.guard, self._names, self.sharding)
+                else GuardedStates(one, self.run.guard, self.names, self.sharding)
                 for one in plain
             ]
 
@@ -119,11 +112,11 @@ class OptimizerSteps:
         self.guard_states(trainer.optimizers)
         groups = [group["params"] for one in trainer.optimizers for group in one.param_groups]
         number = sum(map(len, groups))
-        is_free = self._run.topology.world_size == 1 and self._run.options.master_weights is None
+        is_free = self.run.topology.world_size == 1 and self.run.options.master_weights is None
         if is_free or (number == self._num_optimized and state.batch_idx(trainer) > 0):
             return
         self._num_optimized = number
-        unknown = next((one for group in groups for one in group if one not in self._names), None)
+        unknown = next((one for group in groups for one in group if one not in self.names), None)
         if unknown is not None:
             names = {parameter: name for name, parameter in module.named_parameters()}
             name = names.get(unknown, "which isn't one of the LightningModule's")
@@ -138,7 +131,7 @@ class OptimizerSteps:
     def end_step(self) -> None:
         """Called after each step of an optimizer: the next code that reads parameters may not wait for them."""
         if self._gathers_at_once:
-            self._finish_gather()
+            self.finish_gather()
 
     def master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
@@ -189,7 +182,7 @@ class OptimizerSteps:
         Raises:
             UnsupportedError: an optimizer has made states already, of parts of parameters.
         """
-        run = self._run
+        run = self.run
         groups, topology = run.groups, run.topology
         for one in optimizers:
             values = (value for states in one.state.values() for value in states.values())
@@ -213,12 +206,12 @@ class OptimizerSteps:
             MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer"),
             groups.factory.control(topology.groups("data", *"xyz")),
             run.device,
-            Mesh.single() if self._cube is None else self._cube.mesh,
-            None if self._cube is None else self._cube.shard_of,
+            Mesh.single() if self.cube is None else self.cube.mesh,
+            None if self.cube is None else self.cube.shard_of,
         )
 
     def _before_user_code(self) -> None:
-        self._finish_gather()
+        self.finish_gather()
         for states in self._states:
             states.enter()
 

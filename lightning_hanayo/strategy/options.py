@@ -9,7 +9,7 @@ from math import prod
 from os import PathLike, fspath
 from pathlib import Path
 from reprlib import repr as repr_of
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -112,18 +112,14 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        self._choice("cube_outside", ("share", "replicate", "tokens"))
-        self._choice("step", ("auto", "microbatch", "batch"))
+        for name, kind in get_type_hints(Options).items():
+            if get_origin(kind) is Literal:
+                self._choice(name, get_args(kind))
         if not callable(self.loss_weight):
             self._choice("loss_weight", ("auto", "samples", "tokens", "shifted_tokens", "sum"))
         budget = self.activation_budget
         if budget is not None and (not is_number(budget) or budget == 0):
             raise HanayoError(f"activation_budget={budget!r}: expected a positive number of M_a, or None")
-        self._choice("cube_memory", ("gathered", "shards"))
-        self._choice("cube_weights", ("microbatch", "batch"))
-        self._choice("experts", ("whole", "cube"))
-        self._choice("tied_gradients", ("in_order", "at_once"))
-        self._choice("nonfinite", ("raise", "skip", "ignore"))
         if self.master_weights is not None:
             self._choice("master_weights", ("fp32",))
         self._check_recompute()

@@ -17,14 +17,12 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.planner.candidates import WHOLE, Candidate, Choices
 from lightning_hanayo.planner.machine import KNOWN, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import load_plan, strategy_options
 from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
-from lightning_hanayo.strategy.batch_split import WholeSplitter
-from lightning_hanayo.strategy.model_facts import read_model
+from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
 
 
@@ -65,18 +63,8 @@ def plan_at_start(
         HanayoError: the samples of a batch can't be counted, or no layout fits; the message says what is missing.
     """
     batch = _first_batch(trainer, module if data is None else data)
-    num_samples = WholeSplitter(options.batch_rule).num_samples(batch, BatchSource(module=module))
-    if not num_samples:
-        raise HanayoError("layout='plan': the samples of a training batch can't be counted; give the sizes instead")
-    facts = read_model(
-        module,
-        batch,
-        num_samples,
-        precision=trainer.precision,
-        master_weights=options.master_weights is not None,
-        blocks=options.blocks,
-        shards_vocabulary=options.cube_outside == "tokens",
-    )
+    refusal = "layout='plan': the samples of a training batch can't be counted; give the sizes instead"
+    facts, num_samples = read_batch(module, batch, options, trainer.precision, refusal=refusal)
     name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else device.type
     # the data sheet of this device; a nominal CPU or an H100 for others
     machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])

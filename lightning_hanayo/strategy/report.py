@@ -45,7 +45,7 @@ from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_comparison, save_timeline, save_trace
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, simulate
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
-from lightning_hanayo.strategy.lightning.inspection import forward_flops, peak_flops, samples_per_rank, whole_on_meta
+from lightning_hanayo.strategy.lightning.inspection import peak_flops, samples_per_rank, step_flops, whole_on_meta
 from lightning_hanayo.strategy.lightning.state import logged_step
 from lightning_hanayo.strategy.memory import peak_bytes
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -205,34 +205,6 @@ def peak_memory(strategy: CheckpointingStrategy) -> dict[int, int]:
         return {0: own}
     peaks = gather_objects(strategy.groups.replica, own)
     return dict(zip(strategy.groups.replica_ranks, peaks, strict=False))
-
-
-_BACKWARD = 2
-"""FLOPs of a backward, in forwards: the gradients of both operands of each product"""
-
-
-def step_flops(
-    module: "pl.LightningModule", given: float | None, num_samples: Callable[[Any], int]
-) -> tuple[Callable[[Any], float], str]:
-    """The FLOPs of forward and backward of one data rank's batch, and a line about their source.
-
-    They are the number given here, or as `module.flops_per_batch`, else counted with `example_input_array`, in
-    proportion to the samples of a batch and of the example, which `num_samples` returns; 0 where they aren't known.
-    """
-    if given is None:
-        given = getattr(module, "flops_per_batch", None)
-    if given is not None:
-        number = float(given)
-        return lambda _: number, f"{number:.3g} per batch of a data rank, as given"
-    example = module.example_input_array
-    samples = 0 if example is None else num_samples(example)
-    forward = forward_flops(module) if samples else 0
-    if not forward:
-        advice = "whose forward must depend on shapes alone, or WaveReport(flops_per_batch=...)"
-        return lambda _: 0.0, f"not known, so no FLOP/s: set example_input_array of the module, {advice}"
-    per_sample = (1 + _BACKWARD) * forward / samples
-    said = f"{per_sample:.3g} per sample: 3 times a forward of example_input_array"
-    return lambda batch: per_sample * num_samples(batch), said
 
 
 class Throughput:
@@ -541,7 +513,8 @@ class LoggedReport(WaveReport):
     def add_to(trainer: "pl.Trainer") -> None:
         """Add it, if that is so. Called by all ranks."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(map(_takes_images, trainer.loggers)) and not any(isinstance(one, WaveReport) for one in callbacks):
+        draws = any(isinstance(one, WandbLogger | TensorBoardLogger) for one in trainer.loggers)
+        if draws and not any(isinstance(one, WaveReport) for one in callbacks):
             callbacks.insert(0, LoggedReport())
 
     @override
@@ -587,10 +560,6 @@ def _draw(trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: Meas
     planned = strategy.pipeline.layout.predict()
     save_comparison(path, measured.timeline, measured.predicted, title=_title(strategy), planned=planned)
     _log_image(trainer, "hanayo/wave", path)
-
-
-def _takes_images(logger: Any) -> bool:
-    return isinstance(logger, WandbLogger | TensorBoardLogger)
 
 
 def _log_image(trainer: "pl.Trainer", name: str, path: Path) -> None:

@@ -11,6 +11,7 @@ merge         afterwards: collected values, and the results of the steps
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -187,91 +188,82 @@ def _hand_over(session: Session, result: Any, batch: Any) -> Any:
     return received["outputs"]
 
 
+@dataclass(eq=False, repr=False)
 class MicrobatchSteps:
-    """The steps of one batch.
+    """The steps of one batch."""
 
-    Args:
-        session: the run.
-        trainer: whose results take the logged values.
-        split: the batch in pieces, some of which this rank runs.
-        weights: of each piece.
-        splitter: has made them.
-        trains: whether they are training steps.
-    """
+    session: Session
+    """the run"""
+    trainer: "pl.Trainer"
+    """whose results take the logged values"""
+    split: SplitBatch
+    """the batch in pieces, some of which this rank runs"""
+    weights: PieceWeights
+    """of each piece"""
+    splitter: BatchSplitter
+    """has made them"""
+    _: KW_ONLY
+    trains: bool
+    """whether they are training steps"""
 
-    def __init__(
-        self,
-        session: Session,
-        trainer: "pl.Trainer",
-        split: SplitBatch,
-        weights: PieceWeights,
-        splitter: BatchSplitter,
-        *,
-        trains: bool,
-    ) -> None:
-        self._session = session
-        self._trainer = trainer
-        self._split = split
-        self._weights = weights
-        self._splitter = splitter
-        self._trains = trains
-        self._sizes = [split.sizes.parts[0][piece] for piece in split.own]
+    def __post_init__(self) -> None:
+        self._sizes = [self.split.sizes.parts[0][piece] for piece in self.split.own]
         self._log = MicrobatchLog(
-            trainer,
-            split,
-            weights.in_mean,
-            splitter,
-            given=session.given_batch_sizes,
-            own_weights=weights.logged,
+            self.trainer,
+            self.split,
+            self.weights.in_mean,
+            self.splitter,
+            given=self.session.given_batch_sizes,
+            own_weights=self.weights.logged,
         )
         self._left: list[Left] = []
         self._numbers = HostNumbers()
-        self._step_name = state.step_name(trainer)
-        self._options = state.options_now(trainer) if trains and session.topology.pipe > 1 else None
-        session.collections.begin_batch()
-        session.collectives.begin_batch()
+        self._step_name = state.step_name(self.trainer)
+        self._options = state.options_now(self.trainer) if self.trains and self.session.topology.pipe > 1 else None
+        self.session.collections.begin_batch()
+        self.session.collectives.begin_batch()
 
     def enter(self, microbatch: int | None) -> None:
         """Called before user code of that micro-batch starts or continues; None: a dry run, which leaves nothing."""
-        if microbatch == 1 and self._trains and self._options is None:  # all steps may set what the first one has
-            self._options = state.options_now(self._trainer)
-        self._split.check()
+        if microbatch == 1 and self.trains and self._options is None:  # all steps may set what the first one has
+            self._options = state.options_now(self.trainer)
+        self.split.check()
         self._log.enter(microbatch)
-        self._session.collections.enter(microbatch)
+        self.session.collections.enter(microbatch)
         running = None
         if microbatch is not None:
-            piece = self._split.own[microbatch]
-            is_present = self._split.pieces[piece] is not None and self._split.counts
+            piece = self.split.own[microbatch]
+            is_present = self.split.pieces[piece] is not None and self.split.counts
             samples = max(1, self._sizes[microbatch]) if is_present else 0  # 0: a padding sample
-            weighs = is_present and self._weights.in_gradient[piece] > 0
-            running = RunningStep(self._step_name, microbatch, self._split.num_microbatches, samples, weighs)
-        self._session.collectives.enter(running)
+            weighs = is_present and self.weights.in_gradient[piece] > 0
+            running = RunningStep(self._step_name, microbatch, self.split.num_microbatches, samples, weighs)
+        self.session.collectives.enter(running)
 
     def note_loss(self, microbatch: int, loss: Any) -> None:
         """Called with each loss before its backward."""
-        if self._session.token_losses is not None:
-            self._session.token_losses.check()
-        self._session.values.note_loss(microbatch, loss)
+        if self.session.token_losses is not None:
+            self.session.token_losses.check()
+        self.session.values.note_loss(microbatch, loss)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
         """To be open while `batch` runs."""
-        single = explaining_single_samples(self._trainer.lightning_module, self._sizes)
-        is_once = self._session.topology.pipe == 1 and self._split.num_microbatches == 1
-        unstepped = state.refusing_steps(self._trainer) if self._trains and not is_once else nullcontext()
-        losses = self._session.token_losses
-        shares = nullcontext() if losses is None else losses.in_batch(runs_alike=self._split.num_alike > 1)
+        single = explaining_single_samples(self.trainer.lightning_module, self._sizes)
+        is_once = self.session.topology.pipe == 1 and self.split.num_microbatches == 1
+        unstepped = state.refusing_steps(self.trainer) if self.trains and not is_once else nullcontext()
+        losses = self.session.token_losses
+        shares = nullcontext() if losses is None else losses.in_batch(runs_alike=self.split.num_alike > 1)
         with self._log.collecting(), single, unstepped, shares:
             yield
             if self._options is not None:
-                state.check_options(self._trainer, self._options)
-            session, count = self._session, self._split.num_microbatches
+                state.check_options(self.trainer, self._options)
+            session, count = self.session, self.split.num_microbatches
             self._left = session.collections.end_batch(count)
             for m, own in enumerate(self._left):
                 own.used_collectives = m in session.collectives.used
-                own.note_means(batch.results[m], self._log.means_of(self._split.own[m]))
+                own.note_means(batch.results[m], self._log.means_of(self.split.own[m]))
             self._numbers.add([batch.results, [vars(own) for own in self._left]])
-            if self._weights.is_sum and batch.has_loss:
+            if self.weights.is_sum and batch.has_loss:
                 self._log.add_up([loss_of(batch.results[m]) for m in range(count)], self._numbers)
 
     def merge(self, batch: Batch) -> Any:
@@ -279,22 +271,21 @@ class MicrobatchSteps:
 
         Called by all ranks that share the micro-batches.
         """
-        session, split, weights = self._session, self._split, self._weights
+        session, split, weights = self.session, self.split, self.weights
         results = batch.results
-        if self._trains and batch.has_loss and not session.hand_over.after_batches:  # nobody reads the rest
-            results = {m: _loss_alone(result) for m, result in results.items()}
+        if self.trains and batch.has_loss and not session.hand_over.after_batches:  # nobody reads the rest
+            results = {
+                m: {"loss": result["loss"]} if isinstance(result, Mapping) and "loss" in result else result
+                for m, result in results.items()
+            }
         values = [(results[m], own, split.changes(m)) for m, own in enumerate(self._left)]
-        merged, collected, changes = zip(*self._splitter.by_piece(values), strict=True)
+        merged, collected, changes = zip(*self.splitter.by_piece(values), strict=True)
         self._numbers.add([merged, [vars(own) for own in collected]])
         split.store(changes)
-        if self._trains and session.choice is not None:
+        if self.trains and session.choice is not None:
             session.choice.note_logged(self._log.names)
         apart = keep_collected(session.collections, split, weights, collected, self._numbers)
         session.warn_of_parts(apart, split.num_microbatches)
-        has_loss = self._trains and batch.has_loss
+        has_loss = self.trains and batch.has_loss
         in_mean, in_loss = weights.in_mean, weights.in_loss
         return split.merge(merged, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=self._numbers)
-
-
-def _loss_alone(result: Any) -> Any:
-    return {"loss": result["loss"]} if isinstance(result, Mapping) and "loss" in result else result

@@ -1,6 +1,6 @@
 """One run of the Trainer on one rank, for its hooks: the pipeline, and all that is set up with it."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ from lightning_hanayo.strategy.nonfinite import NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.probing.probe import Probe
+from lightning_hanayo.strategy.probing.probe import Probe, Sample
 from lightning_hanayo.strategy.probing.step_choice import StepChoice
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.adapt import adapt
@@ -205,10 +205,10 @@ class Session(Run):
         if self.choice is None:
             return split, must
         if trains:
-            once = self.choice.trains_once(batch, split, source, step, is_first=is_first)
+            once = self.choice.trains_once(Sample(batch, split, source, step), is_first=is_first)
         else:
             may = not trainer.predicting and len(split.present) > 1
-            once = may and self.choice.evaluates_once(source.stage, batch, split, source, step)
+            once = may and self.choice.evaluates_once(Sample(batch, split, source, step))
         if once and self.pipeline.runs_whole_steps:
             return self.pipeline.splitter.split(batch, 1, source), False
         return (self.pipeline.split(batch, source, is_whole=True) if once else split), once
@@ -312,14 +312,17 @@ class Session(Run):
         if several:
             prepared.attach(module, self.topology, options, self.groups)
         fits = trainer.state.fn == TrainerFn.FITTING
-        self._build(
+        self.pipeline = build_pipeline(
             module,
             plan,
+            prepared,
+            self,
             self._random_streams(plan.layout, fits=fits),
             user_hooks.example_run(module, self.device) if options.balance == "time" else None,
             () if values is None else values.names,
             scatters_gradients=not user_hooks.may_see_gradients(trainer) if fits else None,
         )
+        self._memory = RunMemory(self.pipeline, self.device) if options.measure_memory else None
         self.parts.add(lambda: self.pipeline.close(), lambda: self.pipeline.abandon())  # `follow` makes another one
         self.names = prepared.names = {parameter: name for name, parameter in module.named_parameters()}
         if values is not None:
@@ -361,22 +364,6 @@ class Session(Run):
         self.nonfinite = gradient_check(self, trainer, self.pipeline, self.names, self.norms)
         self.guard.after_registering = partial(self.follow, module)
 
-    def _build(
-        self,
-        module: "pl.LightningModule",
-        plan: ModelPlan,
-        streams: RandomStreams | None,
-        example: Any = None,
-        given: Collection[str] = (),
-        *,
-        scatters_gradients: bool | None = None,
-    ) -> None:
-        self.pipeline = build_pipeline(
-            module, plan, self._prepared, self, streams, example, given, scatters_gradients=scatters_gradients
-        )
-        if self.options.measure_memory:
-            self._memory = RunMemory(self.pipeline, self.device)
-
     def _after_step(self) -> None:
         self.progress.end_step()
         if self.cube is not None:
@@ -393,7 +380,9 @@ class Session(Run):
             if not self._prepared.adopt(module, self.device, self.pipe_rank):
                 return
             before.close()
-            self._build(module, ModelPlan(before.ownership.stack, before.layout, None), before.random_streams)
+            plan = ModelPlan(before.ownership.stack, before.layout, None)
+            self.pipeline = build_pipeline(module, plan, self._prepared, self, before.random_streams)
+            self._memory = RunMemory(self.pipeline, self.device) if options.measure_memory else None
             self.pipeline.engine.trace = before.engine.trace
             self.collections.watch(module, modules_outside(module, before.ownership.stack))
             self.norms.watch([one for one in self.names if isinstance(one, nn.Parameter)])

@@ -80,7 +80,7 @@ class SequenceFirst(models.MLP):
 
 @contextmanager
 def without_carriers() -> Iterator[None]:
-    with patch("lightning_hanayo.strategy.setup.build_pipeline._carriers", lambda *_: NO_CARRIERS):
+    with patch("lightning_hanayo.strategy.setup.build_pipeline.RankBuilder.carriers", lambda _: NO_CARRIERS):
         yield
 
 

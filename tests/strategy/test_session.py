@@ -37,12 +37,13 @@ def failing_setup() -> object:
         raise RuntimeError("no stages")
 
     trainer, module = make_trainer(LAYOUT, strategy=make_strategy(LAYOUT), max_steps=1), models.build(models.MLP)
-    build, build_pipeline.build_stages = build_pipeline.build_stages, fail  # type: ignore[assignment]
+    builder = build_pipeline.RankBuilder
+    build, builder.build_stages = builder.build_stages, fail  # type: ignore[method-assign]
     try:
         with pytest.raises(RuntimeError, match="no stages"):
             trainer.fit(module, make_loader(models.vectors((8,))))
     finally:
-        build_pipeline.build_stages = build
+        builder.build_stages = build  # type: ignore[method-assign]
     strategy = trainer.strategy
     assert isinstance(strategy, HanayoStrategy)
     return strategy._prepared_module.stage_blocks

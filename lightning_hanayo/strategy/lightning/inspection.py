@@ -62,6 +62,34 @@ def forward_flops(module: "pl.LightningModule") -> int:
         return 0
 
 
+_BACKWARD = 2
+"""FLOPs of a backward, in forwards: the gradients of both operands of each product"""
+
+
+def step_flops(
+    module: "pl.LightningModule", given: float | None, num_samples: Callable[[Any], int]
+) -> tuple[Callable[[Any], float], str]:
+    """The FLOPs of forward and backward of one data rank's batch, and a line about their source.
+
+    They are the number given here, or as `module.flops_per_batch`, else counted with `example_input_array`, in
+    proportion to the samples of a batch and of the example, which `num_samples` returns; 0 where they aren't known.
+    """
+    if given is None:
+        given = getattr(module, "flops_per_batch", None)
+    if given is not None:
+        number = float(given)
+        return lambda _: number, f"{number:.3g} per batch of a data rank, as given"
+    example = module.example_input_array
+    samples = 0 if example is None else num_samples(example)
+    forward = forward_flops(module) if samples else 0
+    if not forward:
+        advice = "whose forward must depend on shapes alone, or WaveReport(flops_per_batch=...)"
+        return lambda _: 0.0, f"not known, so no FLOP/s: set example_input_array of the module, {advice}"
+    per_sample = (1 + _BACKWARD) * forward / samples
+    said = f"{per_sample:.3g} per sample: 3 times a forward of example_input_array"
+    return lambda batch: per_sample * num_samples(batch), said
+
+
 def peak_flops(trainer: "pl.Trainer") -> int | None:
     """FLOP/s of this rank's device at the run's precision; None if Lightning doesn't know the chip."""
     with warnings.catch_warnings():

@@ -8,9 +8,8 @@ all ranks          callback_metrics         `SharedMetrics` sends them from rank
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -215,38 +214,30 @@ class GivenBatchSizes:
         return sum(given)
 
 
+@dataclass(eq=False, repr=False)
 class MicrobatchLog:
     """Merges the `self.log` calls of one batch's micro-batches.
 
     Means are averaged with the micro-batches' weights in the loss, sums are added, and so on. So step values, epoch
     means and `sync_dist` come out as for one batch, for values that are means (or sums, ...) over samples.
-
-    Args:
-        trainer: whose results take the merged values.
-        split: the batch in pieces, some of which this rank runs.
-        weights: of each piece in the mean; only their proportions matter.
-        own_weights: with which some values are added up, by their names.
-        splitter: gathers from the ranks that run the other pieces.
-        given: the batch sizes that steps gave for earlier batches of the run.
     """
 
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        split: SplitBatch,
-        weights: Sequence[float],
-        splitter: BatchSplitter,
-        *,
-        given: GivenBatchSizes,
-        own_weights: Mapping[str, Sequence[float]] = MappingProxyType({}),
-    ) -> None:
-        self._own_weights = own_weights
-        self._results: Any = trainer._results
-        self._split = split
-        self._weights = weights
-        self._splitter = splitter
-        self._given = given
-        self._trainer = trainer
+    trainer: "pl.Trainer"
+    """whose results take the merged values"""
+    split: SplitBatch
+    """the batch in pieces, some of which this rank runs"""
+    weights: Sequence[float]
+    """of each piece in the mean; only their proportions matter"""
+    splitter: BatchSplitter
+    """gathers from the ranks that run the other pieces"""
+    _: KW_ONLY
+    given: GivenBatchSizes
+    """the batch sizes that steps gave for earlier batches of the run"""
+    own_weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """with which some values are added up, by their names"""
+
+    def __post_init__(self) -> None:
+        self._results: Any = self.trainer._results
         self._saved_states: list[tuple[Metric, Any]] = []
         self._piece: int | None = 0
         self._calls: dict[str, dict[int, list[LogCall]]] = {}
@@ -275,7 +266,7 @@ class MicrobatchLog:
 
     def add_up(self, losses: Sequence[Tensor], number: HostNumbers) -> None:
         """Log the sum of this rank's `losses`, one per micro-batch, where the step has logged them: they are sums."""
-        own = dict(zip(self._split.own, losses, strict=True))
+        own = dict(zip(self.split.own, losses, strict=True))
         values = {
             key: {piece: [one.value for one in of] for piece, of in calls.items()} for key, calls in self._calls.items()
         }
@@ -288,10 +279,10 @@ class MicrobatchLog:
     def enter(self, microbatch: int | None) -> None:
         """Called before the user code of that micro-batch runs; None: values that the code logs don't count."""
         self._restore_metrics()
-        piece = None if microbatch is None else self._split.own[microbatch]
-        self._piece = piece if piece is not None and self._split.pieces[piece] is not None else None
-        if self._piece is None or not self._split.counts:
-            metrics = (part for part in self._trainer.lightning_module.modules() if isinstance(part, Metric))
+        piece = None if microbatch is None else self.split.own[microbatch]
+        self._piece = piece if piece is not None and self.split.pieces[piece] is not None else None
+        if self._piece is None or not self.split.counts:
+            metrics = (part for part in self.trainer.lightning_module.modules() if isinstance(part, Metric))
             self._saved_states = [(metric, copy_state(metric)) for metric in metrics]
 
     @property
@@ -307,7 +298,7 @@ class MicrobatchLog:
     def _restore_metrics(self) -> None:
         """Undo updates of metrics by code on a padding sample, or that another rank runs alike."""
         for metric, state in self._saved_states:
-            restore_state(metric, state, counts_elsewhere=not self._split.counts)
+            restore_state(metric, state, counts_elsewhere=not self.split.counts)
         self._saved_states = []
 
     def _keep(self, key: str, value: Any, batch_size: int) -> None:
@@ -334,7 +325,7 @@ class MicrobatchLog:
             }
             for key, calls in self._calls.items()
         }
-        ranks = self._splitter.all_gather(plain)
+        ranks = self.splitter.all_gather(plain)
         if len(ranks) == 1:
             return self._calls
         return {key: dict(sorted(item for rank in ranks for item in rank.get(key, {}).items())) for key in self._calls}
@@ -345,16 +336,16 @@ class MicrobatchLog:
         own_sizes = {piece: call.batch_size for piece, call in calls.items() if not call.is_of_batch}
         batch_size = next(iter(calls.values())).batch_size
         if own_sizes and metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction:
-            sizes = [self._split.sizes.parts[0][piece] for piece in own_sizes]
-            batch_size = self._given.total(key, number, sizes, list(own_sizes.values()))
+            sizes = [self.split.sizes.parts[0][piece] for piece in own_sizes]
+            batch_size = self.given.total(key, number, sizes, list(own_sizes.values()))
         if metric.is_tensor:
             values = {piece: call.value for piece, call in calls.items()}
             is_sum = key in self._added and metric.meta.is_mean_reduction
             if is_sum:
                 merged: Any = sum(values.values())
             elif metric.meta.is_mean_reduction:
-                own = self._own_weights.get(key.rpartition(".")[2])
-                merged = _mean(values, self._weights) if own is None else _added_up(values, own)
+                own = self.own_weights.get(key.rpartition(".")[2])
+                merged = _mean(values, self.weights) if own is None else _added_up(values, own)
             else:
                 merged = metric.meta.reduce_fx(torch.stack(list(values.values())))
             log(key, merged, batch_size)
@@ -362,7 +353,7 @@ class MicrobatchLog:
         log(key, self._metrics[key], batch_size)
         caches = {piece: call.cache for piece, call in calls.items() if isinstance(call.cache, Tensor)}
         if caches:
-            metric._forward_cache = _mean(caches, self._weights)
+            metric._forward_cache = _mean(caches, self.weights)
 
 
 def _mean(values: dict[int, Tensor], weights: Sequence[float]) -> Tensor:

@@ -21,14 +21,7 @@ from torch.optim import Optimizer
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import Part, PartialValues, own_shape, partial_alias, plain_alias
-from lightning_hanayo.partition.guards import (
-    GuardedPlaceholder,
-    MissingValues,
-    Owner,
-    ParameterGuard,
-    refuse,
-    without_values,
-)
+from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 
@@ -58,19 +51,24 @@ def as_parts(state: Mapping[Any, Any], parameter: Tensor, name: str, sharding: S
 
 
 @dataclass(eq=False)
-class RefusedStates(MutableMapping[Any, Any]):
-    """Takes the place of `optimizer.state` in user code where each parameter's states are on one rank alone."""
+class StatesInUserCode(MutableMapping[Any, Any]):
+    """Takes the place of `optimizer.state` between `enter` and `leave`."""
 
     optimizer: Optimizer
     """torch's, not Lightning's"""
 
     def __post_init__(self) -> None:
-        self._own = self.optimizer.state
+        self._own: MutableMapping[Any, Any] = self.optimizer.state
 
     def enter(self) -> None:
         """User code begins, or goes on."""
         if self.optimizer.state is not self:
             self._own, self.optimizer.state = self.optimizer.state, self  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class RefusedStates(StatesInUserCode):
+    """The states where each parameter's are on one rank alone: no user code may use them."""
 
     def leave(self) -> None:
         """User code has ended.
@@ -79,7 +77,7 @@ class RefusedStates(MutableMapping[Any, Any]):
             UnsupportedError: it has loaded other states.
         """
         left: Any = self.optimizer.state
-        self.optimizer.state = self._own
+        self.optimizer.state = self._own  # type: ignore[assignment]
         if left is not self and left is not self._own:
             self._refuse()
 
@@ -94,26 +92,19 @@ class RefusedStates(MutableMapping[Any, Any]):
 
 
 @dataclass(eq=False)
-class GuardedStates(MutableMapping[Any, Any]):
-    """Takes the place of `optimizer.state` between `enter` and `leave`."""
+class GuardedStates(StatesInUserCode):
+    """The states of parameters of all ranks, of which this one has its own, or its parts of them."""
 
-    optimizer: Optimizer
-    """torch's, not Lightning's"""
-    guard: ParameterGuard
+    guard: guards.ParameterGuard
     names: Mapping[Tensor, str]
     """of its parameters"""
     sharding: Sharding | None
     """of this rank's states; None if they are whole"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._given: dict[Tensor, dict[Any, Any]] = {}
         """the states that user code got, and may have changed, of parameters of all ranks"""
-        self._own: MutableMapping[Any, Any] = self.optimizer.state
-
-    def enter(self) -> None:
-        """User code begins, or goes on."""
-        if self.optimizer.state is not self:
-            self._own, self.optimizer.state = self.optimizer.state, self  # type: ignore[assignment]
 
     def leave(self) -> None:
         """User code has ended: the optimizer gets its own states, as the code has left them.
@@ -139,8 +130,8 @@ class GuardedStates(MutableMapping[Any, Any]):
 
     def _plain(self, parameter: Tensor, key: Any, value: Any) -> Any:
         """The optimizer's value of a state of this rank."""
-        if isinstance(value, MissingValues):
-            refuse(f"{key!r} of {self.names.get(parameter)} is made of it", value._owner)
+        if isinstance(value, guards.MissingValues):
+            guards.refuse(f"{key!r} of {self.names.get(parameter)} is made of it", value._owner)
         if isinstance(value, PartialValues):
             value = plain_alias(value)
         if isinstance(value, Tensor) and isinstance(self.sharding, OptimizerShards):
@@ -159,7 +150,7 @@ class GuardedStates(MutableMapping[Any, Any]):
         if not isinstance(key, Tensor):
             return self._own[key]
         if key not in self._given:
-            if isinstance(key, GuardedPlaceholder):
+            if isinstance(key, guards.GuardedPlaceholder):
                 self._given[key] = self._without_values(key)
             else:
                 self._given[key] = as_parts(self._own[key], key, self.names.get(key, "a parameter"), self.sharding)
@@ -183,7 +174,7 @@ class GuardedStates(MutableMapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         """Whether a parameter has states."""
-        return bool(key.requires_grad and self[key]) if isinstance(key, GuardedPlaceholder) else key in self._own
+        return bool(key.requires_grad and self[key]) if isinstance(key, guards.GuardedPlaceholder) else key in self._own
 
     def __iter__(self) -> Iterator[Any]:
         """The parameters that have states, on any rank, in the optimizer's order."""
@@ -219,11 +210,11 @@ class GuardedStates(MutableMapping[Any, Any]):
             ]
             return {one: like for group, like in zip(groups, first, strict=True) for one in group if every}
 
-    def _without_values(self, parameter: GuardedPlaceholder) -> dict[Any, Any]:
+    def _without_values(self, parameter: guards.GuardedPlaceholder) -> dict[Any, Any]:
         """The states of another pipeline rank's parameter: operations on them run there."""
         self._check(parameter)
         if parameter not in self._alike:
-            refuse("optimizer.state", self._owner(parameter, "state"))
+            guards.refuse("optimizer.state", self._owner(parameter, "state"))
         with torch._C.DisableTorchFunctionSubclass():
             like = self._alike[parameter]
             shape = () if like is None else local_shape(like, self.sharding)
@@ -232,18 +223,18 @@ class GuardedStates(MutableMapping[Any, Any]):
                 one = torch.as_tensor(value) if isinstance(value, bool | int | float) else value
                 if isinstance(one, Tensor) and own_shape(one) in ((), shape):
                     empty = torch.empty(parameter.shape if one.dim() else (), dtype=one.dtype, device="meta")
-                    made[key] = without_values(empty, self._owner(parameter, key))
+                    made[key] = guards.without_values(empty, self._owner(parameter, key))
                 elif one is not None:
-                    refuse(f"[{key!r}]", self._owner(parameter, key))
+                    guards.refuse(f"[{key!r}]", self._owner(parameter, key))
                 else:
                     made[key] = None
             return made
 
-    def _owner(self, parameter: Placeholder, key: Any) -> Owner:
-        of: Owner = vars(parameter)["_owner"]
-        return Owner(f"the optimizer's {key} of {of.name}", of.rank, of.device, _WAY_OUT)
+    def _owner(self, parameter: Placeholder, key: Any) -> guards.Owner:
+        of: guards.Owner = vars(parameter)["_owner"]
+        return guards.Owner(f"the optimizer's {key} of {of.name}", of.rank, of.device, _WAY_OUT)
 
     def _check(self, parameter: Any) -> None:
         """Refuse code of pipeline rank 0 alone that uses states of another rank."""
         if isinstance(parameter, Placeholder) and not self.guard.runs_on_all_ranks:
-            refuse("optimizer.state", self._owner(parameter, "state"), alone=True)
+            guards.refuse("optimizer.state", self._owner(parameter, "state"), alone=True)

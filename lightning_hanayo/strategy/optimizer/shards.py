@@ -13,7 +13,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -54,35 +54,28 @@ class Rows:
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerShards:
-    """The rows of parameters that one data rank updates. All data ranks call its methods alike.
+    """The rows of parameters that one data rank updates. All data ranks call its methods alike."""
 
-    Args:
-        stages: the parameters of each stage of this rank.
-        axis: the data ranks.
-        cube: None without one.
-        whole: parameters that aren't cut.
-        scatters: whether gradients are summed by a reduce-scatter, after which only own rows of `.grad` are sums, and
-            there is none after the optimizer's step. Otherwise by an all-reduce: user code may read them.
-    """
+    stages: Mapping[int, Sequence[nn.Parameter]]
+    """the parameters of each stage of this rank"""
+    axis: MeshAxis
+    """the data ranks"""
+    cube: CubeSharding | None
+    """None without one"""
+    _: KW_ONLY
+    whole: InitVar[Collection[Tensor]] = ()
+    """parameters that aren't cut"""
+    scatters: bool = True
+    """whether gradients are summed by a reduce-scatter, after which only own rows of `.grad` are sums, and there is
+    none after the optimizer's step. Otherwise by an all-reduce: user code may read them"""
 
-    def __init__(
-        self,
-        stages: Mapping[int, Sequence[nn.Parameter]],
-        axis: MeshAxis,
-        cube: CubeSharding | None,
-        *,
-        whole: Collection[Tensor] = (),
-        scatters: bool = True,
-    ) -> None:
-        self.scatters = scatters
-        self._stages = stages
-        self._axis = axis
-        self._cube = cube
+    def __post_init__(self, whole: Collection[Tensor]) -> None:
         excluded = frozenset(whole)
-        found = ((p, _rows_of(p, axis)) for own in stages.values() for p in own if p not in excluded)
+        found = ((p, _rows_of(p, self.axis)) for own in self.stages.values() for p in own if p not in excluded)
         self._rows: dict[Tensor, Rows] = {parameter: rows for parameter, rows in found if rows is not None}
-        shapes: Mapping[Tensor, tuple[int, ...]] = {} if cube is None else cube.whole_shapes
+        shapes: Mapping[Tensor, tuple[int, ...]] = {} if self.cube is None else self.cube.whole_shapes
         self._regions: dict[Tensor, Region] = {}  # until it is filled, `region` tells those of all rows
         self._regions = {p: self.region(p).narrow(rows.dim, rows.start, rows.stop) for p, rows in self._rows.items()}
         self.whole_shapes = {**shapes, **{p: shapes.get(p, tuple(p.shape)) for p in self._rows}}
@@ -102,8 +95,8 @@ class OptimizerShards:
 
     def num_replicas(self, parameter: Tensor) -> int:
         """How many ranks hold the same part of a gradient when a norm is taken, data ranks included."""
-        in_cube = 1 if self._cube is None else self._cube.num_replicas(parameter)
-        return in_cube if parameter in self._rows else in_cube * self._axis.size
+        in_cube = 1 if self.cube is None else self.cube.num_replicas(parameter)
+        return in_cube if parameter in self._rows else in_cube * self.axis.size
 
     def own_rows(self, parameter: Tensor, value: Tensor) -> Tensor:
         """This rank's rows of a value with the parameter's shape; all of it if the parameter isn't cut."""
@@ -121,7 +114,7 @@ class OptimizerShards:
 
     def keep_whole(self) -> None:
         """Cut no parameter: the optimizer needs whole ones."""
-        self.whole_shapes = {} if self._cube is None else dict(self._cube.whole_shapes)
+        self.whole_shapes = {} if self.cube is None else dict(self.cube.whole_shapes)
         for of_rows in (self._rows, self._regions, self._local_shapes):
             of_rows.clear()
 
@@ -148,7 +141,7 @@ class OptimizerShards:
             parameter.data = whole
             parameter.grad = None if gathers and self.scatters else gradient
         self._replaced.clear()
-        for stage, parameters in self._stages.items() if gathers else ():
+        for stage, parameters in self.stages.items() if gathers else ():
             if own := [parameter for parameter in parameters if parameter in updated]:
                 self._under_way.setdefault(stage, []).extend(self._start_gather(own))
 
@@ -167,7 +160,7 @@ class OptimizerShards:
             parameter.grad = None
             parameter.data = whole
         self._replaced.clear()
-        self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
+        self.axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
 
     def drop_transfers(self) -> None:
         """After a failure, when the groups have been left: free the transfers that were under way."""
@@ -183,15 +176,15 @@ class OptimizerShards:
 
     def sums(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
         """Whether `reduce_scatter` sums the parameter's gradient, which is to be summed over the group."""
-        return self.scatters and parameter in self._rows and group is self._axis.group
+        return self.scatters and parameter in self._rows and group is self.axis.group
 
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[None]:
         """Start to sum the gradients of parameters that are cut: own rows of each become sums over the data ranks."""
         large = [gradient for gradient in gradients if gradient.nbytes >= LARGE]
         small = [gradient for gradient in gradients if gradient.nbytes < LARGE]
-        works = [self._axis.reduce_scatter_each([self._parts(one)]) for one in large]
+        works = [self.axis.reduce_scatter_each([self._parts(one)]) for one in large]
         joined = torch.cat([self._parts(one).flatten(1) for one in small], 1) if small else None
-        total = None if joined is None else self._axis.reduce_scatter(joined)
+        total = None if joined is None else self.axis.reduce_scatter(joined)
 
         def finish() -> None:
             for gradient, work in zip(large, works, strict=True):
@@ -206,11 +199,11 @@ class OptimizerShards:
     def _start_gather(self, parameters: Sequence[nn.Parameter]) -> list[Pending[None]]:
         """Start to bring each rank's rows to all others, in place where all have equally many."""
         pending = []
-        even = [p for p in parameters if p.nbytes >= LARGE and p.shape[self._rows[p].dim] % self._axis.size == 0]
+        even = [p for p in parameters if p.nbytes >= LARGE and p.shape[self._rows[p].dim] % self.axis.size == 0]
         if even:
-            wholes = [p.data.view(self._axis.size, -1) for p in even]
-            own = [whole[self._axis.rank] for whole in wholes]
-            pending.append(Pending(self._axis.gather_into(wholes, own), lambda: None))  # gathered in place
+            wholes = [p.data.view(self.axis.size, -1) for p in even]
+            own = [whole[self.axis.rank] for whole in wholes]
+            pending.append(Pending(self.axis.gather_into(wholes, own), lambda: None))  # gathered in place
         taken = set(even)
         others = sorted((p for p in parameters if p not in taken), key=lambda p: str(p.dtype))
         for _, same in groupby(others, key=lambda p: p.dtype):
@@ -219,8 +212,8 @@ class OptimizerShards:
 
     def _start_joined_gather(self, parameters: Sequence[nn.Parameter]) -> Pending[None]:
         wholes = [parameter.data.view(-1) for parameter in parameters]
-        own = [self._parts(parameter.data)[self._axis.rank].flatten() for parameter in parameters]
-        gathering = self._axis.all_gather(torch.cat(own))
+        own = [self._parts(parameter.data)[self.axis.rank].flatten() for parameter in parameters]
+        gathering = self.axis.all_gather(torch.cat(own))
 
         def finish() -> None:
             columns = gathering.wait().split([len(one) for one in own], 1)
@@ -231,13 +224,13 @@ class OptimizerShards:
 
     def _parts(self, value: Tensor) -> Tensor:
         """[size, ...]: the rows of each data rank, padded to equally many."""
-        return split_dim(value.flatten(0, _dim_of(value)), self._axis.size, 0)
+        return split_dim(value.flatten(0, _dim_of(value)), self.axis.size, 0)
 
     def _put_rows(self, whole: Tensor, rows: Tensor) -> None:
         """Write this rank's rows, perhaps padded, into memory of its own of the whole."""
         length = whole.shape[_dim_of(whole)]
-        part = -(-length // self._axis.size)
-        own = whole.flatten(0, _dim_of(whole))[self._axis.rank * part : (self._axis.rank + 1) * part]
+        part = -(-length // self.axis.size)
+        own = whole.flatten(0, _dim_of(whole))[self.axis.rank * part : (self.axis.rank + 1) * part]
         own.copy_(rows.view(-1, *own.shape[1:])[: len(own)])
 
     # checkpoints: how states, and master weights, are sharded
@@ -247,18 +240,18 @@ class OptimizerShards:
         found = self._regions.get(parameter)
         if found is not None:
             return found
-        return Region.whole(parameter.shape) if self._cube is None else self._cube.region(parameter)
+        return Region.whole(parameter.shape) if self.cube is None else self.cube.region(parameter)
 
     def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Gather something of which each rank has its own rows, on the CPU. Called by all ranks with this stage."""
         rows = self._rows.get(parameter)
         if rows is not None and part.shape == self.local_shape(parameter):
             shape, device = self._local_shapes[parameter], next(iter(self._rows)).device
-            longest = -(-shape[rows.dim] // self._axis.size)
+            longest = -(-shape[rows.dim] // self.axis.size)
             equal = padded(part.detach().to(device), rows.dim, longest).contiguous()
-            whole = self._axis.all_gather(equal).wait().view(-1, *shape[rows.dim + 1 :])
+            whole = self.axis.all_gather(equal).wait().view(-1, *shape[rows.dim + 1 :])
             part = whole[: shape[rows.dim]].view(shape)
-        return part.detach().cpu() if self._cube is None else self._cube.unshard(part, parameter)
+        return part.detach().cpu() if self.cube is None else self.cube.unshard(part, parameter)
 
 
 def _rows_of(parameter: Tensor, axis: MeshAxis) -> Rows | None:

@@ -28,25 +28,7 @@ from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generat
 from lightning_hanayo.pipeline_parallel.stages import find_loss
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metrics import copy_state, recorded_logs, restore_state
-from lightning_hanayo.strategy.probing.comparison import (
-    EXACT,
-    HALF,
-    ROUGH,
-    CannotBeCut,
-    Differs,
-    DryRun,
-    Outputs,
-    Tolerance,
-    Unknown,
-    adds_up,
-    check_arguments,
-    check_logged,
-    check_outside,
-    check_returned,
-    fits_weights,
-    shown,
-    weights_of,
-)
+from lightning_hanayo.strategy.probing import comparison
 from lightning_hanayo.strategy.probing.rules import NAMED, SAMPLES, Named, Rule, named_tensors, possible_rules
 
 DRAWS, WHOLE_DRAWS = 4, 2
@@ -74,6 +56,20 @@ class Verdict:
 
 Differ = Callable[[Sequence[Named], Sequence[int]], int]
 """In how many ways the rules that come into question weigh pieces of these sizes; 0: in one of them a piece has none"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A batch that may be probed, and the step that runs on it."""
+
+    batch: Any
+    """the whole"""
+    split: SplitBatch
+    """the same in micro-batches"""
+    source: BatchSource
+    """where it comes from"""
+    step: Callable[[Any], Any]
+    """runs the user's step"""
 
 
 @dataclass
@@ -104,27 +100,14 @@ class Probe:
     kept_bytes: float = field(default=0.0, init=False)
     """that blocks keep for each sample, at most"""
 
-    def probe(
-        self,
-        batch: Any,
-        split: SplitBatch,
-        source: BatchSource,
-        step: Callable[[Any], Any],
-        fits: Callable[[float], bool],
-        differ: Differ,
-        *,
-        trains: bool = True,
-    ) -> Verdict:
+    def probe(self, given: Sample, fits: Callable[[float], bool], differ: Differ, *, trains: bool = True) -> Verdict:
         """Probe a batch, which stays as it is.
 
         All of it and its micro-batches are compared, if so many bytes `fits` in memory; else some samples and halves
         of them, on which rules differ most.
 
         Args:
-            batch: the whole.
-            split: the same in micro-batches.
-            source: where it comes from.
-            step: runs the user's step.
+            given: the batch.
             fits: whether so many bytes are free.
             differ: tells on which pieces rules differ most.
             trains: whether the step has a loss with a gradient; else only values that it logs and returns are compared.
@@ -132,10 +115,10 @@ class Probe:
         precisely = torch.autocast(self.device.type, enabled=False)
         if torch.is_autocast_enabled(self.device.type):
             with precisely:
-                verdict = self._probe(batch, split, source, step, fits, differ, trains)
+                verdict = self._probe(given, fits, differ, trains)
             if not verdict.unknown:
                 return verdict
-        return self._probe(batch, split, source, step, fits, differ, trains)
+        return self._probe(given, fits, differ, trains)
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -146,23 +129,15 @@ class Probe:
     @property
     def _has_half(self) -> bool:
         own = (parameter for module in self.outside for parameter in module._parameters.values())
-        return any(parameter is not None and parameter.dtype in HALF for parameter in own)
+        return any(parameter is not None and parameter.dtype in comparison.HALF for parameter in own)
 
     def needed(self, samples: int) -> float:
         """The bytes that a training step of so many samples needs on this rank, at most."""
         parameters = sum(parameter.nbytes for parameter in self._names())
         return samples * (2 * self.sample_bytes + self.kept_bytes) + parameters
 
-    def _probe(
-        self,
-        batch: Any,
-        split: SplitBatch,
-        source: BatchSource,
-        step: Callable[[Any], Any],
-        fits: Callable[[float], bool],
-        differ: Differ,
-        trains: bool,
-    ) -> Verdict:
+    def _probe(self, given: Sample, fits: Callable[[float], bool], differ: Differ, trains: bool) -> Verdict:
+        split, step = given.split, given.step
         if not split.sizes.are_known:
             return Verdict(unknown="the samples of its micro-batches can't be counted", can_be_cut=False)
         pieces, sizes = split.counted
@@ -175,24 +150,22 @@ class Probe:
             except Exception:  # do more samples run?
                 self.sample_bytes = self.kept_bytes = 0.0
             if fits(self.needed(sum(sizes))):
-                union, parts, draws = batch, split, WHOLE_DRAWS
+                union, parts, draws = given.batch, split, WHOLE_DRAWS
             else:
-                found = self._choose(batch, split, source, differ)
+                found = self._choose(given, differ)
                 if found is None:
                     return Verdict(unknown="no two samples of a micro-batch can be cut apart")
                 union, parts, draws = *found, DRAWS
             return self._compare(union, parts, step, draws if trains else 1, trains=trains)
 
-    def _choose(
-        self, batch: Any, split: SplitBatch, source: BatchSource, differ: Differ
-    ) -> tuple[Any, SplitBatch] | None:
+    def _choose(self, given: Sample, differ: Differ) -> tuple[Any, SplitBatch] | None:
         """Samples, and the same in two parts: those on which rules differ most."""
         found: list[tuple[int, Any, SplitBatch]] = []
-        pieces, count = split.counted[0], len(split.present)
+        pieces, count = given.split.counted[0], len(given.split.present)
         while True:
             for piece in pieces:
                 with suppress(HanayoError):
-                    parts = self.splitter.split(own_copy(piece), 2, source)
+                    parts = self.splitter.split(own_copy(piece), 2, given.source)
                     if parts.num_microbatches == 2 and parts.sizes.are_known:
                         halves, sizes = parts.counted
                         found.append((differ(list(map(named_tensors, halves)), sizes), piece, parts))
@@ -200,7 +173,7 @@ class Probe:
                 break
             count //= 2
             try:  # larger pieces: single samples can't be cut, for one
-                pieces = self.splitter.split(own_copy(batch), count, source).counted[0]
+                pieces = self.splitter.split(own_copy(given.batch), count, given.source).counted[0]
             except HanayoError:
                 break
         return max(found, key=lambda one: one[0])[1:] if found else None
@@ -223,62 +196,66 @@ class Probe:
             made[NAMED] = self.named(pieces, parts.sizes.of(parts.present))
         logged: dict[str, list[Rule]] = {}
         kept, is_known = possible, False
-        outputs = Outputs(sizes)
+        outputs = comparison.Outputs(sizes)
         try:
             for draw in range(draws):
                 whole, runs = self._runs(step, union, parts, outputs, draw)
-                is_low = self._has_half or any(one.dtype in HALF for one in whole.ran.tensors)
-                tolerance = ROUGH if is_low or torch.is_autocast_enabled(self.device.type) else EXACT
+                is_low = self._has_half or any(one.dtype in comparison.HALF for one in whole.ran.tensors)
+                tolerance = (
+                    comparison.ROUGH if is_low or torch.is_autocast_enabled(self.device.type) else comparison.EXACT
+                )
                 try:
                     if not trains:
                         returned: dict[str, list[Rule]] = {}
-                        check_logged(whole, runs, made, logged, tolerance.value)
-                        check_returned(whole, runs, made, returned, tolerance.value)
+                        comparison.check_logged(whole, runs, made, logged, tolerance.value)
+                        comparison.check_returned(whole, runs, made, returned, tolerance.value)
                         kept = [rule for rule in possible if all(rule in own for own in returned.values())]
                         if not returned:
                             kept = [SAMPLES]
                         if not kept:
-                            raise Differs("the values that the step returns follow different rules")
+                            raise comparison.Differs("the values that the step returns follow different rules")
                         is_known = True
                         break
                     if not draw:
-                        check_arguments(whole, runs, sizes, tolerance)
+                        comparison.check_arguments(whole, runs, sizes, tolerance)
                         self._check_state(step, (pieces[0], sizes[0]), whole, runs)
                     if not whole.ran.tensors:  # no block is cut off: all gradients are there
                         is_known = bool(whole.outside)
-                        kept = [rule for rule in kept if adds_up(whole, runs, made[rule], tolerance)]
+                        kept = [rule for rule in kept if comparison.adds_up(whole, runs, made[rule], tolerance)]
                         if not kept:
-                            raise Differs("no rule makes of their gradients that of all samples")
-                        check_logged(whole, runs, made, logged, tolerance.value)
+                            raise comparison.Differs("no rule makes of their gradients that of all samples")
+                        comparison.check_logged(whole, runs, made, logged, tolerance.value)
                         break
-                    weights = weights_of(whole, runs, outputs, tolerance)
-                    check_outside(whole, runs, weights, tolerance)
+                    weights = comparison.weights_of(whole, runs, outputs, tolerance)
+                    comparison.check_outside(whole, runs, weights, tolerance)
                     if any(weight is not None for weight in weights):
                         is_known = True
-                        kept = [rule for rule in kept if fits_weights(made[rule], weights, tolerance.weight)]
+                        kept = [rule for rule in kept if comparison.fits_weights(made[rule], weights, tolerance.weight)]
                     if not kept:
-                        raise Differs(f"{shown(weights, sizes)}, which no rule explains")
-                    check_logged(whole, runs, made, logged, tolerance.value)
-                except Differs as difference:
+                        raise comparison.Differs(f"{comparison.shown(weights, sizes)}, which no rule explains")
+                    comparison.check_logged(whole, runs, made, logged, tolerance.value)
+                except comparison.Differs as difference:
                     if whole.is_random:
-                        raise Unknown("the step draws random numbers, and its results differ") from difference
+                        raise comparison.Unknown(
+                            "the step draws random numbers, and its results differ"
+                        ) from difference
                     raise
             if not is_known:
-                raise Unknown("the loss has no gradient at the stack's output")
-        except Differs as difference:
+                raise comparison.Unknown("the loss has no gradient at the stack's output")
+        except comparison.Differs as difference:
             return Verdict(difference=str(difference))
-        except Unknown as reason:
-            return Verdict(unknown=str(reason), can_be_cut=not isinstance(reason, CannotBeCut))
+        except comparison.Unknown as reason:
+            return Verdict(unknown=str(reason), can_be_cut=not isinstance(reason, comparison.CannotBeCut))
         tried = tuple(rule for rule in possible if made[rule] is not None)
         return Verdict(tuple(kept), {key: tuple(own) for key, own in logged.items()}, tried=tried)
 
-    def _note_bytes(self, run: DryRun, num_samples: int) -> None:
+    def _note_bytes(self, run: comparison.DryRun, num_samples: int) -> None:
         self.sample_bytes = run.ran.num_bytes / num_samples
         self.kept_bytes = self.num_kept * run.ran.block_bytes / num_samples
 
     def _runs(
-        self, step: Callable[[Any], Any], union: Any, parts: SplitBatch, outputs: Outputs, draw: int
-    ) -> tuple[DryRun, list[DryRun]]:
+        self, step: Callable[[Any], Any], union: Any, parts: SplitBatch, outputs: comparison.Outputs, draw: int
+    ) -> tuple[comparison.DryRun, list[comparison.DryRun]]:
         """Dry runs of the samples together, and of their parts, which begin with the same random numbers."""
         states = generator_states(self.device)
         try:
@@ -287,7 +264,7 @@ class Probe:
             if not self.sample_bytes:
                 self._note_bytes(whole, sum(sizes))
         except Exception as error:
-            kind = CannotBeCut if isinstance(error, UnsupportedError) else Unknown
+            kind = comparison.CannotBeCut if isinstance(error, UnsupportedError) else comparison.Unknown
             raise kind(_failure(error)) from error
         runs = []
         for number, piece in enumerate(pieces):
@@ -295,28 +272,30 @@ class Probe:
             try:
                 runs.append(self._run(step, piece, sizes[number], outputs.of_part(number)))
             except UnsupportedError as error:
-                raise CannotBeCut(str(error)) from error
-            except Unknown:
+                raise comparison.CannotBeCut(str(error)) from error
+            except comparison.Unknown:
                 raise
             except Exception as error:
-                raise Differs(f"the step fails on fewer samples ({type(error).__name__}: {error})") from error
+                raise comparison.Differs(
+                    f"the step fails on fewer samples ({type(error).__name__}: {error})"
+                ) from error
         return whole, runs
 
-    def needs(self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> float | None:
+    def needs(self, given: Sample) -> float | None:
         """The bytes that the code outside the stack needs for each sample of an evaluation's batch, at most.
 
         None where a whole batch can't be cut into micro-batches in front of the stack.
         """
         try:
-            found = self._choose(batch, split, source, lambda *_: 1)
+            found = self._choose(given, lambda *_: 1)
             if found is None:
                 return None
             union, parts = found
             pieces, sizes = parts.counted
             with self.ready(), self.steps.running(), self._undone():
-                whole = self._run(step, union, sum(sizes), lambda _, made: made)
-                part = self._run(step, pieces[0], sizes[0], lambda _, made: made)
-                check_arguments(whole, [part], sizes, Tolerance(float("inf"), 0.0))
+                whole = self._run(given.step, union, sum(sizes), lambda _, made: made)
+                part = self._run(given.step, pieces[0], sizes[0], lambda _, made: made)
+                comparison.check_arguments(whole, [part], sizes, comparison.Tolerance(float("inf"), 0.0))
         except Exception:
             return None
         shapes = [[tuple(tensor.shape) for tensor in call.tensors] for call in whole.ran.calls]
@@ -324,7 +303,11 @@ class Probe:
         return whole.ran.num_bytes / sum(sizes) if repeats else None
 
     def _check_state(
-        self, step: Callable[[Any], Any], first_part: tuple[Any, int], whole: DryRun, parts: Sequence[DryRun]
+        self,
+        step: Callable[[Any], Any],
+        first_part: tuple[Any, int],
+        whole: comparison.DryRun,
+        parts: Sequence[comparison.DryRun],
     ) -> None:
         """Check that numbers and buffers that steps change are as after one step, once those of all parts have run.
 
@@ -341,9 +324,9 @@ class Probe:
                 changes = [torch.as_tensor(one.ran.after[name]).double() - before for one in parts]
                 if torch.allclose(before + torch.stack(changes).sum(0), after):
                     continue
-            raise Differs(f"{name} differs, which each step changes")
+            raise comparison.Differs(f"{name} differs, which each step changes")
 
-    def _run(self, step: Callable[[Any], Any], samples: Any, num_samples: int, given: Any) -> DryRun:
+    def _run(self, step: Callable[[Any], Any], samples: Any, num_samples: int, given: Any) -> comparison.DryRun:
         before = generator_states(self.device)
         with recorded_logs(self.trainer) as recorded:
             ran = self.steps.run(step, own_copy(samples), num_samples, given)
@@ -351,14 +334,14 @@ class Probe:
         is_random = any(not torch.equal(before[name], after[name]) for name in before)
         loss = find_loss(ran.result)
         gradients, outside = self._gradients(ran, loss)
-        return DryRun(ran, loss, gradients, outside, recorded.logged, is_random, recorded.calls_logger)
+        return comparison.DryRun(ran, loss, gradients, outside, recorded.logged, is_random, recorded.calls_logger)
 
     def _gradients(self, ran: Ran, loss: Tensor | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         leaves = [one for one in ran.tensors if one.requires_grad]
         if loss is None or not loss.requires_grad:
             return [torch.zeros_like(one) for one in leaves], {}
         if loss.numel() != 1:
-            raise Unknown("the step returns no loss of one element")
+            raise comparison.Unknown("the step returns no loss of one element")
         names = self._names()
         made: Sequence[Tensor | None] = torch.autograd.grad(loss.reshape(()), [*leaves, *names], allow_unused=True)
         at_outputs = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, made, strict=False)]

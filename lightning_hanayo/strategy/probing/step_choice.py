@@ -10,7 +10,7 @@ step="batch"          once                                       once
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,11 +21,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
-from lightning_hanayo.strategy.probing.probe import Probe, Verdict
+from lightning_hanayo.strategy.probing.probe import Probe, Sample, Verdict
 from lightning_hanayo.strategy.probing.rules import (
     CLOSE,
     EACH,
@@ -163,16 +162,11 @@ class StepChoice:
     _evaluations: dict[str, StageRules | None] = field(default_factory=dict, init=False)
     """by stage; None: it can't be told, or a value follows none"""
 
-    def trains_once(
-        self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any], *, is_first: bool
-    ) -> bool:
+    def trains_once(self, given: Sample, *, is_first: bool) -> bool:
         """Whether the step of a training batch runs once. Called by all data ranks.
 
         Args:
-            batch: the whole.
-            split: the same in micro-batches.
-            source: where it comes from.
-            step: runs the user's step.
+            given: the batch.
             is_first: whether it is the first batch of an epoch.
         """
         if self.runs_once or self._has_given_up:
@@ -181,7 +175,7 @@ class StepChoice:
         rests = self._num_unknown >= MOST_UNKNOWN  # to probe would only cost time
         if self.named:
             if any(self._gathered(_is_fixed(number) or (is_first and not rests))):
-                self._check_named(self._gathered(self._verdict(self.rules, batch, split, source, step)))
+                self._check_named(self._gathered(self._verdict(self.rules, given)))
             return False
         known = bool(self.rules.loss.rules)
         trained, self._trained = self._trained, self.probe.trained
@@ -191,20 +185,20 @@ class StepChoice:
             or self._has_new_name
             or not rests
             and (is_first or not known)
-            or (known and self._looks(number) and self.rules.differ(_weighed(split)))
+            or (known and self._looks(number) and self.rules.differ(_weighed(given.split)))
         )
         if not any(self._gathered(is_due)):
             return self._once and not known
-        self._once = self._probed(batch, split, source, step)
+        self._once = self._probed(given)
         return self._once
 
-    def _probed(self, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]) -> bool:
+    def _probed(self, given: Sample) -> bool:
         """Probe a batch; return whether its step runs once. Of parts of it, several probes may be needed."""
         for _ in range(TRIES):
-            verdicts = self._gathered(self._verdict(self.rules, batch, split, source, step))
-            fits = all(self._gathered(self._fits(self.probe.needed(sum(split.sizes.parts[0])))))
+            verdicts = self._gathered(self._verdict(self.rules, given))
+            fits = all(self._gathered(self._fits(self.probe.needed(sum(given.split.sizes.parts[0])))))
             once, goes_on = self._take(verdicts, fits=fits)
-            weighed = _weighed(split)
+            weighed = _weighed(given.split)
             is_open = goes_on and any(self._gathered(self.rules.differ(weighed)))
             if fits or not is_open:
                 break
@@ -219,15 +213,14 @@ class StepChoice:
                 one.leave(weighed)
         return once
 
-    def evaluates_once(
-        self, stage: str, batch: Any, split: SplitBatch, source: BatchSource, step: Callable[[Any], Any]
-    ) -> bool:
+    def evaluates_once(self, given: Sample) -> bool:
         """Whether the step of a batch of an evaluation runs once: decided by the first batch of each stage.
 
         Else batches are probed in which rules for the values that steps log and return differ.
         """
+        stage, split = given.source.stage, given.split
         if stage not in self._evaluates_once:
-            needed = self.probe.needs(batch, split, source, step) if self.may_run_once else None
+            needed = self.probe.needs(given) if self.may_run_once else None
             samples = sum(split.sizes.parts[0])
             fits = needed is not None and self._fits(samples * needed)
             self._evaluates_once[stage] = all(self.in_cube(fits))
@@ -239,7 +232,7 @@ class StepChoice:
         if rules is None or not (is_first or self._looks(number) and rules.differ(weighed)):
             return False
         for _ in range(TRIES):
-            verdicts = self.in_cube(self._verdict(rules, batch, split, source, step, trains=False))
+            verdicts = self.in_cube(self._verdict(rules, given, trains=False))
             unknown = next((one.unknown for one in verdicts if one.unknown), "")
             difference = next((one.difference for one in verdicts if one.difference), "")
             if not (unknown or difference):
@@ -307,18 +300,8 @@ class StepChoice:
                 logged[name] = of_all(weights)
         return PieceWeights(in_mean, in_loss, in_gradient, is_sum=rule == EACH, logged=logged)
 
-    def _verdict(
-        self,
-        rules: StageRules,
-        batch: Any,
-        split: SplitBatch,
-        source: BatchSource,
-        step: Callable[[Any], Any],
-        *,
-        trains: bool = True,
-    ) -> Verdict:
-        differ = partial(self._differ_by, rules)
-        return self.probe.probe(batch, split, source, step, self._fit_all, differ, trains=trains)
+    def _verdict(self, rules: StageRules, given: Sample, *, trains: bool = True) -> Verdict:
+        return self.probe.probe(given, self._fit_all, partial(self._differ_by, rules), trains=trains)
 
     @staticmethod
     def _differ_by(rules: StageRules, pieces: Sequence[Named], sizes: Sequence[int]) -> int:

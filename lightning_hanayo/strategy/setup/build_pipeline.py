@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,23 +39,28 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
-from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, MiddleStage, NoHooks, SingleStage, Stage
-from lightning_hanayo.pipeline_parallel.tp_stages import (
+from lightning_hanayo.pipeline_parallel.stages import (
+    FirstStage,
+    LastStage,
+    MiddleStage,
+    NoHooks,
     NoReshard,
+    SingleStage,
+    Stage,
+    StageHooks,
+)
+from lightning_hanayo.pipeline_parallel.tp_stages import (
     TensorParallelFirstStage,
-    TensorParallelLastStage,
     WholeBatchFirstStage,
     WholeBatchLastStage,
 )
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.schedule import Kind, Schedule
+from lightning_hanayo.schedule import Kind
 from lightning_hanayo.schedule.communication import message_pairs
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplitter, WholeSplitter
-from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
-from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import OUTSIDE, Ends, GradientSync, Pipeline
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -91,8 +97,9 @@ def build_pipeline(
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
-    stage_blocks = [range(len(plan.stack))] if layout.num_stages == 1 else _known_cut(prepared, layout)
-    if stage_blocks is None:
+    stage_blocks = [range(len(plan.stack))] if layout.num_stages == 1 else prepared.stage_blocks
+    # A copy of a module may be trained on a layout with another number of stages.
+    if stage_blocks is None or len(stage_blocks) != layout.num_stages:
         loads = _loads(model, plan, run, example)
         stage_blocks = cut(loads, table.stage_ranks[: layout.num_stages], outside_stage=_outside_stage(layout))
         prepared.stage_shares = stage_shares(loads[0], stage_blocks, _outside_stage(layout))
@@ -106,17 +113,22 @@ def build_pipeline(
     if cube is not None:
         ownership.check_cube(model)
     prepared.ownership = ownership  # from now on the module is cut
-    transport = _transport(run, table)
-    rank = transport.rank
+    transport = ProcessGroupTransport(
+        run.groups.pipe_ranks,
+        control=run.groups.control,
+        channels=run.groups.channels.connect(message_pairs(table)),
+        device=run.device,
+        on_failure=run.failures.on_transfer,
+    )
     deferred = DeferredInit(model, run.seed) if is_deferred(model) else None
-    parameters = _keep_own(model, ownership, rank)
-    _move(model, run.device)
+    builder = RankBuilder(model, ownership, run, cube, streams)
+    parameters = builder.keep_own()
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
     if cube is not None:
-        blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
-        cube.parallelize(blocks, parameters)
-        cube.keep_vocabulary(modules_outside(model, plan.stack) if run.options.cube_outside == "tokens" else ())
-    full_parameters = _guard_parameters(model, ownership, rank, cube, run)
-    own_modules = _own_modules(model, ownership, rank)
+        cube.parallelize({stage: ownership.blocks(stage) for stage in builder.numbers}, parameters)
+        cube.keep_vocabulary(builder.outside if run.options.cube_outside == "tokens" else ())
+    full_parameters = builder.guard_parameters()
+    own_modules = builder.own_modules
     if plan.pretrained:
         load_on_all_ranks(plan.pretrained, model, own_modules, deferred, run.device, cube)
     if deferred is not None:
@@ -131,10 +143,8 @@ def build_pipeline(
                 "shard_optimizer=True can't shard a model whose blocks share weights over pipeline ranks. Leave it out."
             )
     with nullcontext() if shared is None else shared.lent():
-        stages, ends = build_stages(
-            model, layout, ownership, rank, run, cube, streams, may_run_once=may_run_once(run, ownership)
-        )
-    gradients = _gradient_sync(model, ownership, rank, run, cube, full_parameters, scatters_gradients, shared)
+        stages, ends = builder.build_stages(layout)
+    gradients = builder.gradient_sync(full_parameters, scatters_gradients, shared)
     engine = Engine(
         stages,
         PointToPointChannel(transport),
@@ -143,77 +153,274 @@ def build_pipeline(
         before_forward=gradients.finish_gather,
         streams=streams,
         values=run.values,
-        pairs=_pairs(run, model, cube, stages, streams),
+        pairs=builder.pairs(stages),
     )
-    splitter, stack_splitter = _splitters(run.options, table, cube)
+    splitter: BatchSplitter = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(run.options.batch_rule)
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(
         layout,
         ownership,
-        rank,
+        transport.rank,
         engine,
         run.pipe_relay,
         parameters,
         gradients,
-        splitter,
-        stack_splitter,
+        splitter if cube is None else cube.splitter,
+        splitter if cube is None else cube.whole_splitter,
         (lambda value: [value]) if cube is None else cube.all_gather,
-        _step_state(model, ownership, rank, cube, run.groups, run.device),
+        builder.step_state(),
         next(iter(ends.values())).user_step if ends else None,
         ends,
         streams,
     )
 
 
-def _splitters(options: Options, table: Schedule, cube: Cube | None) -> tuple[BatchSplitter, BatchSplitter]:
-    """Of batches whose step runs for each micro-batch, and of those whose step runs once."""
-    if cube is not None:
-        return cube.splitter, cube.whole_splitter
-    made = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(options.batch_rule)
-    return made, made
+@dataclass(eq=False)
+class RankBuilder:
+    """Builds the parts of one rank from a model that has been cut."""
 
+    model: nn.Module
+    """has this rank's parameters, in a cube its shards of them, and placeholders elsewhere, once `keep_own` has run"""
+    ownership: Ownership
+    run: Run
+    cube: Cube | None
+    streams: RandomStreams | None
 
-def may_run_once(run: Run, ownership: Ownership) -> bool:
-    """Whether the step may run once on some batches, and on others once for each micro-batch."""
-    return run.options.step == "auto" and len(ownership.stages) > 1 and not run.options.pairs
+    def __post_init__(self) -> None:
+        self.numbers = self.ownership.stages_of(self.run.pipe_rank)
+        """of this rank's stages"""
+        self.end = len(self.ownership.stages) - 1
+        """the last stage"""
 
+    @property
+    def outside(self) -> Sequence[nn.Module]:
+        """The modules outside the stack."""
+        return modules_outside(self.model, self.ownership.stack)
 
-def _pairs(
-    run: Run, model: nn.Module, cube: Cube | None, stages: Mapping[int, Stage], streams: RandomStreams | None
-) -> Pairs | None:
-    """The runner of two actions of this rank at once, if that is asked for."""
-    groups = run.groups.cube
-    if groups is None or cube is None or not run.options.pairs:
-        return None
-    if cube.queue is None:
-        rank_zero_warn(
-            "pairs=True has no effect: the layers of this module were parallelized in an earlier run without it. Build "
-            "the module anew."
+    @property
+    def own_modules(self) -> list[nn.Module]:
+        """The modules of this rank's blocks, and those outside the stack on the rank that has stage 0."""
+        blocks = [block for stage in self.numbers for block in self.ownership.blocks(stage)]
+        return [*(self.outside if 0 in self.numbers else ()), *(part for block in blocks for part in block.modules())]
+
+    def keep_own(self) -> list[nn.Parameter]:
+        """Replace other pipeline ranks' parameters by placeholders; return those of this one, in the model's order."""
+        model, ownership = self.model, self.ownership
+        kept = {p for own in ownership.stage_parameters(model, self.numbers).values() for p in own}
+        own = set(self.own_modules)  # blocks may share a module without parameters
+        others = (part for block in ownership.stack.blocks for part in block.modules())
+        replace_with_placeholders(model, kept, buffers_of=[part for part in others if part not in own])
+        parameters = model.named_parameters()
+        missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
+        if missing:
+            raise UnsupportedError(
+                f"{missing[0]} has no values on pipeline rank {self.run.pipe_rank}, where it belongs now: the model "
+                f"was trained before with another layout, or a hook has moved or copied it from modules of another "
+                f"pipeline rank. Build the model anew and load a checkpoint, or give a new parameter the values that "
+                f"self.trainer.strategy.full_parameter(parameter) returns."
+            )
+        return [parameter for parameter in model.parameters() if parameter in kept]
+
+    def guard_parameters(self) -> FullParameters:
+        """Guard parameters that user code can't use as they are; return the object that gives it whole ones."""
+        parameters, owners = dict(self.model.named_parameters()), self.ownership.rank_by_name(self.model)
+        run, cube = self.run, self.cube
+        shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, {})
+        run.guard.watch(parameters, owners, shapes, in_steps)
+        return FullParameters(parameters, owners, run.pipe_rank, run.groups, cube, run.guard)
+
+    def build_stages(self, layout: Layout) -> tuple[dict[int, Stage], dict[bool, Ends]]:
+        """This rank's stages by number, and those with user code by whether the step runs once.
+
+        There are none with user code above pipeline rank 0. Patches the blocks' forwards for them.
+        """
+        model, ownership, run, cube, streams = self.model, self.ownership, self.run, self.cube, self.streams
+        tied = TiedGradients(in_order=run.options.tied_gradients == "in_order")
+        queues = {stage: WeightGradientQueue() for stage in self.numbers} | (cube.queues if cube is not None else {})
+        is_single = self.end == 0  # a single stage runs the blocks where the user's code calls them
+        rows = layout.table(layout.num_microbatches).actions
+        splits_backward = any(action.kind is Kind.W for row in rows for action in row)
+        if splits_backward and not is_single:  # no rank waits for a single stage's input gradient
+            keep = ownership.tied_parameters(model)
+            for stage in self.numbers:
+                split_backward.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
+        stack = ownership.stack
+        recompute(recomputed_modules(run.options.recompute, layout, ownership, run.pipe_rank))
+        if streams is not None or not is_single:
+            forward_patch.patch_blocks(stack.blocks, streams, values=run.values, single_stage=is_single)
+        encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
+        for encoder in encoders if not is_single else ():
+            # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
+            run.attributes.set(encoder, "use_nested_tensor", False)
+        carriers = NO_CARRIERS if is_single else self.carriers()
+        stages: dict[int, Stage] = {
+            stage: MiddleStage(
+                blocks=ownership.blocks(stage), queue=queues[stage], hooks=self._hooks(stage), carriers=carriers
+            )
+            for stage in self.numbers
+        }
+        if 0 not in self.numbers:
+            return stages, {}
+        sends_objects = cube is None or cube.keeps_layout
+        replaced = ReplacedParameters(model)
+        stand_ins = StandIns(stack.blocks, self._without_values)
+
+        def user_step(num_local: int) -> UserStep:
+            others = partial(other_lists, model, stack)
+            around = carriers, run.guard.step, sends_objects, replaced, others, stand_ins
+            return UserStep(stack.blocks, num_local, stack.name, streams, *around)
+
+        ends: dict[bool, Ends] = {}
+        if not layout.runs_step_once:
+            step = user_step(len(ownership.stages[0]) if cube is None else 0)
+            ends[False] = Ends(step, stages | self._ends(step, queues, tied))
+        may_run_once = run.options.step == "auto" and not is_single and not run.options.pairs
+        if layout.runs_step_once or may_run_once:
+            whole = WholeStep(user_step(0), self.outside, int if cube is None else cube.own_rows)
+            ends[True] = Ends(whole, stages | self._ends(whole, queues, tied))
+        return dict(next(iter(ends.values())).stages), ends
+
+    def _hooks(self, stage: int) -> StageHooks:
+        return NoHooks() if self.cube is None else self.cube.stage_hooks(stage)
+
+    def _without_values(self, block: nn.Module) -> tuple[nn.Module, Mapping[torch.Tensor, tuple[int, ...]]]:
+        """A copy of a block without values, and the whole shapes of the parameters of which ranks have parts."""
+        copied = MetaCopy(block).modules[""]
+        forward_patch.unpatch_blocks([copied])  # before the cube's own changes are undone, which came first
+        return copied, {} if self.cube is None else self.cube.undo_in_copy(block, copied)
+
+    def _ends(
+        self, step: UserStep | WholeStep, queues: Mapping[int, WeightGradientQueue], tied: TiedGradients
+    ) -> dict[int, Stage]:
+        """The stages that run user code: the first and the last, or one that is both."""
+        cube, blocks = self.cube, self.ownership.blocks
+        kinds: tuple[type[TensorParallelFirstStage], type[LastStage]]
+        if isinstance(step, WholeStep):
+            kinds, carriers = (WholeBatchFirstStage, WholeBatchLastStage), step.user.carriers
+            boundary = NoReshard() if cube is None else cube.whole_boundary
+        elif self.end == 0:
+            return {0: SingleStage(user=step, queue=queues[0])}
+        else:
+            kinds, carriers = (TensorParallelFirstStage, LastStage), step.carriers
+            boundary = NoReshard() if cube is None else cube.boundary
+        first = FirstStage(user=step, tied=tied, queue=queues[0], carriers=carriers)
+        if cube is not None or isinstance(step, WholeStep):  # no block runs in the step
+            first = kinds[0](
+                user=step,
+                tied=tied,
+                queue=queues[0],
+                blocks=blocks(0),
+                boundary=boundary,
+                streams=() if cube is None else cube.plan.streams,
+                hooks=self._hooks(0),
+                carriers=carriers,
+            )
+        last = kinds[1](
+            blocks=blocks(self.end),
+            first=first,
+            queue=queues[self.end],
+            boundary=boundary,
+            hooks=self._hooks(self.end),
+            carriers=carriers,
         )
-        return None
-    whole, parameters = groups.whole, list(model.parameters())
-    states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values())]
-    if streams is not None:
-        states.append(streams)
-    return Pairs(
-        cube.queue,
-        states,
-        lambda plans: broadcast_object(plans, whole),
-        trained=lambda: hash(tuple(parameter.requires_grad for parameter in parameters)),
-        is_first=whole.rank() == 0,
-        is_planned=cube.queue.keeps_plans,
-    )
+        return {0: first, self.end: last}
 
+    def carriers(self) -> Carriers:
+        """The carriers of values between the step and blocks on other ranks, besides the blocks' arguments."""
+        stack, alike = self.ownership.stack, self.cube is None or self.cube.keeps_layout
+        own = {i for stage in self.numbers for i in self.ownership.stages[stage]}
+        state = ModuleState(self.model, stack.blocks, stack.name)
+        return Carriers(
+            [
+                StateCarrier(state, stack.blocks, own, has_tensors=alike),
+                RecordedOutputs(self.model, accepts=alike),
+                BlockLogs(self.model, rejects=not alike),
+                FilledArguments(),
+            ]
+        )
 
-def _transport(run: Run, table: Schedule) -> ProcessGroupTransport:
-    """A new transport for the table among the ranks of this rank's pipeline. Called by all ranks of the world."""
-    return ProcessGroupTransport(
-        run.groups.pipe_ranks,
-        control=run.groups.control,
-        channels=run.groups.channels.connect(message_pairs(table)),
-        device=run.device,
-        on_failure=run.failures.on_transfer,
-    )
+    def gradient_sync(
+        self, full_parameters: FullParameters, scatters: bool | None, shared: SharedWeights | None
+    ) -> GradientSync:
+        """Sum over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
+        groups, cube = self.run.groups, self.cube
+        trained = self.ownership.stage_parameters(self.model, self.numbers)
+        if cube is None:
+            sparse = sparse_weights(self.model).values()
+            shards = self._optimizer_shards(trained, scatters, sparse)
+            late = set() if shared is None else set(shared.weights)
+            early = {stage: [one for one in own if one not in late] for stage, own in trained.items()}
+            over_data = None
+            if shared is not None and groups.data is not None and self.run.pipe_rank == 0:
+                over_data = GradientAllReduce({0: shared.weights}, groups.data)
+            all_reduce = GradientAllReduce(early, groups.data, sparse, shards)
+            return GradientSync(all_reduce, full_parameters, None, over_data, shards, shared)
+        outside = cube.outside
+        excluded = set(outside.parameters)
+        sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
+        shards = self._optimizer_shards({OUTSIDE: outside.parameters, **sharded}, scatters)
+        all_reduce = GradientAllReduce(
+            sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
+        )
+        over_data = None
+        if groups.data is not None:
+            over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
+        return GradientSync(all_reduce, full_parameters, outside, over_data, shards)
+
+    def _optimizer_shards(
+        self,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        scatters: bool | None,
+        whole: Iterable[torch.Tensor] = (),
+    ) -> OptimizerShards | None:
+        """The rows of each parameter that this data rank will update; None if the optimizer isn't sharded."""
+        data = self.run.groups.data
+        if data is None or scatters is None or not self.run.options.shard_optimizer:
+            return None
+        axis = MeshAxis(data, data.size(), data.rank(), what="rows of a sharded optimizer")
+        return OptimizerShards(stages, axis, self.cube, whole=frozenset(whole), scatters=scatters)
+
+    def pairs(self, stages: Mapping[int, Stage]) -> Pairs | None:
+        """The runner of two actions of this rank at once, if that is asked for."""
+        groups, cube, run = self.run.groups.cube, self.cube, self.run
+        if groups is None or cube is None or not run.options.pairs:
+            return None
+        if cube.queue is None:
+            rank_zero_warn(
+                "pairs=True has no effect: the layers of this module were parallelized in an earlier run without it. "
+                "Build the module anew."
+            )
+            return None
+        whole, parameters = groups.whole, list(self.model.parameters())
+        states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values())]
+        if self.streams is not None:
+            states.append(self.streams)
+        return Pairs(
+            cube.queue,
+            states,
+            lambda plans: broadcast_object(plans, whole),
+            trained=lambda: hash(tuple(parameter.requires_grad for parameter in parameters)),
+            is_first=whole.rank() == 0,
+            is_planned=cube.queue.keeps_plans,
+        )
+
+    def step_state(self) -> StepState:
+        """Watches the tensors that steps may change here; in a cube some modules run on each rank's own samples."""
+        named, cube, groups = list(self.model.named_modules()), self.cube, self.run.groups
+        own, outside = set(self.own_modules), set(self.outside)
+        alike = set() if cube is None or cube.shares_samples else outside
+        over_data = None
+        if groups.data is not None and groups.data_control is not None:
+            over_data = ReplicatedTensors(groups.data_control, groups.data, self.run.device)
+        return StepState(
+            {name: module for name, module in named if module in own},
+            {name: p for name, p in self.model.named_parameters() if not isinstance(p, Placeholder)},
+            own - alike,
+            None if cube is None else cube.mesh,
+            {name: module for name, module in named if module in outside},
+            groups.control if len(groups.pipe_ranks) > 1 else None,
+            over_data,
+        )
 
 
 def examine_first_batch(run: Run, pipeline: Pipeline, cube: Cube | None) -> None:
@@ -249,89 +456,6 @@ def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
     return [tensor for tensor in stored if not tensor.is_meta]
 
 
-def _guard_parameters(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, run: Run) -> FullParameters:
-    """Guard parameters that user code can't use as they are; return the object that gives it whole ones."""
-    parameters, owners = dict(model.named_parameters()), ownership.rank_by_name(model)
-    shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, {})
-    run.guard.watch(parameters, owners, shapes, in_steps)
-    return FullParameters(parameters, owners, rank, run.groups, cube, run.guard)
-
-
-def _gradient_sync(
-    model: nn.Module,
-    ownership: Ownership,
-    rank: int,
-    run: Run,
-    cube: Cube | None,
-    full_parameters: FullParameters,
-    scatters: bool | None,
-    shared: SharedWeights | None,
-) -> GradientSync:
-    """Sum over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
-    groups = run.groups
-    trained = ownership.stage_parameters(model, ownership.stages_of(rank))
-    if cube is None:
-        sparse = sparse_weights(model).values()
-        shards = _optimizer_shards(trained, run, None, scatters, sparse)
-        late = set() if shared is None else set(shared.weights)
-        early = {stage: [one for one in own if one not in late] for stage, own in trained.items()}
-        over_data = None
-        if shared is not None and groups.data is not None and rank == 0:
-            over_data = GradientAllReduce({0: shared.weights}, groups.data)
-        all_reduce = GradientAllReduce(early, groups.data, sparse, shards)
-        return GradientSync(all_reduce, full_parameters, None, over_data, shards, shared)
-    outside = cube.outside
-    excluded = set(outside.parameters)
-    sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
-    shards = _optimizer_shards({OUTSIDE: outside.parameters, **sharded}, run, cube, scatters)
-    all_reduce = GradientAllReduce(
-        sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
-    )
-    over_data = None
-    if groups.data is not None:
-        over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
-    return GradientSync(all_reduce, full_parameters, outside, over_data, shards)
-
-
-def _optimizer_shards(
-    stages: Mapping[int, Sequence[nn.Parameter]],
-    run: Run,
-    cube: Cube | None,
-    scatters: bool | None,
-    whole: Iterable[torch.Tensor] = (),
-) -> OptimizerShards | None:
-    """The rows of each parameter that this data rank will update; None if the optimizer isn't sharded."""
-    data = run.groups.data
-    if data is None or scatters is None or not run.options.shard_optimizer:
-        return None
-    axis = MeshAxis(data, data.size(), data.rank(), what="rows of a sharded optimizer")
-    return OptimizerShards(stages, axis, cube, whole=frozenset(whole), scatters=scatters)
-
-
-def _step_state(
-    model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, groups: ProcessGroups, device: torch.device
-) -> StepState:
-    """Watches the tensors that steps may change here; in a cube some modules run on each rank's own samples."""
-    own = set(_own_modules(model, ownership, rank))
-    modules = {name: module for name, module in model.named_modules() if module in own}
-    outside = set(modules_outside(model, ownership.stack))
-    alike = set() if cube is None or cube.shares_samples else outside
-    user_modules = {name: module for name, module in model.named_modules() if module in outside}
-    pipe_group = groups.control if len(groups.pipe_ranks) > 1 else None
-    parameters = {name: p for name, p in model.named_parameters() if not isinstance(p, Placeholder)}
-    mesh = None if cube is None else cube.mesh
-    over_data = None
-    if groups.data is not None and groups.data_control is not None:
-        over_data = ReplicatedTensors(groups.data_control, groups.data, device)
-    return StepState(modules, parameters, own - alike, mesh, user_modules, pipe_group, over_data)
-
-
-def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:
-    """The cut of an earlier run. A copy of a module may be trained on a layout with another number of stages."""
-    blocks = prepared.stage_blocks
-    return blocks if blocks is not None and len(blocks) == layout.num_stages else None
-
-
 def _loads(model: nn.Module, plan: ModelPlan, run: Run, example: Callable[[], object] | None) -> list[Load]:
     """The loads that pipeline ranks are to share evenly, the same on all of them: time, and parameters."""
     stack, options = plan.stack, run.options
@@ -365,197 +489,3 @@ def _measured_times(
         dist.broadcast(measured, src=0)
     *times, outside = measured.tolist()
     return times, outside
-
-
-def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Module]:
-    """The modules of this rank's blocks, and those outside the stack on the rank that has stage 0."""
-    stages = ownership.stages_of(rank)
-    outside = modules_outside(model, ownership.stack) if 0 in stages else []
-    return [*outside, *(part for stage in stages for block in ownership.blocks(stage) for part in block.modules())]
-
-
-def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:
-    """Replace other pipeline ranks' parameters by placeholders; return those of this one, in the model's order."""
-    kept = {p for own in ownership.stage_parameters(model, ownership.stages_of(rank)).values() for p in own}
-    own = set(_own_modules(model, ownership, rank))  # blocks may share a module without parameters
-    others = (part for block in ownership.stack.blocks for part in block.modules())
-    replace_with_placeholders(model, kept, buffers_of=[part for part in others if part not in own])
-    parameters = model.named_parameters()
-    missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
-    if missing:
-        raise UnsupportedError(
-            f"{missing[0]} has no values on pipeline rank {rank}, where it belongs now: the model was trained before "
-            f"with another layout, or a hook has moved or copied it from modules of another pipeline rank. Build the "
-            f"model anew and load a checkpoint, or give a new parameter the values that "
-            f"self.trainer.strategy.full_parameter(parameter) returns."
-        )
-    return [parameter for parameter in model.parameters() if parameter in kept]
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move this rank's tensors to `device`; placeholders stay where they are."""
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-
-
-def build_stages(
-    model: nn.Module,
-    layout: Layout,
-    ownership: Ownership,
-    rank: int,
-    run: Run,
-    cube: Cube | None,
-    streams: RandomStreams | None,
-    *,
-    may_run_once: bool = False,
-) -> tuple[dict[int, Stage], dict[bool, Ends]]:
-    """This rank's stages by number, and those with user code by whether the step runs once; none above pipeline rank 0.
-
-    Patches the blocks' forwards for them.
-
-    The model has this rank's parameters, in a cube its shards of them, and placeholders elsewhere.
-    """
-    numbers = ownership.stages_of(rank)
-    tied = TiedGradients(in_order=run.options.tied_gradients == "in_order")
-    queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})
-    is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
-    rows = layout.table(layout.num_microbatches).actions
-    splits_backward = any(action.kind is Kind.W for row in rows for action in row)
-    if splits_backward and not is_single:  # no rank waits for a single stage's input gradient
-        keep = ownership.tied_parameters(model)
-        for stage in numbers:
-            split_backward.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
-    stack = ownership.stack
-    recompute(recomputed_modules(run.options.recompute, layout, ownership, rank))
-    if streams is not None or not is_single:
-        forward_patch.patch_blocks(stack.blocks, streams, values=run.values, single_stage=is_single)
-    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
-    for encoder in encoders if not is_single else ():
-        # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
-        run.attributes.set(encoder, "use_nested_tensor", False)
-    carriers = NO_CARRIERS if is_single else _carriers(model, ownership, rank, cube)
-    hooks = {stage: NoHooks() if cube is None else cube.stage_hooks(stage) for stage in numbers}
-    stages: dict[int, Stage] = {
-        stage: MiddleStage(blocks=ownership.blocks(stage), queue=queues[stage], hooks=hooks[stage], carriers=carriers)
-        for stage in numbers
-    }
-    if 0 not in numbers:
-        return stages, {}
-    sends_objects = cube is None or cube.keeps_layout
-    replaced = ReplacedParameters(model)
-    stand_ins = StandIns(stack.blocks, partial(_without_values, cube))
-
-    def user_step(num_local: int) -> UserStep:
-        others = partial(other_lists, model, stack)
-        around = carriers, run.guard.step, sends_objects, replaced, others, stand_ins
-        return UserStep(stack.blocks, num_local, stack.name, streams, *around)
-
-    ends: dict[bool, Ends] = {}
-    if not layout.runs_step_once:
-        step = user_step(len(ownership.stages[0]) if cube is None else 0)
-        own = (
-            _ends(ownership, step, queues, tied) if cube is None else _sharded_ends(ownership, step, queues, tied, cube)
-        )
-        ends[False] = Ends(step, stages | own)
-    if layout.runs_step_once or may_run_once:
-        whole = WholeStep(user_step(0), modules_outside(model, stack), int if cube is None else cube.own_rows)
-        ends[True] = Ends(whole, stages | _ends_of_whole_batches(ownership, whole, queues, tied, cube))
-    return dict(next(iter(ends.values())).stages), ends
-
-
-def _without_values(cube: Cube | None, block: nn.Module) -> tuple[nn.Module, Mapping[torch.Tensor, tuple[int, ...]]]:
-    """A copy of a block without values, and the whole shapes of the parameters of which ranks have parts."""
-    copied = MetaCopy(block).modules[""]
-    forward_patch.unpatch_blocks([copied])  # before the cube's own changes are undone, which came first
-    return copied, {} if cube is None else cube.undo_in_copy(block, copied)
-
-
-def _ends(
-    ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue], tied: TiedGradients
-) -> dict[int, Stage]:
-    """The stages that run user code: the first and the last, or one that is both."""
-    end = len(ownership.stages) - 1
-    if end == 0:
-        return {0: SingleStage(user=user_step, queue=queues[0])}
-    carriers = user_step.carriers
-    first = FirstStage(user=user_step, tied=tied, queue=queues[0], carriers=carriers)
-    return {0: first, end: LastStage(blocks=ownership.blocks(end), first=first, queue=queues[end], carriers=carriers)}
-
-
-def _sharded_ends(
-    ownership: Ownership,
-    user_step: UserStep,
-    queues: Mapping[int, WeightGradientQueue],
-    tied: TiedGradients,
-    cube: Cube,
-) -> dict[int, Stage]:
-    """The first and the last stage where the ranks of a cube hold each stage together."""
-    end = len(ownership.stages) - 1
-    first = TensorParallelFirstStage(
-        user=user_step,
-        tied=tied,
-        queue=queues[0],
-        blocks=ownership.blocks(0),
-        boundary=cube.boundary,
-        streams=cube.plan.streams,
-        hooks=cube.stage_hooks(0),
-        carriers=user_step.carriers,
-    )
-    last = TensorParallelLastStage(
-        blocks=ownership.blocks(end),
-        first=first,
-        queue=queues[end],
-        boundary=cube.boundary,
-        hooks=cube.stage_hooks(end),
-        carriers=user_step.carriers,
-    )
-    return {0: first, end: last}
-
-
-def _ends_of_whole_batches(
-    ownership: Ownership,
-    step: WholeStep,
-    queues: Mapping[int, WeightGradientQueue],
-    tied: TiedGradients,
-    cube: Cube | None,
-) -> dict[int, Stage]:
-    """The first and the last stage where the step runs once on a whole batch."""
-    end = len(ownership.stages) - 1
-    boundary = NoReshard() if cube is None else cube.whole_boundary
-    hooks = [NoHooks() if cube is None else cube.stage_hooks(stage) for stage in (0, end)]
-    carriers = step.user.carriers
-    first = WholeBatchFirstStage(
-        user=step,
-        tied=tied,
-        queue=queues[0],
-        blocks=ownership.blocks(0),
-        boundary=boundary,
-        streams=() if cube is None else cube.plan.streams,
-        hooks=hooks[0],
-        carriers=carriers,
-    )
-    last = WholeBatchLastStage(
-        blocks=ownership.blocks(end),
-        first=first,
-        queue=queues[end],
-        boundary=boundary,
-        hooks=hooks[1],
-        carriers=carriers,
-    )
-    return {0: first, end: last}
-
-
-def _carriers(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None) -> Carriers:
-    """The carriers of values between the step and blocks on other ranks, besides the blocks' arguments."""
-    stack, numbers = ownership.stack, ownership.stages_of(rank)
-    own = {i for stage in numbers for i in ownership.stages[stage]}
-    alike = cube is None or cube.keeps_layout
-    state = ModuleState(model, stack.blocks, stack.name)
-
-    return Carriers(
-        [
-            StateCarrier(state, stack.blocks, own, has_tensors=alike),
-            RecordedOutputs(model, accepts=alike),
-            BlockLogs(model, rejects=not alike),
-            FilledArguments(),
-        ]
-    )

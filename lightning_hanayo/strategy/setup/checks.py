@@ -26,12 +26,7 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.packed_values import is_packed
 from lightning_hanayo.partition.stack import Stack, modules_outside, original
 from lightning_hanayo.pipeline_parallel.grad_sync import sparse_weights
-from lightning_hanayo.strategy.lightning.user_hooks import (
-    callbacks_of,
-    draws_graph,
-    takes_dataloader_iter,
-    uploads_checkpoints,
-)
+from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.tensor_parallel.sharding import shards_of
@@ -192,7 +187,7 @@ def _check_loop(module: "pl.LightningModule") -> None:
             f"its stages and micro-batches itself, within the training step. Let Lightning drive the optimizer, or set "
             f"pipeline_parallel_size=1 without waves or a schedule, with as many data ranks as you like."
         )
-    if takes_dataloader_iter(module):
+    if user_hooks.takes_dataloader_iter(module):
         raise UnsupportedError(
             f"{name}.training_step takes dataloader_iter, but a pipeline cuts each batch into micro-batches. "
             f"Take `batch` instead."
@@ -200,7 +195,7 @@ def _check_loop(module: "pl.LightningModule") -> None:
 
 
 def _check_callbacks(trainer: "pl.Trainer", options: Options, topology: Topology) -> None:
-    for callback in callbacks_of(trainer):
+    for callback in user_hooks.callbacks_of(trainer):
         name = type(callback).__name__
         if topology.replica_size > 1 and isinstance(callback, ModelPruning):
             raise UnsupportedError(
@@ -230,7 +225,7 @@ def _check_graph(trainer: "pl.Trainer", module: "pl.LightningModule", topology: 
     """To draw the graph, a logger of rank 0 runs the model."""
     if topology.replica_size == 1 or module.example_input_array is None:
         return
-    for logger in filter(draws_graph, trainer.loggers):
+    for logger in filter(user_hooks.draws_graph, trainer.loggers):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_graph=True) runs the model on example_input_array, but no rank holds the "
             f"whole model. Leave it out, and before trainer.fit call "
@@ -240,10 +235,10 @@ def _check_graph(trainer: "pl.Trainer", module: "pl.LightningModule", topology: 
 
 def _check_loggers(trainer: "pl.Trainer") -> None:
     """Lightning's loggers look for files, and leave out folders without a word."""
-    savers = (one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint))
+    savers = (one for one in user_hooks.callbacks_of(trainer) if isinstance(one, ModelCheckpoint))
     if all(one.save_weights_only for one in savers):  # into files
         return
-    for logger in filter(uploads_checkpoints, trainer.loggers):
+    for logger in filter(user_hooks.uploads_checkpoints, trainer.loggers):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_model=...) uploads checkpoints that are files, but several ranks save "
             f"folders. Let rank 0 gather them into one file: HanayoStrategy(save_full=True), or save weights alone: "

@@ -8,7 +8,7 @@ User code issues no collective in its backward: a whole tensor is a leaf, whose 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -33,33 +33,26 @@ class _Leaf:
     is_everywhere: bool
 
 
+@dataclass(eq=False, repr=False)
 class FullParameters:
-    """Gathers parameters for user code of one run.
+    """Gathers parameters for user code of one run."""
 
-    Args:
-        parameters: all of the model, by qualified name.
-        owners: the pipeline rank of each.
-        pipe_rank: this one's.
-        groups: the process groups.
-        cube: None without one.
-        guard: says which user code runs.
-    """
+    parameters: InitVar[Mapping[str, nn.Parameter]]
+    """all of the model, by qualified name"""
+    owners: Mapping[str, int]
+    """the pipeline rank of each"""
+    pipe_rank: int
+    """this one's"""
+    groups: InitVar[ProcessGroups]
+    """the process groups"""
+    cube: Cube | None
+    """None without one"""
+    guard: ParameterGuard
+    """says which user code runs"""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        owners: Mapping[str, int],
-        pipe_rank: int,
-        groups: ProcessGroups,
-        cube: Cube | None,
-        guard: ParameterGuard,
-    ) -> None:
+    def __post_init__(self, parameters: Mapping[str, nn.Parameter], groups: ProcessGroups) -> None:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-        self._owners = owners
-        self._pipe_rank = pipe_rank
         self._open_groups: ProcessGroups | None = groups
-        self._cube = cube
-        self._guard = guard
         self._leaves: dict[Tensor, _Leaf] = {}
         self._batch = 0
 
@@ -71,8 +64,8 @@ class FullParameters:
                 f"{type(parameter).__name__}"
             )
         assert isinstance(parameter, nn.Parameter)
-        scope, hook = self._guard.scope, self._guard.hook_name
-        with self._guard.off():
+        scope, hook = self.guard.scope, self.guard.hook_name
+        with self.guard.off():
             if scope == "step":
                 return self._in_step(parameter)
             if scope == "alone":
@@ -111,26 +104,26 @@ class FullParameters:
         if isinstance(parameter, Placeholder):
             name = self._names[parameter]
             raise UnsupportedError(
-                f"full_parameter was called in a step for {name}, which is on pipeline rank {self._owners[name]}, "
+                f"full_parameter was called in a step for {name}, which is on pipeline rank {self.owners[name]}, "
                 f"where the step doesn't run. Call it in on_train_batch_start (for evaluation in "
                 f"on_validation_batch_start and the like), on all ranks, and let the step use what it returned."
             )
-        if self._cube is None or parameter not in self._cube.parts_in_steps:
+        if self.cube is None or parameter not in self.cube.parts_in_steps:
             return parameter
         return self._new_leaf(parameter, self._gathered(parameter), is_everywhere=False)
 
     def _in_hook(self, parameter: nn.Parameter, *, keeps_gradient: bool) -> Tensor:
-        is_missing, owner = self._groups.control.size() > 1, self._owners[self._names[parameter]]
-        if keeps_gradient and not is_missing and self._cube is None:
+        is_missing, owner = self._groups.control.size() > 1, self.owners[self._names[parameter]]
+        if keeps_gradient and not is_missing and self.cube is None:
             return parameter
-        whole = self._gathered(parameter) if owner == self._pipe_rank else torch.empty_like(parameter, device="cpu")
+        whole = self._gathered(parameter) if owner == self.pipe_rank else torch.empty_like(parameter, device="cpu")
         if is_missing:
             whole = self._broadcast(whole, parameter, owner)
         return self._new_leaf(parameter, whole, is_everywhere=True) if keeps_gradient else whole
 
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
         """The whole of a parameter of this pipeline rank, in memory of its own."""
-        whole, cube = parameter.detach(), self._cube
+        whole, cube = parameter.detach(), self.cube
         if cube is not None and not cube.outside.is_whole(parameter):
             whole = cube.unshard(whole, parameter)
         return whole.to(parameter.device, copy=True)
@@ -140,7 +133,7 @@ class FullParameters:
         if sent.numel():
             # As bytes: gloo knows neither complex numbers nor 16-bit integers.
             dist.broadcast(sent.view(-1).view(torch.uint8), group=self._groups.control, group_src=owner)
-        return sent.to(self._guard.device)
+        return sent.to(self.guard.device)
 
     def _new_leaf(self, parameter: nn.Parameter, whole: Tensor, *, is_everywhere: bool) -> Tensor:
         self._leaves[parameter] = _Leaf(parameter, whole, is_everywhere)
@@ -161,7 +154,7 @@ class FullParameters:
             name = self._names[parameter]
             raise UnsupportedError(
                 f"full_parameter was called in {hook}, which runs on pipeline rank 0 alone, for {name}, which is on "
-                f"pipeline rank {self._owners[name]}. Call it in a hook that runs on all ranks, such as "
+                f"pipeline rank {self.owners[name]}. Call it in a hook that runs on all ranks, such as "
                 f"on_validation_epoch_start or on_train_epoch_end."
             )
 
@@ -170,8 +163,8 @@ class FullParameters:
     def _used(self, leaves: list[_Leaf], *, reduce: bool) -> list[bool]:
         """Which leaves have a gradient, on any rank whose gradients are summed."""
         own = [int(leaf.whole.grad is not None) for leaf in leaves]
-        if self._pipe_rank == 0 and self._cube is not None:
-            own = self._cube.mesh.largest(own)
+        if self.pipe_rank == 0 and self.cube is not None:
+            own = self.cube.mesh.largest(own)
         counts = torch.tensor(own)
         everywhere = torch.tensor([leaf.is_everywhere for leaf in leaves])
         if self._groups.control.size() > 1 and everywhere.any():
@@ -183,37 +176,37 @@ class FullParameters:
         return [bool(count) for count in counts.tolist()]
 
     def _add(self, leaf: _Leaf, *, reduce: bool) -> None:
-        owner = self._owners[self._names[leaf.parameter]]
-        if self._pipe_rank not in (0, owner):
+        owner = self.owners[self._names[leaf.parameter]]
+        if self.pipe_rank not in (0, owner):
             return
         gradient = leaf.whole.grad
         if gradient is None:
             gradient = torch.zeros_like(leaf.whole, dtype=gradient_dtype(leaf.parameter))
-        if self._pipe_rank == 0:
+        if self.pipe_rank == 0:
             gradient = self._sum_over_cube(gradient.contiguous())
         if owner != 0:
             gradient = self._send_to(owner, gradient)
-        if self._pipe_rank == owner:
+        if self.pipe_rank == owner:
             self._accumulate(leaf.parameter, gradient, reduce=reduce)
 
     def _sum_over_cube(self, tensor: Tensor) -> Tensor:
-        if self._cube is None:
+        if self.cube is None:
             return tensor
-        return self._cube.mesh.axis("xyz").all_reduce(tensor).wait()
+        return self.cube.mesh.axis("xyz").all_reduce(tensor).wait()
 
     def _send_to(self, owner: int, gradient: Tensor) -> Tensor:
         control, sent = self._groups.control, gradient.detach().cpu().contiguous()
         as_bytes: Any = sent.view(-1).view(torch.uint8)
-        if self._pipe_rank == 0:
+        if self.pipe_rank == 0:
             dist.send(as_bytes, group=control, group_dst=owner)
         else:
             dist.recv(as_bytes, group=control, group_src=0)
         return sent.to(gradient.device)
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor, *, reduce: bool) -> None:
-        part = gradient if self._cube is None else self._cube.shard(gradient, parameter)
+        part = gradient if self.cube is None else self.cube.shard(gradient, parameter)
         if reduce and self._groups.data is not None:
             dist.all_reduce(part, group=self._groups.data)
-        if not reduce and self._cube is not None and not self._cube.adds_whole_gradient(parameter):
+        if not reduce and self.cube is not None and not self.cube.adds_whole_gradient(parameter):
             return  # a later batch sums the ranks' gradients of this parameter, so one of them adds it
         parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)

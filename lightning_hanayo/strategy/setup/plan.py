@@ -25,13 +25,7 @@ from lightning_hanayo.planner.layout import RECOMPUTING, Layout, TooFewBlocks, c
 from lightning_hanayo.schedule.registry import AUTO
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options, Recompute
-from lightning_hanayo.strategy.setup.checks import (
-    check_batch_statistics,
-    check_cuda_graphs,
-    check_layer_drop,
-    check_not_converted,
-    check_quantized_layers,
-)
+from lightning_hanayo.strategy.setup import checks
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.values import FolderPlan, plan_pretrained, was_read
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
@@ -71,7 +65,7 @@ def plan_for(
         options = replace(options, num_microbatches=1)
     plan = plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
     if trainer.state.fn == TrainerFn.FITTING and topology.replica_size > 1:
-        check_layer_drop(module, plan.stack)
+        checks.check_layer_drop(module, plan.stack)
     return plan
 
 
@@ -100,7 +94,7 @@ def plan_model(
         stack = stack.uncompiled
     if topology.replica_size > 1:
         check_hooks(stack.named_modules)
-        check_cuda_graphs(model, stack)
+        checks.check_cuda_graphs(model, stack)
     costs, schedule = options.costs, options.schedule
     if costs is None and options.recompute in ("blocks", "attention"):
         costs = RECOMPUTING[str(options.recompute)]
@@ -133,7 +127,7 @@ def plan_model(
     pretrained = plan_pretrained(model, stack.name, options.init_folders) if not was_read(model) else ()
     if is_converted:
         return ModelPlan(stack, layout, None, pretrained)
-    check_not_converted(model)
+    checks.check_not_converted(model)
     return ModelPlan(stack, layout, _plan_conversion(model, stack, options, topology), pretrained)
 
 
@@ -201,8 +195,8 @@ def report_plan(
 def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> ParallelizePlan | None:
     if prod(topology.cube) == 1:
         return None
-    check_quantized_layers(model)
-    check_batch_statistics(model, stack, options)
+    checks.check_quantized_layers(model)
+    checks.check_batch_statistics(model, stack, options)
     outside = {p for module in modules_outside(model, stack) for p in module.parameters(recurse=False)}
     plan = plan_parallelize(
         stack.blocks,

@@ -25,15 +25,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_hanayo.dist_checkpointing import huggingface
 from lightning_hanayo.dist_checkpointing.export import CheckpointWeights, open_weights
-from lightning_hanayo.dist_checkpointing.huggingface import (
-    Merge,
-    SafetensorsFolder,
-    joined,
-    match_names,
-    named_values,
-    names_of,
-)
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
@@ -103,7 +96,7 @@ def _values(message: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield part.view(tensor.dtype).view(tensor.shape)
 
 
-_Folder = SafetensorsFolder | CheckpointWeights
+_Folder = huggingface.SafetensorsFolder | CheckpointWeights
 _WAS_READ = "_hanayo_was_read"
 _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
@@ -115,7 +108,7 @@ class FolderPlan:
     folder: _Folder
     module: str
     """the qualified name of the module that takes it"""
-    sources: Mapping[str, str | Merge]
+    sources: Mapping[str, str | huggingface.Merge]
     """the name in the folder of each tensor of the model that takes its value, by its qualified name there"""
     missing: tuple[str, ...]
     """tensors of the module that the folder lacks: parameters outside the blocks, and buffers"""
@@ -188,7 +181,7 @@ def load_pretrained(
         HanayoError: a file can't be read any more, or has two values for one parameter.
     """
     own = {tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())}
-    values = {name: tensor for name, tensor in named_values(model) if tensor in own}
+    values = {name: tensor for name, tensor in huggingface.named_values(model) if tensor in own}
     given: set[Tensor] = set()
     num_bytes, start, conversions, replaced = 0, time.perf_counter(), set(), ""
     for name, source, whole in _own_sources(plans, values):
@@ -202,7 +195,7 @@ def load_pretrained(
             if not torch.equal(tensor.detach(), value):
                 raise HanayoError(
                     f"init_from: {name} shares its parameter with another name in the model, but the folder has "
-                    f"another value for {names_of(source)[0]}. Don't tie them: build the model with "
+                    f"another value for {huggingface.names_of(source)[0]}. Don't tie them: build the model with "
                     f"tie_word_embeddings=False."
                 )
         elif tensor.is_meta:
@@ -238,10 +231,10 @@ def _plan(model: nn.Module, blocks: str, name: str, folder: _Folder) -> FolderPl
     modules = dict(model.named_modules())
     if name not in modules:
         raise HanayoError(f"init_from: {type(model).__name__} has no module {name!r}; {nearest(name, modules)}")
-    match = match_names(modules[name], folder.tensors, folder.path)
-    prefix = joined(name, match.prefix)
-    values = {joined(prefix, key): tensor for key, tensor in named_values(modules[prefix])}
-    sources = {joined(prefix, key): source for key, source in match.sources.items()}
+    match = huggingface.match_names(modules[name], folder.tensors, folder.path)
+    prefix = huggingface.joined(name, match.prefix)
+    values = {huggingface.joined(prefix, key): tensor for key, tensor in huggingface.named_values(modules[prefix])}
+    sources = {huggingface.joined(prefix, key): source for key, source in match.sources.items()}
     _check_fit(folder, sources, values)
     given = {values[key] for key in sources}
     missing = {tensor: key for key, tensor in reversed(values.items()) if tensor not in given}
@@ -249,10 +242,10 @@ def _plan(model: nn.Module, blocks: str, name: str, folder: _Folder) -> FolderPl
     return FolderPlan(folder, prefix, sources, tuple(reversed(missing.values())), tuple(match.unused(folder.tensors)))
 
 
-def _check_fit(folder: _Folder, sources: Mapping[str, str | Merge], values: Mapping[str, Tensor]) -> None:
+def _check_fit(folder: _Folder, sources: Mapping[str, str | huggingface.Merge], values: Mapping[str, Tensor]) -> None:
     shapes, dtypes = [], []
     for name, source in sources.items():
-        first, *_ = names_of(source)
+        first, *_ = huggingface.names_of(source)
         stored, tensor = folder.tensors[first], values[name]
         if stored.dtype != tensor.dtype and not {stored.dtype, tensor.dtype} <= _CONVERTIBLE:
             dtypes.append(f"{name} is {tensor.dtype}, but {first} in the folder {stored.dtype_name}")
@@ -270,10 +263,12 @@ def _check_fit(folder: _Folder, sources: Mapping[str, str | Merge], values: Mapp
         )
 
 
-def _shape(folder: _Folder, source: str | Merge) -> tuple[int, ...]:
+def _shape(folder: _Folder, source: str | huggingface.Merge) -> tuple[int, ...]:
     if isinstance(source, str):
         return folder.tensors[source].shape
-    return tuple(source.of({n: torch.empty(folder.tensors[n].shape, device="meta") for n in names_of(source)}).shape)
+    return tuple(
+        source.of({n: torch.empty(folder.tensors[n].shape, device="meta") for n in huggingface.names_of(source)}).shape
+    )
 
 
 def _check_blocks(folder: _Folder, blocks: str, missing: Mapping[Tensor, str]) -> None:
@@ -299,7 +294,7 @@ def _verify(folder: Path) -> None:
 
 def _own_sources(
     plans: Sequence[FolderPlan], values: Mapping[str, Tensor]
-) -> Iterator[tuple[str, str | Merge, Tensor]]:
+) -> Iterator[tuple[str, str | huggingface.Merge, Tensor]]:
     """Of each value that this rank holds: a name, its source, and the whole tensor, which is read only if merged."""
     for plan in plans:
         names: dict[str, dict[Tensor, str]] = defaultdict(dict)
@@ -311,7 +306,7 @@ def _own_sources(
                 yield name, source, whole
         for name, merge in plan.sources.items():
             if name in values and not isinstance(merge, str):
-                yield name, merge, merge.of(dict(plan.folder.mapped(names_of(merge))))
+                yield name, merge, merge.of(dict(plan.folder.mapped(huggingface.names_of(merge))))
 
 
 def _warn(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> None:

@@ -13,17 +13,11 @@ the step's loss, logged      0.4              0.6                their mean, wit
 items, one for each sample   1, 7, 3          5, 2               1, 7, 3, 5, 2
 other numbers                4                2                  4, 2: a list gets one for each micro-batch, and a
                                                                  warning names it
-
-`Packer` sends the result, outputs and batches from pipeline rank 0 to the ranks above it: numbers, strings and small
-tensors with their values, large tensors as their shape. Values that are computed from a shape are missing, too, and may
-be logged, as the metrics of all ranks are those of rank 0.
 """
 
 import operator
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn
@@ -34,29 +28,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.partial_values import PartialValues
-from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.guards import MissingValues
 from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import Array, Attribute, children, leaves, with_children
 from lightning_hanayo.pipeline_parallel.batches.reader import step_to
 from lightning_hanayo.pipeline_parallel.capture.proxy import Valueless, user_line
 from lightning_hanayo.pipeline_parallel.capture.state import INTERNAL, LIBRARIES, MAX_LENGTH, PLAIN, is_metric
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text
 from lightning_hanayo.pipeline_parallel.stages import detach_tree, find_loss
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.versions import version_of
-
-WAY_OUT = (
-    "Log it with self.log, which takes it as it is, compute it in the step and return the number, or read it under "
-    "`if self.trainer.is_global_zero:`, where nothing may depend on it that all ranks do"
-)
-BATCH_BUDGET = 2**16
-"""bytes of tensors that are sent after each batch whose end a hook reads"""
-EPOCH_BUDGET = 2**28
-"""bytes of tensors that are sent at the end of an epoch"""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 
 
 class Missing(Valueless):
@@ -78,71 +60,6 @@ class Missing(Valueless):
     @override
     def refuse(self, operation: str) -> NoReturn:
         raise UnsupportedError(f"{user_line()} reads {self._what} ({operation}), but {self._why}. {self._way_out}.")
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Sent in place of a large tensor, and of one that is computed from a parameter of another pipeline rank."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rank: int = 0
-    """the pipeline rank that has the values"""
-
-
-def from_packed(text: str, device: torch.device) -> Any:
-    """The received values of a `Packer`, and stand-ins for those that weren't sent."""
-
-    def unpack(value: Any) -> Any:
-        if isinstance(value, _Shape):
-            shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            return without_values(shape, Owner(value.name, value.rank, device, WAY_OUT))
-        inside = children(value)
-        if not inside:
-            return value
-        try:
-            return with_children(value, {key: unpack(item) for key, item in inside.items()})
-        except HanayoError:
-            return Missing(f"a {type(value).__name__}", "pipeline rank 0 alone has all its values", WAY_OUT)
-
-    return unpack(from_text(text, device))
-
-
-class Packer:
-    """Prepares values to be sent, with at most `budget` bytes of tensors: the first ones."""
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-
-    def pack(self, name: str, value: Any) -> Any:
-        """The value, in which all that can't be sent, or is too large, has a stand-in."""
-        if isinstance(value, MissingValues):
-            return _Shape(name, tuple(value.shape), value.dtype, value._owner.rank)
-        if isinstance(value, Missing):
-            return value
-        if isinstance(value, PartialValues):
-            return Missing(name, "each rank of a cube has a part of it", WAY_OUT)
-        if isinstance(value, Tensor):
-            if value.is_meta or value.layout != torch.strided or not self._fits(value.nbytes):
-                return _Shape(name, tuple(value.shape), value.dtype)
-            return value.detach().clone()  # a view would bring its whole storage
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, np.ndarray) and value.dtype != object and self._fits(value.nbytes):
-            return value
-        inside = children(value)
-        if inside is not None and _is_importable(type(value)):
-            packed = {key: self.pack(f"{name}{step_to(value, key)}", item) for key, item in inside.items()}
-            with suppress(HanayoError):
-                return with_children(value, packed)
-        return Missing(name, f"this {type(value).__name__} is on pipeline rank 0 alone", WAY_OUT)
-
-    def _fits(self, num_bytes: int) -> bool:
-        """Whether the budget allows for as many bytes; then they are taken from it."""
-        fits = num_bytes <= self._budget
-        self._budget -= num_bytes if fits else 0
-        return fits
 
 
 def hide_changed(batch: Any, before: Sequence[Any], pieces: Sequence[Any]) -> None:
@@ -185,15 +102,6 @@ def sent_or_own(value: Any, own: Any) -> Any:
         return value
     is_own = isinstance(own, nn.Parameter) or isinstance(value, Missing)
     return own if is_own or (isinstance(value, MissingValues) and value._owner.rank > 0) else value
-
-
-def _is_importable(kind: type) -> bool:
-    """Whether another process finds the class under its name."""
-    try:
-        pickle.dumps(kind)
-    except (pickle.PicklingError, AttributeError):
-        return False
-    return True
 
 
 Path = tuple[Any, ...]

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes, check_divisibility
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.tensor_parallel.convert.conversion import (
-    ConversionReport,
-    ModuleChanges,
-    ParameterOwners,
-    short_class_name,
-)
+from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.convert.generic_block import Experts, GenericBlock
 from lightning_hanayo.tensor_parallel.convert.registered_block import RegisteredBlock, SpecMismatch
 from lightning_hanayo.tensor_parallel.convert.specs import block_spec
@@ -30,9 +25,11 @@ DEFAULT_TOKENS = 2048
 class ParallelizePlan:
     """The plan for a stack. Made by `plan_parallelize`, alike on all ranks."""
 
-    def __init__(self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: ConversionReport) -> None:
+    def __init__(
+        self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: conversion.ConversionReport
+    ) -> None:
         self._blocks = {block.block: block for block in blocks}
-        self._changes = ModuleChanges()
+        self._changes = conversion.ModuleChanges()
         self.report = report
         first = blocks[0] if blocks else None
         registered = first if isinstance(first, RegisteredBlock) else None
@@ -93,7 +90,7 @@ def plan_parallelize(
         HanayoError: the blocks are registered, but their heads or features don't divide over the mesh; or experts are
             to be shared, and there are none that can be.
     """
-    owners = ParameterOwners(blocks, outside, exclude)
+    owners = conversion.ParameterOwners(blocks, outside, exclude)
     found: list[RegisteredBlock] | list[GenericBlock]
     try:
         found = _all_registered(blocks, name, owners)
@@ -112,10 +109,12 @@ def plan_parallelize(
             f"Leave experts='cube' out."
         )
     rows = tuple(row for block in found for row in block.report_rows())
-    return ParallelizePlan(found, ConversionReport(name, headline, rows))
+    return ParallelizePlan(found, conversion.ConversionReport(name, headline, rows))
 
 
-def _all_registered(blocks: Sequence[nn.Module], name: str, owners: ParameterOwners) -> list[RegisteredBlock]:
+def _all_registered(
+    blocks: Sequence[nn.Module], name: str, owners: conversion.ParameterOwners
+) -> list[RegisteredBlock]:
     """Returns the blocks with their specs.
 
     Raises:
@@ -125,7 +124,7 @@ def _all_registered(blocks: Sequence[nn.Module], name: str, owners: ParameterOwn
     for i, block in enumerate(blocks):
         spec = block_spec(block)
         if spec is None:
-            raise SpecMismatch(f"{name}.{i} is a {short_class_name(type(block))}, which isn't registered")
+            raise SpecMismatch(f"{name}.{i} is a {conversion.short_class_name(type(block))}, which isn't registered")
         found.append(RegisteredBlock(block, spec, i, f"{name}.{i}"))
         found[-1].check(owners)
         if (spec.streams, found[-1].batch_first) != (found[0].spec.streams, found[0].batch_first):

@@ -62,11 +62,11 @@ class StageHooks(Protocol):
     def end_batch(self) -> None:
         """Called when a batch has ended."""
 
-    def before_forward(self, sequence_length: int) -> None:
-        """Called before a forward of the blocks on a micro-batch, whose whole sequences have that length."""
+    def before_forward(self, *sequence_lengths: int) -> None:
+        """Called before a forward of the blocks on a micro-batch, whose whole sequences have these lengths."""
 
-    def before_backward(self, sequence_length: int) -> None:
-        """Called before the backward of a micro-batch, with the length that its forward had."""
+    def before_backward(self, *sequence_lengths: int) -> None:
+        """Called before the backward of a micro-batch, with the lengths that its forward had."""
 
 
 class NoHooks:
@@ -80,7 +80,7 @@ class NoHooks:
     kept: Sequence[Tensor] = ()
     expect_last_gradients = finish_gradients = end_batch = begin_batch
 
-    def before_forward(self, sequence_length: int) -> None:
+    def before_forward(self, *sequence_lengths: int) -> None:
         """Do nothing."""
 
     before_backward = before_forward
@@ -150,19 +150,19 @@ class MiddleStage(Stage):
         assert received is not None
         inputs = DetachedInputs(received)
         stage_input = StageInput.from_message(inputs.message)
-        self.hooks.before_forward(stage_input.sequence_length)
+        self.hooks.before_forward(*stage_input.sequence_lengths)
         made = stage_input.run(self.blocks, self.carriers).message
         if torch.is_grad_enabled():
             outputs = graph_boundary.edges_of(made.differentiable)
-            self._under_way[microbatch].append((inputs, outputs, stage_input.sequence_length))
+            self._under_way[microbatch].append((inputs, outputs, stage_input.sequence_lengths))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         assert received is not None
-        under_way: tuple[DetachedInputs, list[GradientEdge], int] = self._under_way[microbatch].pop()
-        inputs, outputs, sequence_length = under_way
-        self.hooks.before_backward(sequence_length)
+        under_way: tuple[DetachedInputs, list[GradientEdge], tuple[int, ...]] = self._under_way[microbatch].pop()
+        inputs, outputs, sequence_lengths = under_way
+        self.hooks.before_backward(*sequence_lengths)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
         return gradient_message(inputs.gradients)
 

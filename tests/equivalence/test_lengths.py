@@ -109,7 +109,7 @@ register_block(
 
 
 def decoder() -> LightningModule:
-    layers = (nn.TransformerDecoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True) for _ in range(4))
+    layers = (nn.TransformerDecoderLayer(WIDTH, HEADS, 36, dropout=0.0, batch_first=True) for _ in range(4))
     return TwoTexts(*layers)
 
 

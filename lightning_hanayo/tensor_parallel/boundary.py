@@ -153,7 +153,8 @@ class ReplicatedReshard(_Reshard):
         if self.stream_dims is None:
             return x
         x = collectives.all_gather(x, self.mesh.axis("z"), -1)
-        x = collectives.all_gather(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
+        x = collectives.all_gather(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
+        x = x.narrow(self.stream_dims.sequence_dim, 0, sequence_length)
         return self.rows_out(x, shares, self.stream_dims.batch_dim)
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:

@@ -65,11 +65,11 @@ class StageHooks(Protocol):
     def end_batch(self) -> None:
         """Called when a batch has ended."""
 
-    def before_forward(self, sequence_length: int) -> None:
-        """Called before a forward of the blocks on a micro-batch, whose whole sequences have that length."""
+    def before_forward(self, *sequence_lengths: int) -> None:
+        """Called before a forward of the blocks on a micro-batch, whose whole sequences have these lengths."""
 
-    def before_backward(self, sequence_length: int) -> None:
-        """Called before the backward of a micro-batch, with the length that its forward had."""
+    def before_backward(self, *sequence_lengths: int) -> None:
+        """Called before the backward of a micro-batch, with the lengths that its forward had."""
 
 
 class NoHooks:
@@ -83,7 +83,7 @@ class NoHooks:
     kept: Sequence[Tensor] = ()
     expect_last_gradients = finish_gradients = end_batch = begin_batch
 
-    def before_forward(self, sequence_length: int) -> None:
+    def before_forward(self, *sequence_lengths: int) -> None:
         """Do nothing."""
 
     before_backward = before_forward
@@ -115,9 +115,9 @@ class NoReshard:
         """The tensors themselves."""
         return list(tensors)
 
-    def sequence_length(self, microbatch: int) -> int:
-        """0: no block asks for it."""
-        return 0
+    def sequence_lengths(self, microbatch: int) -> tuple[int, ...]:
+        """None: no block asks for them."""
+        return ()
 
 
 RunAction = Callable[[Batch, int, Message | None], Message | None]
@@ -184,19 +184,19 @@ class MiddleStage(Stage):
         assert received is not None
         inputs = DetachedInputs(received)
         stage_input = StageInput.from_message(inputs.message)
-        self.hooks.before_forward(stage_input.sequence_length)
+        self.hooks.before_forward(*stage_input.sequence_lengths)
         made = stage_input.run(self.blocks, self.carriers).message
         if torch.is_grad_enabled():
             outputs = graph_boundary.edges_of(made.differentiable)
-            self._under_way[microbatch].append((inputs, outputs, stage_input.sequence_length))
+            self._under_way[microbatch].append((inputs, outputs, stage_input.sequence_lengths))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         assert received is not None
-        under_way: tuple[DetachedInputs, list[GradientEdge], int] = self._under_way[microbatch].pop()
-        inputs, outputs, sequence_length = under_way
-        self.hooks.before_backward(sequence_length)
+        under_way: tuple[DetachedInputs, list[GradientEdge], tuple[int, ...]] = self._under_way[microbatch].pop()
+        inputs, outputs, sequence_lengths = under_way
+        self.hooks.before_backward(*sequence_lengths)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
         return gradient_message(inputs.gradients)
 
@@ -263,21 +263,23 @@ class LastStage(Stage):
         assert received is not None
         inputs, cut = DetachedInputs(received), GraphCut()
         stage_input = StageInput.from_message(inputs.message)
-        length = stage_input.sequence_length
-        self.hooks.before_forward(length)
+        lengths = stage_input.sequence_lengths
+        self.hooks.before_forward(*lengths)
         made = stage_input.run(self.blocks, self.carriers).message
         whole = tuple(self.boundary.unshard_outputs(microbatch, made.tensors))
         sequence_number = self._resume(batch, microbatch, cut, Message(made.skeleton, whole))
         if torch.is_grad_enabled():
-            self._under_way[microbatch].append((inputs, cut, sequence_number, length))
+            self._under_way[microbatch].append((inputs, cut, sequence_number, lengths))
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
-        under_way: tuple[DetachedInputs, GraphCut, int, int] | None = self._begin_backward(batch, microbatch)
+        under_way: tuple[DetachedInputs, GraphCut, int, tuple[int, ...]] | None = self._begin_backward(
+            batch, microbatch
+        )
         if under_way is None:
             return None
-        inputs, cut, _, sequence_length = under_way
-        self.hooks.before_backward(sequence_length)
+        inputs, cut, _, sequence_lengths = under_way
+        self.hooks.before_backward(*sequence_lengths)
         cut.backward(always=not isinstance(self.boundary, NoReshard))  # the ranks of a cube run the same backward
         return gradient_message(inputs.gradients)
 

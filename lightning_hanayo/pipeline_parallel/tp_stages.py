@@ -24,7 +24,7 @@ from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import GraphCut
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.carriers import merged
-from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput, carried_of
+from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput, carried_of, is_block
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.message import Message, unpack_gradients
@@ -48,23 +48,24 @@ class ShardedCalls:
     boundary: "MicrobatchReshard | NoReshard"
     batch: Batch
     microbatch: int
+    streams_of: Callable[[Message], list[int]]
     cut: GraphCut = field(default_factory=GraphCut)
     _inside: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """by id: a tensor outside (kept, so that its id stays its own), and the same inside"""
     _is_dry_run: bool = False
 
-    def first(self, streams_of: Callable[[Message], list[int]]) -> Message:
+    def first(self) -> Message:
         """The first block's call."""
         call = self.user.begin_pass(self.batch, self.microbatch)
-        streams = streams_of(call)
-        sharded = self._shard(call, streams)
+        streams = self.streams_of(call)
+        sharded = self._shard(call)
         if sharded is not None:
             return Message(call.skeleton, tuple(sharded))
         outside = [self.cut.cut(call.tensors[i]) for i in streams]
         inside = self.boundary.shard_streams(self.microbatch, outside)
         self._is_dry_run = True
         call = self._start_dry_run(call)
-        for i, tensor in zip(streams_of(call), inside, strict=True):
+        for i, tensor in zip(self.streams_of(call), inside, strict=True):
             self._inside[id(call.tensors[i])] = call.tensors[i], tensor
         return self._from_dry_run(call)
 
@@ -75,7 +76,7 @@ class ShardedCalls:
             if self._is_dry_run:
                 self.user.finish_dry_run(self.batch, self.microbatch, after.output)
             return calls
-        sharded = None if self._is_dry_run else self._shard(calls, [])
+        sharded = None if self._is_dry_run else self._shard(calls)
         if sharded is not None:
             return Message(calls.skeleton, tuple(sharded))
         if not self._is_dry_run:
@@ -112,12 +113,12 @@ class ShardedCalls:
         pairs = (self._inside.get(id(tensor), (tensor, tensor)) for tensor in calls.tensors)
         return Message(calls.skeleton, tuple(inside for _, inside in pairs))
 
-    def _shard(self, calls: Message, streams: list[int]) -> list[Tensor] | None:
+    def _shard(self, calls: Message) -> list[Tensor] | None:
         """All tensors of `calls` inside; None, on all ranks, where the ranks' arguments differ in structure."""
         new = [i for i, tensor in enumerate(calls.tensors) if id(tensor) not in self._inside]
         position = {index: i for i, index in enumerate(new)}
         outside = [self.cut.cut(calls.tensors[i]) for i in new]
-        positions = [position[i] for i in streams]
+        positions = [position[i] for i in self.streams_of(calls) if i in position]
         dims = None
         if isinstance(self.user, WholeStep):
             dims = self.user.dims_of_parts(self.batch, [calls.tensors[i] for i in new])
@@ -146,27 +147,27 @@ class TensorParallelFirstStage(FirstStage):
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        calls = ShardedCalls(self.user, self.boundary, batch, microbatch)
-        first_call = calls.first(self._streams_of)
-        length = self.boundary.sequence_length(microbatch)
-        self.hooks.before_forward(length)
+        calls = ShardedCalls(self.user, self.boundary, batch, microbatch, self.streams_of)
+        first_call = calls.first()
+        self.hooks.before_forward(*self.boundary.sequence_lengths(microbatch))
         is_last = self.user.num_blocks == 1  # calls of others come later
         first = StageInput.from_message(first_call).run(self.blocks[:1], self.carriers, is_last=is_last)
         others = StageInput.from_message(calls.others(first))
-        self.hooks.before_forward(length)
+        lengths = self.boundary.sequence_lengths(microbatch)
+        self.hooks.before_forward(*lengths)
         trees = merged(first.trees, others.trees)
-        others = others._replace(sequence_length=length).after([first.output], 0, trees)
+        others = others._replace(sequence_lengths=lengths).after([first.output], 0, trees)
         made = others.run(self.blocks[1:], self.carriers).message
         if torch.is_grad_enabled():
-            self._under_way[microbatch].append((calls.cut, graph_boundary.edges_of(made.differentiable), length))
+            self._under_way[microbatch].append((calls.cut, graph_boundary.edges_of(made.differentiable), lengths))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
-        under_way: tuple[GraphCut, list[GradientEdge], int] = self._under_way[microbatch].pop()
-        cut, outputs, sequence_length = under_way
-        self.hooks.before_backward(sequence_length)
+        under_way: tuple[GraphCut, list[GradientEdge], tuple[int, ...]] = self._under_way[microbatch].pop()
+        cut, outputs, sequence_lengths = under_way
+        self.hooks.before_backward(*sequence_lengths)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
         keeps = self.has_backward(microbatch)  # of an earlier pass
         self.tied.first_stage_backward(microbatch, lambda: cut.backward(retain_graph=keeps))
@@ -175,12 +176,13 @@ class TensorParallelFirstStage(FirstStage):
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         return graph_boundary.reachable(self._under_way[microbatch][-1][0].tensors)[1]
 
-    def _streams_of(self, first_call: Message) -> list[int]:
-        """The indices of the residual streams in the first block's call, found by the names of its arguments."""
-        ((_, (_, *args), (_, *kwargs)),) = first_call.skeleton[1]
-        names = list(inspect.signature(type(self.blocks[0]).forward).parameters)[1:]
-        named = [*zip(names, args, strict=False), *((key[2], value) for key, value in kwargs)]
-        return [index for name, tree in named if name in self.streams for index in tensor_indices(tree)]
+    def streams_of(self, calls: Message) -> list[int]:
+        """The indices of the residual streams in calls of blocks, found by the names of their arguments."""
+        names, found = list(inspect.signature(type(self.blocks[0]).forward).parameters)[1:], list[int]()
+        for _, (_, *args), (_, *kwargs) in filter(is_block, calls.skeleton[1]):
+            named = [*zip(names, args, strict=False), *((key[2], value) for key, value in kwargs)]
+            found += [index for name, tree in named if name in self.streams for index in tensor_indices(tree)]
+        return list(dict.fromkeys(found))
 
 
 @dataclass(eq=False)
@@ -194,11 +196,11 @@ class DryFirstBlock:
         """Run it, and return its output outside."""
         stage, boundary = self.stage, self.boundary
         boundary.begin([boundary.shares_of(num_samples)])
-        inside = boundary.shard_arguments(0, call.tensors, stage._streams_of(call), call.skeleton)
+        inside = boundary.shard_arguments(0, call.tensors, stage.streams_of(call), call.skeleton)
         assert inside is not None
-        length = boundary.sequence_length(0)
-        stage.hooks.before_forward(length)
-        given = StageInput.from_message(Message(call.skeleton, tuple(inside)))._replace(sequence_length=length)
+        lengths = boundary.sequence_lengths(0)
+        stage.hooks.before_forward(*lengths)
+        given = StageInput.from_message(Message(call.skeleton, tuple(inside)))._replace(sequence_lengths=lengths)
         flattener = Flattener()
         output = given.run(stage.blocks[:1], is_last=stage.user.num_blocks == 1).output
         skeleton = flattener.flatten(output, "the output of a block")

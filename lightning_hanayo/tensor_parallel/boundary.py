@@ -21,6 +21,7 @@ from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
+from lightning_hanayo.tensor_parallel.product import SequenceParts, sequence_parts
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class ReplicatedReshard(_Reshard):
         if self.stream_dims is None:
             return x
         x = collectives.all_gather(x, self.mesh.axis("z"), -1)
-        x = collectives.all_gather(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
+        x = collectives.all_gather(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
+        x = x.narrow(self.stream_dims.sequence_dim, 0, sequence_length)
         return self.rows_out(x, shares, self.stream_dims.batch_dim)
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
@@ -276,7 +278,8 @@ class MicrobatchReshard:
     _made: dict[Hashable, list[Rows | Literal["same", "mean"]]] = field(default_factory=dict, init=False)
     """by what the ranks share, and the number of tensors: what generic blocks have made of it"""
     _has_warned: bool = field(default=False, init=False)
-    _lengths: dict[int, int] = field(default_factory=dict, init=False)
+    _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
+    """by micro-batch: the different lengths of its residual streams"""
     _compared: set[tuple[int, tuple[int, ...]]] = field(default_factory=set, init=False)
     """arguments that are the same for all samples, by place and shape, whose values were compared"""
 
@@ -326,22 +329,23 @@ class MicrobatchReshard:
         ]
 
     def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Reshard residual streams alone. The first one sets the micro-batch's sequence length.
+        """Reshard residual streams alone, padded to whole parts with copies of their last positions.
 
-        Raises:
-            UnsupportedError: y doesn't divide another one's length.
+        The padding is computed with, but never read by other positions, and has no gradient: copies stay as finite as
+        what they are copied from.
         """
-        dims = self.reshard.stream_dims
-        lengths = [] if dims is None else [tensor.shape[dims.sequence_dim] for tensor in tensors]
-        for i, length in enumerate(lengths):
-            if i == 0:
-                self._lengths[microbatch] = length
-            elif length % self.reshard.mesh.size("y"):
-                raise UnsupportedError(
-                    f"the memory of a decoder has {length} positions, which don't divide over y = "
-                    f"{self.reshard.mesh.size('y')} ranks of the cube. Pad it, with a mask, or take y = 1."
-                )
-        return [self.reshard.stream_in(tensor, self._shares[microbatch]) for tensor in tensors]
+        dims, shares, resharded = self.reshard.stream_dims, self._shares[microbatch], []
+        if dims is None:
+            return [self.reshard.stream_in(tensor, shares) for tensor in tensors]
+        dim = dims.sequence_dim
+        lengths = (*self.sequence_lengths(microbatch), *(tensor.shape[dim] for tensor in tensors))
+        self._lengths[microbatch] = tuple(dict.fromkeys(lengths))
+        parts = self._parts(microbatch)
+        for x in tensors:
+            if parts is not None and (missing := parts.size(x.shape[dim]) * parts.count - x.shape[dim]):
+                x = torch.cat((x, x.narrow(dim, -1, 1).repeat_interleave(missing, dim)), dim)
+            resharded.append(self.reshard.stream_in(x, shares))
+        return resharded
 
     def agrees(self, microbatch: int, value: Hashable) -> bool:
         """Returns whether all ranks that share samples have the same value."""
@@ -355,7 +359,11 @@ class MicrobatchReshard:
         """
         reshard, shares = self.reshard, self._shares[microbatch]
         if reshard.stream_dims is not None or not isinstance(reshard, ReplicatedReshard):
-            return [reshard.stream_out(tensor, shares, self.sequence_length(microbatch)) for tensor in tensors]
+            dims, parts = reshard.stream_dims, self._parts(microbatch)
+            self._lengths.pop(microbatch, None)  # another pass may have others
+            sizes = [0 if dims is None else x.shape[dims.sequence_dim] for x in tensors]
+            lengths = sizes if parts is None else [parts.length(size) for size in sizes]
+            return [reshard.stream_out(x, shares, length) for x, length in zip(tensors, lengths, strict=True)]
         rows_of_args = self._rows.get(microbatch) or [Rows(dim, tuple(shares)) for dim in {reshard.batch_dim: 0, 0: 0}]
         key = tuple(rows_of_args), len(tensors)
         if key not in self._made:
@@ -407,9 +415,12 @@ class MicrobatchReshard:
                 stacklevel=2,
             )
 
-    def sequence_length(self, microbatch: int) -> int:
-        """Returns the length of the micro-batch's sequences; 0 if the blocks don't need it."""
-        return self._lengths.get(microbatch, 0)
+    def sequence_lengths(self, microbatch: int) -> tuple[int, ...]:
+        """Returns the different lengths of the micro-batch's sequences in this pass; none if blocks don't need them."""
+        return self._lengths.get(microbatch, ())
+
+    def _parts(self, microbatch: int) -> SequenceParts | None:
+        return sequence_parts(self.sequence_lengths(microbatch), self.reshard.mesh.size("y"))
 
     def _find_batch_tensors(
         self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable

@@ -18,15 +18,16 @@ Several layers that read one input are one product, with their weights as the ro
 all-gathers and of the three reduce-scatters is one collective for all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
 from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
@@ -37,16 +38,83 @@ Keep = Literal["gathered", "shards"]
 
 
 @dataclass(frozen=True)
+class SequenceParts:
+    """The sizes of the equal parts into which sequences are cut, with padding where that is needed.
+
+    No two lengths have parts of the same size, so that a part's size tells the length. Over two ranks:
+
+        length 7    4 + 4, of which 1 is padding
+        length 8    5 + 5, of which 2 are padding, because 4 is taken
+
+    Args:
+        count: how many parts each sequence has.
+        sizes: the size of one part, by length.
+        padded: the size of a part and the length, of those sequences whose parts are padded.
+    """
+
+    count: int
+    sizes: Mapping[int, int]
+    padded: tuple[tuple[int, int], ...]
+
+    def length(self, size: int) -> int:
+        """Returns the length of the sequences whose parts have this size.
+
+        Raises:
+            UnsupportedError: there are none.
+        """
+        for length, own in self.sizes.items():
+            if own == size:
+                return length
+        raise UnsupportedError(
+            f"a layer of a cube reads a tensor of {size} positions, but of the sequences of {list(self.sizes)} "
+            f"positions that enter the blocks each rank has {list(self.sizes.values())}. If the tensor is made of "
+            f"another argument of the blocks, such as a memory, name that in `streams` of their BlockSpec."
+        )
+
+    def size(self, length: int) -> int:
+        """Returns the size of the parts of sequences of this length.
+
+        Raises:
+            UnsupportedError: there are none.
+        """
+        if length not in self.sizes:
+            raise UnsupportedError(
+                f"a layer of a cube writes a tensor of {length} positions, but sequences of {list(self.sizes)} "
+                f"positions enter the blocks. Registered blocks must keep the length of their residual streams."
+            )
+        return self.sizes[length]
+
+
+@lru_cache(maxsize=1024)
+def sequence_parts(lengths: tuple[int, ...], count: int) -> SequenceParts | None:
+    """Returns the parts of sequences of these lengths over so many ranks; None if nothing has to be known of them.
+
+    The sizes of one length's parts don't depend on later lengths.
+    """
+    if not lengths or count == 1:
+        return None
+    sizes: dict[int, int] = {}
+    for length in dict.fromkeys(lengths):
+        size = -(-length // count)
+        while size in sizes.values():
+            size += 1
+        sizes[length] = size
+    padded = tuple((size, length) for length, size in sizes.items() if size * count != length)
+    return SequenceParts(count, sizes, padded)
+
+
+@dataclass(frozen=True)
 class BoundCollective:
-    """A collective of an input's or output's dimension `dim`, whose true length is `size` if its parts are padded."""
+    """A collective of an input's or output's dimension `dim`; `parts` are those of sequences, if it is one of them."""
 
     axis: MeshAxis
     dim: int
-    size: int | None = None
+    parts: SequenceParts | None = None
 
     def gather(self, x: Tensor) -> Pending[Tensor]:
         """Start to gather the parts of `x`."""
-        return collectives.start_all_gather(x, self.axis, self.dim, self.size)
+        size = None if self.parts is None else self.parts.length(x.shape[self.dim])
+        return collectives.start_all_gather(x, self.axis, self.dim, size)
 
     def gather_each(self, tensors: Sequence[Tensor], sizes: Sequence[int | None]) -> Pending[list[Tensor]]:
         """Start to gather the parts of several tensors, to these sizes."""
@@ -54,6 +122,9 @@ class BoundCollective:
 
     def scatter_each(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
         """Start to sum several tensors; each rank gets its part."""
+        if self.parts is not None:
+            sizes = [self.parts.size(x.shape[self.dim]) * self.parts.count for x in tensors]
+            tensors = [collectives.padded(x, self.dim, size) for x, size in zip(tensors, sizes, strict=True)]
         return collectives.start_reduce_scatter_each(tensors, self.axis, self.dim)
 
 

@@ -9,17 +9,23 @@ from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor_parallel import weights
 from lightning_hanayo.tensor_parallel.collectives import CallOrder
 from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
-from lightning_hanayo.tensor_parallel.product import AxisCollective, BoundCollective, Keep
+from lightning_hanayo.tensor_parallel.product import (
+    AxisCollective,
+    BoundCollective,
+    Keep,
+    SequenceParts,
+    sequence_parts,
+)
 from lightning_hanayo.weight_gradients import WeightGradients
 
 
 class StageContext:
     """Given to the constructor of each layer. It implements the runtime's `StageHooks`.
 
-    The sequence length is the one thing here that changes between runs. An all-gather needs it to drop the padding. The
-    stage has it as an argument, but the layers are called by the user's own block code, which can't pass it on, so
-    they read it here. A layer's backward uses the length of its own forward; the hook before the backward is for layers
-    that are recomputed in it (activation checkpointing).
+    The lengths of sequences are the one thing here that changes between runs. An all-gather needs them to drop the
+    padding. The stage has them as an argument, but the layers are called by the user's own block code, which can't pass
+    them on, so they read them here. A layer's backward uses those of its own forward; the hook before the backward is
+    for layers that are recomputed in it (activation checkpointing).
 
     Example:
         >>> context = StageContext(Mesh.single())
@@ -30,8 +36,9 @@ class StageContext:
         keep: tensors that products save for the backward: "gathered" ones, or "shards", which are gathered again.
         queue: takes weight gradients while the stage's backward is split; None: it never is.
         num_pieces: in how many pieces a product runs, so that communication overlaps compute.
-        sequence_length: of all sequences, for a model that runs without stages; None if y divides it.
-        turns: which of two actions runs now, each with a sequence length and a place in the order of weights; None:
+        sequence_length: of all sequences, for a model that runs without stages, or the different ones; None if y
+            divides them.
+        turns: which of two actions runs now, each with lengths of sequences and a place in the order of weights; None:
             there is one at a time.
         keep_weights: whether weights are gathered, and their gradients reduce-scattered, once a batch.
     """
@@ -43,7 +50,7 @@ class StageContext:
         queue: WeightGradients | None = None,
         *,
         num_pieces: int = 1,
-        sequence_length: int | None = None,
+        sequence_length: int | tuple[int, ...] | None = None,
         turns: DeviceTurns | None = None,
         keep_weights: bool = False,
     ) -> None:
@@ -56,7 +63,8 @@ class StageContext:
         self.keep: Keep = keep
         self.queue = queue
         self.num_pieces = num_pieces
-        self._sequence_lengths = [sequence_length, sequence_length]
+        lengths = (sequence_length,) if isinstance(sequence_length, int) else sequence_length or ()
+        self._sequence_parts = [sequence_parts(lengths, mesh.size("y"))] * 2
         self.batch_weights = weights.BatchWeights(keep_weights, self._turns)
         self._pair_weights = weights.PairWeights(self._turns)
         self.pending_gradients = weights.PendingGradients(self._turns, self.batch_weights)
@@ -78,9 +86,9 @@ class StageContext:
         return self._mesh
 
     @property
-    def sequence_length(self) -> int | None:
-        """Of the action that runs now; None if parts of its sequences need no padding."""
-        return self._sequence_lengths[self._turns.slot]
+    def sequence_parts(self) -> SequenceParts | None:
+        """Of the action that runs now; None if nothing is known of its sequences, which then need no padding."""
+        return self._sequence_parts[self._turns.slot]
 
     @property
     def prefetch_order(self) -> weights.PrefetchOrder:
@@ -88,10 +96,10 @@ class StageContext:
         return self._prefetch_orders[self._turns.slot]
 
     def bind(self, collective: AxisCollective) -> BoundCollective:
-        """Returns the collective over this mesh's ranks, for sequences of the length that the stage runs now."""
-        size = self.sequence_length if collective.is_sequence else None
+        """Returns the collective over this mesh's ranks, for sequences of the lengths that the stage runs now."""
+        parts = self.sequence_parts if collective.is_sequence else None
         axis = self.mesh.axis(collective.axis) if collective.axis else MeshAxis(None, 1, 0)
-        return BoundCollective(axis, collective.dim, size)
+        return BoundCollective(axis, collective.dim, parts)
 
     def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
@@ -131,14 +139,14 @@ class StageContext:
         for order in self._prefetch_orders:
             order.drop_prefetched()
 
-    def before_forward(self, sequence_length: int) -> None:
-        """The stage's forward runs next, on sequences of this length; 0 if no all-gather needs it."""
-        self._sequence_lengths[self._turns.slot] = self._padded_length(sequence_length)
+    def before_forward(self, *sequence_lengths: int) -> None:
+        """The stage's forward runs next, on sequences of these lengths; none if no all-gather needs them."""
+        self._sequence_parts[self._turns.slot] = sequence_parts(sequence_lengths, self._mesh.size("y"))
         self.prefetch_order.begin()
 
-    def before_backward(self, sequence_length: int) -> None:
-        """The stage's backward runs next, with the length that its forward had."""
-        self._sequence_lengths[self._turns.slot] = self._padded_length(sequence_length)
+    def before_backward(self, *sequence_lengths: int) -> None:
+        """The stage's backward runs next, with the lengths that its forward had."""
+        self._sequence_parts[self._turns.slot] = sequence_parts(sequence_lengths, self._mesh.size("y"))
         self.prefetch_order.begin(recomputes=True)
 
     @property
@@ -169,7 +177,3 @@ class StageContext:
         self.pending_gradients.finish()
         self.pending_gradients.ends_late = False
         self.batch_weights.end_batch()
-
-    def _padded_length(self, sequence_length: int) -> int | None:
-        """The length, if parts of such sequences are padded. Compiled code has a graph for each that it reads here."""
-        return sequence_length if sequence_length % self._mesh.size("y") else None

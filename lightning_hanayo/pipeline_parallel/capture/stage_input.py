@@ -3,7 +3,7 @@
     output_skeleton    the output of the block before                       a tree
     calls              the distinct calls of the blocks still to come       (args, kwargs), with proxies for that output
     call_of_block      for each block still to come, and each function between them, the index of its call
-    sequence_length    of the whole sequences; 0 if no block uses it
+    sequence_lengths   of the whole sequences; none if no block uses them
     returned           the structure that the step takes for the output of the blocks still to come, with every None
     carried            values that the step and earlier blocks leave for others: a tree for each carrier
 
@@ -43,21 +43,21 @@ class StageInput(NamedTuple):
     calls: tuple[pytree.Skeleton, ...]
     call_of_block: tuple[int, ...]
     tensors: tuple[Tensor, ...]
-    sequence_length: int = 0
+    sequence_lengths: tuple[int, ...] = ()
     carried: pytree.Skeleton = NO_TREES
     returned: pytree.Skeleton = pytree.VALUE
 
     @staticmethod
     def from_message(message: Message) -> "StageInput":
         """Read the stage input in `message`."""
-        output_skeleton, calls, call_of_block, sequence_length, returned, carried = message.skeleton
-        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_length, carried, returned)
+        output_skeleton, calls, call_of_block, sequence_lengths, returned, carried = message.skeleton
+        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_lengths, carried, returned)
 
     @property
     def message(self) -> Message:
         """The stage input as a message, with the tensors that are still used, each once."""
-        output_skeleton, calls, call_of_block, _, sequence_length, carried, returned = self
-        skeleton, used = _used(output_skeleton, calls, call_of_block, sequence_length, carried, returned)
+        output_skeleton, calls, call_of_block, _, sequence_lengths, carried, returned = self
+        skeleton, used = _used(output_skeleton, calls, call_of_block, sequence_lengths, carried, returned)
         return Message(skeleton, tuple([self.tensors[index] for index in used]))
 
     @property
@@ -137,7 +137,7 @@ class StageInput(NamedTuple):
             self.calls, remaining, len(flattener.tensors), len(self.tensors), tuple(skipping.items())
         )
         tensors = (*flattener.tensors, *self.tensors)
-        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length, carried, self.returned)
+        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_lengths, carried, self.returned)
 
 
 def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any:
@@ -241,7 +241,7 @@ def _used(
     output: pytree.Skeleton,
     calls: tuple[pytree.Skeleton, ...],
     call_of_block: tuple[int, ...],
-    sequence_length: int,
+    sequence_lengths: tuple[int, ...],
     carried: pytree.Skeleton,
     returned: pytree.Skeleton,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -255,7 +255,7 @@ def _used(
         pytree.renumber(output, new),
         renumbered,
         call_of_block,
-        sequence_length,
+        sequence_lengths,
         returned,
         pytree.renumber(carried, new),
     )

@@ -50,7 +50,7 @@ class BlockSpec:
         >>> BlockSpec(("x",), (ProjectionGroup("", ("up",)),), ("down",))
 
     Args:
-        streams: the forward's arguments that carry residual streams.
+        streams: the forward's arguments that carry residual streams, also a memory: each may have its own length.
         projections: the groups of column-parallel linear layers.
         row_parallel: the linear layers that lead back to the residual stream, paths in the block.
         batch_first: whether a block's streams are [batch, seq, h]; None: all are.

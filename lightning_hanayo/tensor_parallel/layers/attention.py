@@ -7,7 +7,6 @@ x [batch/x, seq/y, E/z]  --all-gather once-->  [batch/x, seq, E/z]  -->  q, k, v
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,20 +66,16 @@ class AttentionProjections:
                 stored.append(StoredWeight(module, shape, name=name))
             start = stop
         self._products: dict[tuple[int, ...], ShardedProduct] = {}
-        for which in _READERS:  # only the query has the run's sequence length
+        for which in _READERS:
             weight = context.weight(*(stored[i] for i in which))
-            along = style.all_gather if which[0] == 0 else replace(style.all_gather, is_sequence=False)
-            self._products[which] = ShardedProduct(weight, context, along, style.reduce_scatter)
+            self._products[which] = ShardedProduct(weight, context, style.all_gather, style.reduce_scatter)
 
     def _fused(self, axes: str) -> DimShard:
         """How the out-features of q, k and v are sharded over `axes`: each rank gets its part of all three."""
         return DimShard(sum(self.outs), axes, fused_order(self.outs, self.context.mesh.size(axes)))
 
     def project(self, inputs: Sequence[Tensor], bias: Tensor | None) -> list[Tensor]:
-        """Query, key and value to this rank's heads of q, k and v. A tensor that is several of them is gathered once.
-
-        A key that isn't the query, as a decoder's memory, isn't padded.
-        """
+        """Query, key and value to this rank's heads of q, k and v. A tensor that is several is gathered once."""
         outs: dict[int, Tensor] = {}
         for i, x in enumerate(inputs):
             if i not in outs:

@@ -25,6 +25,7 @@ from lightning_hanayo.tensor_parallel.product import (
     AxisCollective,
     ParallelStyle,
     ProductArgs,
+    SequenceParts,
     products,
 )
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
@@ -64,7 +65,7 @@ class ShardedProduct:
         self._begin()
 
     def _begin(self) -> None:
-        self._args: tuple[int | None, ProductArgs] | None = None
+        self._args: tuple[SequenceParts | None, ProductArgs] | None = None
         self._handle = new_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,13 +89,13 @@ class ShardedProduct:
         return (gathered if self._num_gathered > 1 else x), *outputs
 
     def args(self) -> ProductArgs:
-        """How it runs now: for sequences of the length that the stage runs."""
+        """How it runs now: for sequences of the lengths that the stage runs."""
         self.context.check_open()
-        length = self.context.sequence_length
-        if self._args is None or self._args[0] != length:
+        parts = self.context.sequence_parts
+        if self._args is None or self._args[0] is not parts:
             before, after = self.context.bind(self.all_gather), self.context.bind(self.reduce_scatter)
             keep, num_pieces, has_pairs = self.context.keep, self.context.num_pieces, self.context.has_pairs
-            self._args = length, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
+            self._args = parts, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
         return self._args[1]
 
     def following(self) -> Sequence[ShardedWeight]:
@@ -103,16 +104,18 @@ class ShardedProduct:
 
     def _call_compiled(self, x: Tensor) -> tuple[Tensor, ...]:
         gathers, keeps, weight = self._num_gathered > 1, self.context.keep == "gathered", self.weight
-        gathered = list(x.shape)
+        parts, gathered = self.context.sequence_parts, list(x.shape)
+        padded = () if parts is None else parts.padded  # a graph for each, and one for all lengths without padding
         if gathers:
             dim = self.all_gather.dim % x.dim()
-            length = self.context.sequence_length if self.all_gather.is_sequence else None
-            gathered[dim] = gathered[dim] * self._num_gathered if length is None else length
+            lengths = [length for size, length in padded if size == x.shape[dim]] if self.all_gather.is_sequence else []
+            gathered[dim] = lengths[0] if lengths else gathered[dim] * self._num_gathered
         outputs: list[int] = []
         for features in weight.sizes:
             shape = [*gathered[:-1], features]
             dim = self.reduce_scatter.dim % len(shape)
-            shape[dim] = -(-shape[dim] // self._num_scattered)
+            sizes = [size for size, length in padded if length == shape[dim]] if self.reduce_scatter.is_sequence else []
+            shape[dim] = sizes[0] if sizes else -(-shape[dim] // self._num_scattered)
             outputs += shape
         rows = None
         if keeps and weight.is_gathered and not self.context.batch_weights.is_on:  # the graph may overwrite its own

@@ -205,11 +205,11 @@ class _StageRuns(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % MICROBATCHES == 0:
             self._context.begin_batch()
-        self._context.before_forward(0)
+        self._context.before_forward()
 
     @override
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self._context.before_backward(0)
+        self._context.before_backward()
 
 
 def _prepare(model: Model, candidate: Candidate, card: Card) -> list[Callback]:

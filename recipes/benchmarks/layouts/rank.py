@@ -262,9 +262,9 @@ class LayoutRunner:
         context, (stage,) = self._schemes[0].context, self.stages.values()
         last = _WithLoss(stage, self._candidate)
         for x, weight in zip(self._inputs, self._batch.loss_weights, strict=True):
-            context.before_forward(0)
+            context.before_forward()
             loss = last(x)
-            context.before_backward(0)
+            context.before_backward()
             (loss * weight).backward()
         self._reduction.start(0)
 

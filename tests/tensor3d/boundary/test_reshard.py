@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.boundary import (
     MicrobatchReshard,
     ReplicatedReshard,
@@ -17,6 +17,7 @@ from lightning_hanayo.tensor_parallel.boundary import (
     sample_shares,
 )
 from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.product import sequence_parts
 from tests.harness.pool import Pool
 
 
@@ -70,3 +71,12 @@ def test_what_ranks_with_other_samples_must_agree_on(pool: Pool, kind: str, expe
             assert isinstance(found, str) and re.search(expected, found)
         else:
             assert found == expected
+
+
+def test_a_size_of_parts_belongs_to_one_length() -> None:
+    parts = sequence_parts((7, 8, 7, 10), 2)
+    assert parts is not None and parts.sizes == {7: 4, 8: 5, 10: 6} and parts.length(5) == 8
+    with pytest.raises(UnsupportedError, match="reads a tensor of 8 positions.* name that in `streams`"):
+        parts.length(8)
+    with pytest.raises(UnsupportedError, match="writes a tensor of 9 positions.* keep the length"):
+        parts.size(9)

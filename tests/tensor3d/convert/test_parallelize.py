@@ -33,6 +33,8 @@ from tests.harness.thorough import covered
 from tests.tensor3d.comparing import gradient_errors, too_large
 
 BATCH, WIDTH, HEADS = 4, 16, 4
+MEMORY = 8
+"""positions of a decoder's memory"""
 
 
 def causal(length: int) -> Tensor:
@@ -98,7 +100,7 @@ def padded_keys(length: int) -> dict[str, Any]:
 
 
 def remembered(length: int) -> dict[str, Any]:
-    return {"memory": torch.randn(BATCH, 8, WIDTH, dtype=torch.float64), "tgt_mask": causal(length)[0, 0]}
+    return {"memory": torch.randn(BATCH, MEMORY, WIDTH, dtype=torch.float64), "tgt_mask": causal(length)[0, 0]}
 
 
 def rotary(length: int) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def compared(family: Family, length: int, ranks: Mesh, keep: Keep) -> dict[str, 
     reference = stack(family)
     blocks = deepcopy(reference)
     plan = plan_parallelize(list(blocks), "blocks", ranks.sizes)
-    context = StageContext(ranks, keep, sequence_length=length)
+    context = StageContext(ranks, keep, sequence_length=(length, MEMORY))
     plan.install(list(blocks), context)
     assert plan.is_registered and (plan.batch_dim == 0) is family.batch_first
     x, gradient = torch.randn(2, BATCH, length, WIDTH, dtype=torch.float64)

@@ -92,10 +92,10 @@ def calls_of(make: Callable[[StageContext], nn.Module], x: Tensor) -> tuple[str,
         context = StageContext(Mesh.create((2, 2, 2)))
         layer = make(context)
         own = x.clone().requires_grad_(x.is_floating_point())
-        context.before_forward(LENGTH)
+        context.before_forward(LENGTH, BATCH)  # attention takes [seq, batch, h]
         with Calls() as forward:
             y = layer(own) if not isinstance(layer, MultiheadAttention3D) else layer(own, own, own)[0]
-        context.before_backward(LENGTH)
+        context.before_backward(LENGTH, BATCH)
         with Calls() as backward:
             y.backward(torch.empty_like(y))
         return str(forward), str(backward)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
-MAX_LINES = 39_406
+MAX_LINES = 39_604
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 276
+MAX_FILES = 279
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

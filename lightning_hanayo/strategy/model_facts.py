@@ -192,10 +192,10 @@ class _FlashAttention(TorchFunctionMode):
                 return args[0].mm(args[1][0])
         if func is not F.scaled_dot_product_attention or len(args) < 3:
             return func(*args, **kwargs)
-        q, k, v, *others = (*map(as_autocast, args[:3]), *args[3:])
+        q, k, v = map(as_autocast, args[:3])
         if q.dim() == 4 and (groups := q.shape[1] // k.shape[1]) > 1:
             k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
-        return (_attention if isinstance(q, FakeTensor) or q.is_meta else func)(q, k, v, *others, **kwargs)
+        return (_attention if isinstance(q, FakeTensor) or q.is_meta else func)(q, k, v, *args[3:], **kwargs)
 
 
 def _attention(

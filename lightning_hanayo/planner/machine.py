@@ -169,7 +169,7 @@ def _data_sheet(
         ranks_per_node=ranks,
         memory=memory,
         matmul={"bfloat16": ((1.0, 0.74 * flops),), "float32": ((1.0, 0.37 * flops),)},  # TF32 has half of the peak
-        memory_bandwidth=0.5 * bandwidth,  # of operations between products, as eager PyTorch runs them
+        memory_bandwidth=0.6 * bandwidth,  # of operations between products, as eager PyTorch runs them
         within_node=Link(15e-6, 0.8 * link),
         between_nodes=Link(15e-6, 0.8 * network),
         is_asynchronous=True,
@@ -177,7 +177,7 @@ def _data_sheet(
         host_collective=25e-6,
         host_action=280e-6,
         peak=flops,
-        source=f"{source}; 0.74 of its peak for products, 0.5 for memory, as measured on an H200; assumed: 0.8 of its "
+        source=f"{source}; 0.74 of its peak for products, 0.6 for memory, as measured on an H200; assumed: 0.8 of its "
         "links, 15 us per message, and the host's times",
     )
 

@@ -78,6 +78,8 @@ class BlockFacts:
     """operations that the host starts in the forward"""
     saved: float = 0.0
     """bytes that the forward keeps for the backward, besides parameters"""
+    repeated_inputs: float = 0.0
+    """those of them that autocast makes again for each of several layers of one input, which share it in a cube"""
     frozen: int = 0
     """parameters that aren't trained: they have no gradients and no states"""
     experts: ExpertLayer | None = None
@@ -139,7 +141,8 @@ class BlockFacts:
     ) -> float:
         """Bytes that a rank of a cube keeps for the backward of a micro-batch; `element` bytes per number."""
         inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
-        others = max(0.0, samples * self.saved - inputs) / prod(mesh)
+        saved = self.saved - (prod(mesh) > 1) * self.repeated_inputs
+        others = max(0.0, samples * saved - inputs) / prod(mesh)
         if (experts := self.shared_experts(mesh)) is not None:  # memory must do for any choice of experts
             others += samples * (experts.most_saved(mesh) - experts.saved / prod(mesh))
         stored = [one.storage(samples, mesh) for one in self.products]

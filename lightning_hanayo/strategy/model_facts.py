@@ -297,7 +297,7 @@ def read_model(
     seen: dict[tuple[Any, ...], BlockFacts] = {}
     facts = []
     for block, counts in zip(stack.uncompiled.blocks, counter.blocks, strict=True):
-        found = _block(block, counts, plan, num_samples, parameters)
+        found = _block(block, counts, plan, num_samples, parameters, formats.dtype.itemsize if is_mixed else 0)
         sizes = found.products, found.parameters, found.frozen
         facts.append(seen.setdefault((*sizes, *map(round, (found.flops, found.traffic, found.saved))), found))
     outside, last = counter.outside, counter.blocks[-1]
@@ -339,9 +339,9 @@ def _count(module: "pl.LightningModule", stack: Stack, batch: Any, parameters: s
 
 
 def _block(
-    block: nn.Module, counts: Counts, plan: ParallelizePlan, num_samples: int, parameters: set[int]
+    block: nn.Module, counts: Counts, plan: ParallelizePlan, num_samples: int, parameters: set[int], cast: int
 ) -> BlockFacts:
-    """The facts of one block."""
+    """The facts of one block. `cast`: bytes of a number in autocast's format; 0 without autocast."""
     called = list(counts.tokens)
 
     def position(paths: Sequence[str]) -> int:
@@ -350,6 +350,11 @@ def _block(
     products = sorted(plan.products(block), key=lambda one: position(one[0]))
     found = [_product(block, paths, counts, num_samples, is_row, plan) for paths, is_row in products]
     own = tuple(one for one in found if one is not None)
+    repeated = sum(
+        (len(paths) - 1) * one.layer.sizes[0]
+        for (paths, _), one in zip(products, found, strict=True)
+        if one is not None
+    )
     linear = sum(one.flops for one in own)
     experts, of_experts = counts.experts, counts.of_experts
     if experts is not None and of_experts is not None:
@@ -362,6 +367,7 @@ def _block(
         traffic=counts.traffic / num_samples,
         calls=counts.calls,
         saved=counts.num_saved(parameters) / num_samples,
+        repeated_inputs=cast * repeated,
         frozen=_num_frozen(block.parameters()),
         experts=experts,
     )

@@ -485,10 +485,10 @@ class Session(Run):
         """See `HanayoStrategy.gather_model`."""
         self.guard.check_all_ranks("gather_model")
         self.finish_gather()
-        PreparedModel.of(module).check_loads()
-        if self.data_rank > 0:  # the first pipeline sends to rank 0
-            return None
         with self.guard.off():
+            PreparedModel.of(module).check_loads()
+            if self.data_rank > 0:  # the first pipeline sends to rank 0
+                return None
             return PreparedModel.of(module).gather_model(module, self.attributes, is_wanted=self.rank == 0)
 
     def close(self) -> None:

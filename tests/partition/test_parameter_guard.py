@@ -28,7 +28,7 @@ def guard(model: nn.ModuleDict) -> ParameterGuard:
     guard = ParameterGuard(torch.device("cpu"))
     owners = {"head.weight": 0, "block.weight": 0, "other.weight": 1}
     whole = {model.head.weight: (4, 2), model.block.weight: (2, 8)}
-    guard.watch(dict(model.named_parameters()), owners, whole, {model.block.weight})
+    guard.watch(dict(model.named_parameters()), owners, whole, {model.block.weight: PartialParameter})
     return guard
 
 

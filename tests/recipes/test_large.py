@@ -66,11 +66,11 @@ def test_a_plan_is_made_again(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_run_does_is_counted() -> None:
-    run = Operations(CASES[RUNS[0]], json.loads(PLANS.read_text())[RUNS[0]])
-    assert run.groups() == {"nccl": 11, "gloo": 7}
-    microbatches, ends = 8 * 32, 4  # of a wave: its rank receives two forwards and two backwards of each
-    assert run.messages() == (microbatches * 2 * ends, microbatches * 2 * ends * 8192 * 8192 * 2 * 2 / 8)
-    assert run.saved == 70_553_706_496 * (4 + 8)
+    run = Operations(CASES[RUNS[1]], json.loads(PLANS.read_text())[RUNS[1]])
+    assert run.groups() == {"nccl": 8, "gloo": 5}
+    microbatches, ends = 4 * 64, 2  # of a wave: its rank receives a forward and a backward of each
+    assert run.messages() == (microbatches * 2 * ends, microbatches * 2 * ends * 8192 * 16384 * 4 * 8 / 32)
+    assert run.saved == 405_853_388_800 * (4 + 8)
     assert run.lost < 0.01
 
 

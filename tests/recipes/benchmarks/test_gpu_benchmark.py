@@ -256,4 +256,4 @@ def test_plans_for_the_card_take_as_long_as_its_steps(kind: Kind, sizes: Sizes) 
     facts = read_model(build(kind, sizes, 4096, torch.device("meta")), batch, samples, precision="bf16-true")
     model = StepModel(facts, replace(machine("h200"), ranks_per_node=1))
     step = model.closed_form(candidates.Candidate(samples=4, num_microbatches=MICROBATCHES))
-    assert 0.95 <= step.seconds / case["candidates"][0]["step"]["median"] <= 1.0
+    assert 0.9 <= step.seconds / case["candidates"][0]["step"]["median"] <= 1.0

@@ -44,8 +44,8 @@ VIEWS = (
     "expand", "permute", "empty", "device",
 )  # fmt: skip
 """operations that start no kernel, and cost the host little compared with those that do"""
-_GROUPED = "_grouped_mm", "grouped_mm"
-"""functions of torch"""
+GROUPED_FUNCTIONS = "_grouped_mm", "grouped_mm"
+"""of torch, by which transformers computes products of each expert's tokens with its own weight"""
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 """products of each expert's tokens with its own weight, by torch and by transformers; torch's counter lacks them"""
 
@@ -182,12 +182,15 @@ def _flops(func: Any, name: Any, args: Any, kwargs: Any, result: Any) -> float |
 class _FlashAttention(TorchFunctionMode):
     """Has attention on the meta device do what it does on devices, where no matrix of all pairs of tokens is kept.
 
-    Elsewhere, too, each head of queries gets keys of its own: torch 2.10 counts no operations of groups.
+    Elsewhere, too, each head of queries gets keys of its own: torch 2.10 counts no operations of groups. Products of
+    experts in fp32, which torch doesn't run without values, become one product of all tokens with one expert's weight:
+    it computes and keeps as much.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _GROUPED and args[0].dtype is not torch.bfloat16:
+        is_fake = bool(args) and isinstance(args[0], FakeTensor)
+        if is_fake and getattr(func, "__name__", "") in GROUPED_FUNCTIONS and args[0].dtype is not torch.bfloat16:
             with torch.autocast("cpu", enabled=False):  # torch groups no products of fp32 without values
                 return args[0].mm(args[1][0])
         if func is not F.scaled_dot_product_attention or len(args) < 3:

@@ -177,12 +177,11 @@ class ProcessGroupTransport(Transport):
             self._on_failure(error)
 
 
-MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass", "random", "parameters"]
+MessageKind = Literal["batch", "data", "metrics", "norm", "vote", "values", "pass", "random", "parameters"]
 MEANINGS: dict[MessageKind, str] = {
     "batch": "how the next batch is cut",
     "data": "whether there is one more batch",
     "metrics": "what was logged",
-    "loss": "the loss of the batch",
     "norm": "that all compute a norm",
     "vote": "a decision of user code",
     "values": "what steps have left for hooks",

@@ -86,7 +86,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         if trainer.should_stop != stopping:
             reject_stop()
         if user_hooks.reads_step_metrics(trainer, state.batch_idx(trainer), steps=steps):
-            loss = shared_metrics_of(trainer).share_step(loss)
+            loss = shared_metrics_of(trainer).share_current(loss)
     result = _hand_over(session, result, batch)
     expected = state.expected_gradient(trainer, loss_scale)
     surrogate = deferred.surrogate_loss(loss.reshape(()), expected).reshape(loss.shape)

@@ -174,7 +174,7 @@ def _own(kind: str, device: torch.device | None = None) -> torch.device:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out tensors on accelerators, and the indices of devices.
+    """Leaves out tensors on accelerators, the indices of devices, and single numbers, which torch pickles in 100 us.
 
     A subclass with rules of its own, such as one with a scale inside, is pickled by them: they pickle plain tensors.
     """
@@ -193,7 +193,10 @@ class _Pickler(pickle.Pickler):
         has_own_rules = type(value).__reduce_ex__ is not Tensor.__reduce_ex__ or is_traceable_wrapper_subclass(value)
         device = _device_of(value)
         if has_own_rules or value.layout is not torch.strided or device.type in _SAME_EVERYWHERE:
-            return None
+            is_number = type(value) is Tensor and device.type == "cpu" and not (value.ndim or value.requires_grad)
+            if not is_number or vars(value):
+                return None
+            self._known.setdefault(id(value), (value, ("number", len(self._known), value.item(), value.dtype)))
         if id(value) not in self._known:
             tensors = self.tensors.setdefault(device, [])
             tensors.append(value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad))
@@ -210,12 +213,18 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(pickled))
         self._tensors = tensors
         self._device = device
+        self._numbers: dict[int, Tensor] = {}
 
     @override
     def persistent_load(self, reference: Any) -> Any:
         name, *place = reference
         if name == "device":
             return _own(place[0], self._device)
+        if name == "number":
+            index, number, dtype = place
+            if index not in self._numbers:
+                self._numbers[index] = torch.tensor(number, dtype=dtype)
+            return self._numbers[index]
         buffer, index, kind, attributes = place
         tensor = self._tensors[buffer][index]
         tensor = tensor if kind is None else tensor.as_subclass(kind)

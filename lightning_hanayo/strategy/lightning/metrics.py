@@ -26,7 +26,7 @@ from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
 from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
-from lightning_hanayo.pipeline_parallel.transport import MessageKind, Relay
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 
@@ -50,33 +50,22 @@ class SharedMetrics(_LoggerConnector):
         """Give all ranks of the pipeline rank 0's metrics; return its `result`. Called by all of them."""
         names = ("_callback_metrics", "_logged_metrics")
         own = {name: getattr(self, name) for name in names}
-        received, result = self._broadcast("metrics", (own, result) if self._is_first else None)
-        for name, metrics in received.items() if not self._is_first else ():
+        transport = self.relay.transport
+        if transport.num_ranks == 1:
+            return result
+        if transport.rank == 0:  # one copy to the host, for all tensors
+            self.relay.broadcast("metrics", to_text((own, result)))
+            return result
+        received, result = from_text(self.relay.broadcast("metrics"), transport.device)
+        for name, metrics in received.items():
             getattr(self, name).update(metrics)
         return result
 
-    def share_step(self, loss: Tensor) -> Tensor:
-        """Share the metrics of the step; return its loss, rank 0's on every rank."""
-        self.share_current()
-        shared: Tensor = self._broadcast("loss", loss if self._is_first else None)
-        return shared
-
-    @property
-    def _is_first(self) -> bool:
-        return self.relay.transport.rank == 0
-
-    def _broadcast(self, kind: MessageKind, value: Any) -> Any:
-        """The first rank's value, on each rank's own device: one copy to the host, for all tensors in it."""
-        if self.relay.transport.num_ranks == 1:
-            return value
-        text = self.relay.broadcast(kind, to_text(value) if self._is_first else None)
-        return value if self._is_first else from_text(text, self.relay.transport.device)
-
-    def share_current(self) -> None:
-        """Share the metrics of this moment, within a batch or at the end of an epoch."""
+    def share_current(self, result: Any = None) -> Any:
+        """Share the metrics of this moment, within a batch or at the end of an epoch, and this `result`."""
         if self.computes:
             _ = self.callback_metrics, self.logged_metrics  # reading them brings them up to date
-        self.share()
+        return self.share(result)
 
     @property
     @override

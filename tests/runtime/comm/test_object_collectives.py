@@ -70,6 +70,15 @@ def test_values_types_and_attributes_are_those_of_the_sender() -> None:
     assert as_plain(got[2]).tolist() == [True] and complex(as_plain(got[3])) == 1 + 2j and got[4].numel() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_a_number_is_sent_without_its_storage(dtype: torch.dtype) -> None:
+    number = torch.tensor(1).to(dtype)
+    data = to_bytes([number, number, number.clone()])
+    one, same, other = from_bytes(data)
+    assert one is same and one is not other and (one.dtype, one.shape, one.item()) == (dtype, (), 1)
+    assert len(data) < 256  # torch's own pickle of one takes 400 bytes, and 100 us
+
+
 def test_devices_lose_their_index() -> None:
     assert from_bytes(to_bytes((OTHERS_GPU, CPU)), OWN_GPU) == (OWN_GPU, CPU)
 

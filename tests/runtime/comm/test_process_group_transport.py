@@ -48,7 +48,7 @@ def messages() -> list[float]:
         channel.start_transfers([(mine, other, Message(("tuple", ("tensor", 0)), (value,)))], [(theirs, other)])
         (arrived,) = channel.wait_receive(theirs).tensors
         assert arrived.shape == (size,) and arrived.requires_grad
-        got.append(float(arrived.detach().sum()) + relay.broadcast("loss", 0.5 if transport.rank == 0 else None))
+        got.append(float(arrived.detach().sum()) + relay.broadcast("norm", 0.5 if transport.rank == 0 else None))
         channel.finish()
     relay.finish()
     return got

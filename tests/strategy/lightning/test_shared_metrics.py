@@ -1,8 +1,8 @@
 """Step metrics travel only at steps whose end somebody reads.
 
                        nobody reads   a checkpoint every 2 steps   a user's callback
-values per 4 batches        4                 4 + 2                      4 + 4 x 2     (the batch; metrics with the loss;
-                                                                                       what the hook may read)
+values per 4 batches        4                 4 + 2                    4 + 4 x 2      the batch, the loss with all
+                                                                                      metrics, values for the hook
 
 and one in the first batch: how many samples it has.
 """

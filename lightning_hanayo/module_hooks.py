@@ -43,7 +43,7 @@ def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
     """
     for name, parameter in parameters.items():
         kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        for hook in chain.from_iterable(hooks.values() for hooks in kinds if hooks):
+        for hook in chain.from_iterable(hooks.values() for hooks in kinds if hooks) if any(kinds) else ():
             if not _is_local(hook):
                 raise UnsupportedError(
                     f"{name} has the hook {_describe(hook)}. It would run once for each micro-batch, on its gradient "

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hanayo.versions import identity_of, version_of
+from lightning_hanayo.versions import identity_of, version_of, versions_of
 
 
 def test_a_change_in_place_and_another_tensor_are_seen() -> None:
@@ -17,3 +17,10 @@ def test_inference_tensors_and_none_have_no_version() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(2).add_(1)
     assert version_of(tensor) == 0 and identity_of(tensor) == (id(tensor), 0) and identity_of(None) == (0, 0)
+
+
+def test_versions_of_many_tensors_count_those_of_inference_mode_as_0() -> None:
+    changed = torch.zeros(2).add_(1)
+    assert versions_of([changed, torch.zeros(2)]) == [1, 0]
+    with torch.inference_mode():
+        assert versions_of([changed, torch.zeros(2).add_(1)]) == [1, 0]

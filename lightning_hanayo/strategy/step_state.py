@@ -26,7 +26,7 @@ from lightning_hanayo.packed_values import inner_tensors
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.comm.replicated_tensors import ReplicatedTensors
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.versions import identity_of
+from lightning_hanayo.versions import identity_of, versions_of
 
 
 class StepState:
@@ -187,7 +187,8 @@ class StepState:
 
     def _states(self, *, by_value: bool) -> dict[str, Any]:
         """Versions of all tensors; at first checksums of values, too: a change of `.data` makes no new version."""
-        states: dict[str, Any] = {name: identity_of(one) for name, one in (*self._buffers(), *self._parameters.items())}
+        states: dict[str, Any] = {name: identity_of(buffer) for name, buffer in self._buffers()}
+        states.update(zip(self._parameters, versions_of(self._parameters.values()), strict=True))
         if by_value:
             sums = {name: _sums(one) for name, one in self._parameters.items()}
             sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}

@@ -39,7 +39,7 @@ def _result(one: RankProcess, timeout: float) -> Any:
     if kind == "result":
         return value
     if kind:
-        return RankFailure(one.rank, type(value).__name__, str(value), f"{getattr(value, '__cause__', '')}")
+        return RankFailure(one.rank, type(value).__name__, str(value), str(value.__cause__).strip('\n"'))
     if one.process.is_alive():
         return RankFailure(one.rank, "timed out", f"no answer within {timeout:g} s", one.printed)
     return RankFailure(one.rank, "died", f"the process ended with exit code {one.process.exitcode}", one.printed)

@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing import huggingface
-from lightning_hanayo.dist_checkpointing.compare import OpenedCheckpoint, open_checkpoint
+from lightning_hanayo.dist_checkpointing.compare import OpenedCheckpoint, folder_content, open_checkpoint
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import write_file

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.part import RankPart
+from lightning_hanayo.dist_checkpointing.commit import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, available
 from lightning_hanayo.partition import guards
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.callbacks import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints import parts, save
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
-from lightning_hanayo.strategy.checkpoints.load import Checkpoint, load_optimizers, read_checkpoint
+from lightning_hanayo.strategy.checkpoints.load import Checkpoint, KeptValues, load_optimizers, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.joining import is_lost_connection

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import OptimizerDocument, StateDocument
 from lightning_hanayo.errors import CheckpointError

@@ -11,7 +11,7 @@ loaders     state-data-00001.json, data/1/<n>           ["lightning_hanayo"]["da
 
 What a checkpoint folder holds, as the dictionary that Lightning knows: its tensors aren't read before they are used.
 
-    {"state_dict": {"net.0.weight": a StoredTensor, ...},
+    {"state_dict": {"net.0.weight": a StoredTensor, ...},     one object under all names of a tied parameter
      "optimizer_states": [{"state": {"net.0.weight": {"exp_avg": a StoredTensor}}, "param_groups": [...]}],
      "loops": ..., "callbacks": ..., ...}
 
@@ -75,12 +75,13 @@ def _nested(folder: CheckpointFolder, name: str) -> Tensor:
 
 def _state_dict(folder: CheckpointFolder, document: StateDocument) -> "OrderedDict[str, Any]":
     state: OrderedDict[str, Any] = OrderedDict()
+    tensors: dict[str, StoredTensor] = {}
     for name in document.names:
-        stored = f"model/{document.tied.get(name, name)}"
+        same = document.tied.get(name, name)
         if name in document.values:
             state[name] = document.values[name]
-        elif stored in folder.manifest.tensors:
-            state[name] = folder.stored(stored)
+        elif f"model/{same}" in folder.manifest.tensors:
+            state[name] = tensors.setdefault(same, folder.stored(f"model/{same}"))
         else:
             raise damaged(folder.path, f"it has no values of {name}")
     state._metadata = dict(document.versions)  # type: ignore[attr-defined]
@@ -125,24 +126,15 @@ class OpenedCheckpoint:
         """What the manifest of a folder says."""
         return {} if self.folder is None else self.folder.manifest.about
 
-    @property
-    def tied(self) -> dict[str, str]:
-        """Entries of the state dict that are the same tensor as an earlier one: that one's name."""
-        if self.folder is None:
-            return tied_in_memory(self.content["state_dict"])
-        tied = self.about.get("tied")
-        names = set(self.content["state_dict"])
-        items = tied.items() if isinstance(tied, dict) else ()
-        return {name: other for name, other in items if isinstance(other, str) and {name, other} <= names}
-
 
 def tied_in_memory(state: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that share the memory of an earlier one of the same shape: that one's name."""
+    """Names of tensors that are an earlier one, or share its memory and have its shape: that one's name."""
     first: dict[tuple[Any, ...], str] = {}
     tied = {}
     for name, tensor in state.items():
         if isinstance(tensor, Tensor) and tensor.numel():
-            other = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), name)
+            place = id(tensor) if isinstance(tensor, StoredTensor) else tensor.data_ptr()
+            other = first.setdefault((place, tensor.shape, tensor.dtype), name)
             if other != name:
                 tied[name] = other
     return tied

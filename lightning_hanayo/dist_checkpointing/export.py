@@ -36,7 +36,12 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing import huggingface
-from lightning_hanayo.dist_checkpointing.compare import OpenedCheckpoint, folder_content, open_checkpoint
+from lightning_hanayo.dist_checkpointing.compare import (
+    OpenedCheckpoint,
+    folder_content,
+    open_checkpoint,
+    tied_in_memory,
+)
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
@@ -287,12 +292,8 @@ def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
 
 
 def _as_in_a_file(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """The content as a file has it: tied entries are one tensor, and the parameters of optimizers have numbers."""
+    """The content as a file has it: the parameters of optimizers have numbers."""
     content = dict(opened.content)
-    if opened.folder is not None:
-        state, tied = opened.content["state_dict"], opened.tied
-        content["state_dict"] = type(state)((name, state[tied.get(name, name)]) for name in state)  # is written once
-        vars(content["state_dict"]).update(vars(state))  # the versions of the modules' entries
     if opened.folder is not None and "optimizer_states" in content:
         content["optimizer_states"] = [_numbered(one) for one in content["optimizer_states"]]
     return content
@@ -306,15 +307,12 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_safetensors(opened: OpenedCheckpoint, target: str, max_shard_size: int) -> Exported:
-    tied = opened.tied
-    tensors = {
-        name: value
-        for name, value in opened.content["state_dict"].items()
-        if isinstance(value, Tensor) and name not in tied
-    }
+    state = opened.content["state_dict"]
+    tied = tied_in_memory(state)
+    tensors = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in tied}
     with new_folder(target) as folder:
         files = write_weights(folder, tensors, max_shard_size)
-    left_out = [name for name, value in opened.content["state_dict"].items() if not isinstance(value, Tensor)]
+    left_out = [name for name, one in state.items() if not isinstance(one, Tensor)]
     return Exported(target, len(tensors), files, left_out)
 
 

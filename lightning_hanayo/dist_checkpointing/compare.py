@@ -32,7 +32,6 @@ from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_
 from lightning_hanayo.dist_checkpointing.format import damaged
 from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME, parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import (
     RUN,
     STATE,
@@ -44,6 +43,7 @@ from lightning_hanayo.dist_checkpointing.state import (
     encode,
 )
 from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 
 

@@ -50,7 +50,7 @@ from lightning_hanayo.errors import CheckpointError, HanayoError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+    from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 
 
 _OF_TORCH = ".metadata"
@@ -131,15 +131,14 @@ class CheckpointFolder:
             KeyError: there is no such tensor.
             CheckpointError: a file can't be read, or its header isn't what was written. Other bytes are not checked.
         """
-        from lightning_hanayo.dist_checkpointing.read_tensor import read_region
+        from lightning_hanayo.dist_checkpointing.tensor_file import read_region
 
         tensor = self.manifest.tensors[name]
         return read_region(tensor, Region.whole(tensor.shape) if region is None else region, self._part_bytes)
 
     def stored(self, name: str) -> "StoredTensor":
         """Returns a tensor of the checkpoint that is read when it is used. Raises as `read` does."""
-        from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-        from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
+        from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES, StoredTensor
 
         tensor = self.manifest.tensors[name]
         return StoredTensor.of(tensor.shape, DTYPES[tensor.dtype], lambda region: self.read(name, region))

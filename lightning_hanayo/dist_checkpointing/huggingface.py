@@ -44,8 +44,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
+from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES, StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder
 

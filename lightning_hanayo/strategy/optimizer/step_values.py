@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.strategy.optimizer.owners import OptimizerOwners
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer.shards import OptimizerOwners, OptimizerShards
 
 
 class StepValues:

@@ -31,7 +31,7 @@ from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.callbacks import Averages
-from lightning_hanayo.strategy.checkpoints.load import KeptValues
+from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
 from lightning_hanayo.strategy.lightning import inspection, state, user_hooks

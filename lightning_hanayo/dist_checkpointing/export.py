@@ -26,7 +26,7 @@ import pickle
 import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -356,52 +356,25 @@ def _stored_model(opened: OpenedCheckpoint, module: str | None, *, needed: bool)
     )
 
 
-class CheckpointWeights:
-    """The model's tensors in a checkpoint folder, by their names in the LightningModule.
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder of safetensors, or those of the model in a checkpoint folder, by name."""
 
-    It has the attributes and methods of a `SafetensorsFolder`.
-
-    Raises:
-        CheckpointError: it isn't a whole checkpoint.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._folder = CheckpointFolder(path)
-        state = folder_content(self._folder)["state_dict"]
-        self._values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
-        self.tensors = {
-            name: huggingface.TensorHeader(path, tuple(value.shape), value.dtype, str(value.dtype))
-            for name, value in self._values.items()
-        }
-
-    @property
-    def signature(self) -> str:
-        """The same on all ranks that see the same save."""
-        return self._folder.manifest.save_id
-
-    def mapped(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors, each in memory of its own.
-
-        Raises:
-            CheckpointError: a file can't be read any more.
-        """
-        for name in names:
-            yield name, self._values[name].read()
-
-    def verify(self, rank: int, num_ranks: int) -> None:
-        """Read this rank's share of the model's bytes, and compare the hashes.
-
-        Raises:
-            CheckpointError: a byte isn't what was saved. The message names the file and the tensor.
-        """
-        self._folder.verify(rank, num_ranks, kind="model/")
+    path: Path
+    folder: CheckpointFolder
+    tensors: Mapping[str, StoredTensor]
+    """read when they are used"""
 
 
-def open_weights(path: Path) -> huggingface.SafetensorsFolder | CheckpointWeights:
+def open_weights(path: Path) -> Weights:
     """Open a checkpoint folder, or a folder of safetensors.
 
     Raises:
         HanayoError: it is neither, or can't be read.
     """
-    return CheckpointWeights(path) if (path / MANIFEST).is_file() else huggingface.SafetensorsFolder(path)
+    if (path / MANIFEST).is_file():
+        folder = CheckpointFolder(path)
+        state = folder_content(folder)["state_dict"]
+        return Weights(path, folder, {name: one for name, one in state.items() if _is_stored(one)})
+    folder = huggingface.SafetensorsFolder(path)
+    return Weights(path, folder, {name: folder.stored(name) for name in folder.manifest.tensors})

@@ -111,6 +111,11 @@ class CheckpointFolder:
         """Returns the path of one of its files, for messages."""
         return f"{self.path.rstrip('/')}/{file}"
 
+    @property
+    def signature(self) -> str:
+        """The same on all ranks that see the same save."""
+        return self.manifest.save_id
+
     @cached_property
     def parts(self) -> Mapping[str, Mapping[str, PartOf]]:
         """What each file with tensors holds, by file and key."""
@@ -215,9 +220,7 @@ class CheckpointFolder:
     def _read_header(self, file: str) -> dict[str, HeaderEntry]:
         num_bytes = self.manifest.files[file].num_bytes
         try:
-            data = bytes(self._storage.read(file, 0, min(_HEADER_BYTES, num_bytes)))
-            length = header_length(data, num_bytes)
-            data = data[:length] if length <= len(data) else bytes(self._storage.read(file, 0, length))
+            data = header_bytes(self._storage, file, num_bytes)
             self._check(file, data)
             entries = read_header(data, num_bytes)
         except ImpossibleError as error:
@@ -260,6 +263,18 @@ class CheckpointFolder:
             yield
         except OSError as error:
             raise CheckpointError(f"{self.where(file)} can't be read: {error.strerror or error}") from None
+
+
+def header_bytes(storage: Storage, file: str, num_bytes: int) -> bytes:
+    """Returns the beginning of a safetensors file of `num_bytes`, up to where its data begins.
+
+    Raises:
+        ImpossibleError: it is no safetensors file.
+        OSError: it can't be read.
+    """
+    data = bytes(storage.read(file, 0, min(_HEADER_BYTES, num_bytes)))
+    length = header_length(data, num_bytes)
+    return data[:length] if length <= len(data) else bytes(storage.read(file, 0, length))
 
 
 def _adjacent(ranges: Iterable[_Range]) -> list[list[_Range]]:

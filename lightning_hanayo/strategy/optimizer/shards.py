@@ -137,9 +137,7 @@ class OptimizerShards:
             if rows is not None:
                 whole, gradient = parameter.data, parameter.grad
                 self._replaced[parameter] = whole, gradient
-                parameter.grad = None
-                parameter.data = rows.of(whole)
-                parameter.grad = None if gradient is None else rows.of(gradient)
+                set_values(parameter, rows.of(whole), None if gradient is None else rows.of(gradient))
 
     def take_out(self, *, gathers: bool) -> None:
         """After the step: whole parameters again. If it `gathers`, they get the other ranks' rows, in the background.
@@ -148,9 +146,7 @@ class OptimizerShards:
         """
         updated = {parameter for parameter in self._replaced if parameter.grad is not None}
         for parameter, (whole, gradient) in self._replaced.items():
-            parameter.grad = None
-            parameter.data = whole
-            parameter.grad = None if gathers and self.scatters else gradient
+            set_values(parameter, whole, None if gathers and self.scatters else gradient)
         self._replaced.clear()
         for stage, parameters in self.stages.items() if gathers else ():
             if own := [parameter for parameter in parameters if parameter in updated]:
@@ -168,8 +164,7 @@ class OptimizerShards:
         Transfers under way stay until `drop_transfers`, as in `GradientAllReduce.forget`.
         """
         for parameter, (whole, _) in self._replaced.items():
-            parameter.grad = None
-            parameter.data = whole
+            set_values(parameter, whole, None)
         self._replaced.clear()
         self.axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
 
@@ -265,6 +260,13 @@ class OptimizerShards:
         return part.detach().cpu() if self.cube is None else self.cube.unshard(part, parameter)
 
 
+def set_values(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:
+    """Give a parameter other values and another gradient, maybe of another shape, dtype or device."""
+    parameter.grad = None  # the old one may not fit the new values
+    parameter.data = data
+    parameter.grad = gradient
+
+
 def _rows_of(parameter: Tensor, axis: MeshAxis) -> Rows | None:
     if parameter.is_meta or not parameter.is_contiguous() or parameter.layout is not torch.strided:
         return None
@@ -348,8 +350,7 @@ class OptimizerOwners:
                 for rank in sources:
                     for whole in (data, gradient):
                         shard.put(whole, next(received[rank]), self._mesh, self._place(rank))
-                parameter.data = data
-                parameter.grad = gradient
+                set_values(parameter, data, gradient)
 
     def take_out(self) -> None:
         """After the step: each rank's own part again, with the values that the owners have given it."""
@@ -376,9 +377,7 @@ class OptimizerOwners:
 
     def _put_back(self) -> None:
         for parameter, (data, gradient) in self._replaced.items():
-            parameter.grad = None
-            parameter.data = data
-            parameter.grad = gradient
+            set_values(parameter, data, gradient)
         self._replaced = {}
 
     def _deal(self, parameters: Iterable[nn.Parameter]) -> None:

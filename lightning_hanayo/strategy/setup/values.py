@@ -296,11 +296,13 @@ def _own_sources(
 ) -> Iterator[tuple[str, str | huggingface.Merge, Tensor]]:
     """Of each value that this rank holds: a name, its source, and the whole tensor, which is read only if merged."""
     for plan in plans:
-        tensors, given = plan.folder.tensors, set()
+        tensors, given = plan.folder.tensors, set[tuple[str, Tensor]]()
         for name, source in plan.sources.items():
-            if name in values and not isinstance(source, str):
+            if name not in values:
+                continue
+            if not isinstance(source, str):
                 yield name, source, source.of({one: tensors[one].read() for one in huggingface.names_of(source)})
-            elif name in values and (source, values[name]) not in given:  # else another name of the same parameter
+            elif (source, values[name]) not in given:  # else another name of the same parameter
                 given.add((source, values[name]))
                 yield name, source, tensors[source]
 

@@ -1,10 +1,11 @@
-"""Runs a function as the ranks of a run, in forks of this process: for notebooks, whose code can't be run again.
+"""Runs a function as the ranks of a run, in processes of its own: for notebooks, whose code can't be run again.
 
 notebook    launch(train, devices=2)    shows what the ranks print ...........    rank 0's result, or the first error
 rank 0      fork: train()               Trainer(devices=2, strategy="hanayo")     sends its result
 rank 1      fork: train()               Trainer(devices=2, strategy="hanayo")     ends
 
-A fork has all that the notebook has defined, so nothing is pickled but results and errors.
+A fork has all that the notebook has defined, so nothing is pickled but results and errors. `Ranks` also runs the
+trainings of `hanayo check` and the measurements of `hanayo doctor`; it can spawn processes where forks don't work.
 """
 
 import atexit
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -38,6 +40,8 @@ from lightning_hanayo.strategy.lightning import launcher
 
 _ANSWERED = 67
 """the exit code of a rank whose answer says why it has failed"""
+_KEPT = 2000
+"""characters of each rank's output that are kept"""
 _CUDA = (
     "this process has used CUDA, which its forks then can't. Restart the kernel, and let nothing use the GPUs before "
     "launch() does: no tensor on a GPU, and no torch.cuda.is_available()"
@@ -79,112 +83,138 @@ def launch(function: Callable[..., _T], *arguments: Any, devices: int) -> _T:
     if torch.cuda.is_initialized():
         raise HanayoError(_CUDA)
     leave_at_exit()  # the process group of a run in this process, which forks would take for theirs
-    store = serve_store()
-    output, to_output = os.pipe()
-    ranks = _Ranks(output)
-    try:
-        for rank in range(devices):
-            ranks.start(rank, devices, store.port, to_output, function, arguments)
-        os.close(to_output)
-        ranks.follow()
-    except KeyboardInterrupt:  # Jupyter interrupts the ranks, too
-        ranks.deadline = time.monotonic() + launcher.KILL_AFTER
-        ranks.follow()
-        raise
-    finally:
-        ranks.kill()
-    result: _T = ranks.result()
-    return result
+    with Ranks(launcher.KILL_AFTER, show=_show) as ranks:
+        ranks.start(devices, lambda: move_data_to_device(function(*arguments), "cpu"))
+        try:
+            ranks.follow()
+        except KeyboardInterrupt:  # Jupyter interrupts the ranks, too
+            ranks.deadline = time.monotonic() + launcher.KILL_AFTER
+            ranks.follow()
+            raise
+        result: _T = _result(ranks)
+        return result
 
 
-@dataclass
-class _Ranks:
-    """The processes, as the notebook sees them. `output` is the end of a pipe that has all that they print."""
+def _result(ranks: "Ranks") -> Any:
+    """Rank 0's result. Raises the first error that isn't the consequence of another one."""
+    for kind, error in (one.answer for one in ranks.answered):
+        if kind == "error" and isinstance(error, HanayoError):
+            raise error from None  # a mistake that its message explains
+        if kind == "error" and isinstance(error, Exception):
+            raise error
+    codes = [(one.rank, one.process.exitcode) for one in ranks.all]
+    reasons = [
+        f"rank {rank} {describe_end(-code if code < 0 else code << 8)}"
+        for rank, code in codes
+        if code is not None and code not in (0, _ANSWERED)
+    ]
+    ends = {one.rank: one.answer for one in ranks.answered}
+    reasons += [f"rank {rank} left the run: {value!r}" for rank, (kind, value) in ends.items() if kind == "error"]
+    for reason in [*reasons, *(value for kind, value in ends.values() if kind == "consequence")]:
+        raise RuntimeError(reason)
+    return ends[0][1] if 0 in ends else None
 
-    output: int
-    deadline: float = inf
-    _running: dict[int, BaseProcess] = field(default_factory=dict)
-    """by what becomes readable when they end"""
-    _ranks: dict[Connection, int] = field(default_factory=dict)
-    """of those that haven't answered, by the connection that they answer on"""
-    _exit_codes: dict[str, int | None] = field(default_factory=dict)
-    _result: Any = None
-    _errors: list[Exception] = field(default_factory=list)
-    """in the order in which they came"""
-    _left: list[str] = field(default_factory=list)
-    """why ranks have ended without an error of their own"""
 
-    def start(self, rank: int, world_size: int, port: int, *work: Any) -> None:
-        """Fork a rank."""
-        context = multiprocessing.get_context("fork")
-        answer, to_answer = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(rank, world_size, port, to_answer, *work), name=f"rank {rank}")
-        start_forks([process])
-        to_answer.close()
-        self._running[process.sentinel] = process
-        self._ranks[answer] = rank
+@dataclass(eq=False)
+class RankProcess:
+    """One rank, as the process that has started it sees it."""
+
+    rank: int
+    process: BaseProcess
+    answers: Connection
+    output: Connection
+    answer: tuple[str, Any] = ("", None)
+    """a "result", the "error" that the rank has raised, or the text of a "consequence" of another rank's error"""
+    printed: str = ""
+    """the end of its output"""
+    _decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+
+    def read_output(self, show: Callable[[str], object]) -> bool:
+        """Show what it has printed; returns whether more may come."""
+        read = os.read(self.output.fileno(), 1 << 16)
+        show(text := self._decoder.decode(read))
+        self.printed = (self.printed + text)[-_KEPT:]
+        return bool(read)
+
+
+class Ranks:
+    """Processes that run a function as the ranks of a run. Leaving the context kills those that still run.
+
+    Args:
+        grace: seconds that the others get to end after one has failed.
+        timeout: seconds until `follow` returns, whether all have ended or not.
+        show: is called with each piece of text that a rank prints.
+    """
+
+    def __init__(self, grace: float, *, timeout: float = inf, show: Callable[[str], object] = bool) -> None:
+        self.all: list[RankProcess] = []
+        self.answered: list[RankProcess] = []
+        """those that have answered, in this order"""
+        self.deadline = time.monotonic() + timeout
+        self._grace = grace
+        self._show = show
+        self._store = serve_store()
+        self._running: dict[Any, RankProcess] = {}
+        """by what becomes readable when they end"""
+        self._unread: dict[Any, Callable[[], bool]] = {}
+        """what reads the connections on which more may come"""
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.all:
+            one.process.kill()
+            one.process.join()
+
+    def start(
+        self, world_size: int, function: Callable[[], Any], *, method: str = "fork", failure: type | tuple[()] = ()
+    ) -> None:
+        """Start the processes.
+
+        Args:
+            world_size: how many.
+            function: is called on each rank.
+            method: "fork"; or "spawn", for which the function must be one that can be pickled.
+            failure: the class of results that say why a rank has failed.
+        """
+        context: Any = multiprocessing.get_context(method)
+        # A spawned process would share the memory of this one's tensors, were they not pickled here.
+        work = function if method == "fork" else pickle.dumps(function)
+        for rank in range(world_size):
+            (answers, to_answer), (output, to_output) = (context.Pipe(duplex=False) for _ in range(2))
+            place = rank, world_size, self._store.port
+            process = context.Process(target=_main, args=(place, to_answer, to_output, work, failure))
+            start_forks([process])
+            to_answer.close()
+            to_output.close()
+            one = RankProcess(rank, process, answers, output)
+            self.all.append(one)
+            self._running[process.sentinel] = one
+            self._unread |= {answers: partial(self._read, one), output: partial(one.read_output, self._show)}
 
     def follow(self) -> None:
-        """Show what the ranks print, and read their answers, until all have ended or the deadline has come."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        outputs = [self.output]
+        """Read what the ranks print and answer, until all have ended or the deadline has come."""
         while self._running and (left := self.deadline - time.monotonic()) > 0:
-            for ready in wait([*outputs, *self._ranks, *self._running], None if left == inf else left):
-                if isinstance(ready, Connection):
-                    self._read(ready)
-                elif ready in self._running:
-                    self._end(self._running.pop(ready))
-                elif text := os.read(self.output, 1 << 16):
-                    _show(decoder.decode(text))
-                else:
-                    outputs.clear()
-        for answer in [answer for answer in self._ranks if answer.poll()]:
-            self._read(answer)
-        os.set_blocking(self.output, False)
-        with suppress(BlockingIOError):
-            while text := os.read(self.output, 1 << 16):
-                _show(decoder.decode(text))
+            for ready in wait([*self._unread, *self._running], None if left == inf else left):
+                if ready in self._running:
+                    process = self._running.pop(ready).process
+                    process.join()
+                    if process.exitcode:
+                        self.deadline = min(self.deadline, time.monotonic() + self._grace)
+                elif not self._unread[ready]():
+                    del self._unread[ready]
+        while last := wait([*self._unread], 0):
+            for ready in last:
+                if not self._unread[ready]():
+                    del self._unread[ready]
 
-    def _read(self, answer: Connection) -> None:
-        rank = self._ranks.pop(answer)
-        with suppress(EOFError):  # it has ended without an answer
-            kind, value = pickle.loads(answer.recv_bytes())
-            if kind == "consequence":
-                self._left.append(value)
-            elif kind == "error" and isinstance(value, Exception):
-                self._errors.append(value)
-            elif kind == "error":
-                self._left.insert(0, f"rank {rank} left the run: {value!r}")
-            elif rank == 0:
-                self._result = value
-
-    def _end(self, process: BaseProcess) -> None:
-        process.join()
-        self._exit_codes[process.name] = process.exitcode
-        if process.exitcode:
-            self.deadline = min(self.deadline, time.monotonic() + launcher.KILL_AFTER)
-
-    def kill(self) -> None:
-        """Kill those that still run."""
-        for process in self._running.values():
-            process.kill()
-            process.join()
-        os.close(self.output)
-
-    def result(self) -> Any:
-        """Rank 0's result. Raises the first error that isn't the consequence of another one."""
-        for error in self._errors:
-            if isinstance(error, HanayoError):
-                raise error from None  # a mistake that its message explains
-            raise error
-        ends = [
-            f"{name} {describe_end(-code if code < 0 else code << 8)}"
-            for name, code in self._exit_codes.items()
-            if code is not None and code not in (0, _ANSWERED)
-        ]
-        for reason in [*ends, *self._left]:
-            raise RuntimeError(reason)
-        return self._result
+    def _read(self, one: RankProcess) -> bool:
+        """Read a rank's answer; no more will come."""
+        with suppress(EOFError, OSError):  # it has ended without one, or while it sent it
+            one.answer = pickle.loads(one.answers.recv_bytes())
+            self.answered.append(one)
+        return False
 
 
 def start_forks(processes: Iterable[BaseProcess]) -> None:
@@ -207,34 +237,30 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
 
 
 def _main(
-    rank: int,
-    world_size: int,
-    port: int,
-    answer: Connection,
-    output: int,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    place: tuple[int, int, int], answers: Connection, output: Connection, work: Any, failure: type | tuple[()]
 ) -> None:
     """The main function of a rank's process."""
     begin_fork()
-    atexit._clear()  # the notebook's
+    if not isinstance(work, bytes):
+        atexit._clear()  # the notebook's
     for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+        os.dup2(output.fileno(), descriptor)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
     faulthandler.enable()
-    become_rank(rank, world_size, port)
+    become_rank(*place)
     for decorator in (rank_zero_only, fabric_rank_zero_only):
-        vars(decorator)["rank"] = rank
+        vars(decorator)["rank"] = place[0]
     code = 0
     try:
-        answered = _pickled("result", move_data_to_device(function(*arguments), "cpu"))
+        result = pickle.loads(work)() if isinstance(work, bytes) else work()
+        answer, code = _pickled("result", result), _ANSWERED * isinstance(result, failure)
     except PeerFailed as error:
-        answered, code = _pickled("consequence", str(error)), _ANSWERED
+        answer, code = _pickled("consequence", str(error)), _ANSWERED
     except BaseException as error:
         if torch.cuda._is_in_bad_fork():
             error.add_note(_CUDA)
-        answered, code = _pickled_error(error), _ANSWERED
-    answer.send_bytes(answered)
+        answer, code = _pickled_error(error), _ANSWERED
+    answers.send_bytes(answer)
     atexit._run_exitfuncs()  # those of loggers, and of the strategy
     sys.exit(code)
 

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_hanayo.cli.common import CommandGroup, fail, print_table, quantity
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.found import (
+from lightning_hanayo.dist_checkpointing.folder import (
+    CheckpointFolder,
     Found,
     existing,
     layout_text,

@@ -12,7 +12,8 @@ import re
 import sys
 import traceback
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -36,6 +37,7 @@ _EXPECTED = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value.*)?$", re.MUL
 _GIVEN = re.compile(r"(?:Given value|Got value): (?P<value>.*)")
 _ITEM = re.compile(r"^ *- (?P<item>.+\n(?: {4,}(?! |- ).+\n)*)", re.MULTILINE)
 _REQUIRED = re.compile(r"the following arguments are required: (?P<names>.+)")
+_Convert = Callable[[str], Any]
 _MAX_LISTED = 16
 """options that an error message lists"""
 
@@ -150,11 +152,22 @@ class CommandParser(OneLineErrors, ArgumentParser):
         super().__init__(prog, usage, description, allow_abbrev=False, formatter_class=layout, **options)
 
 
-def whole_number(text: str, least: int = 1, expected: str = "a whole number of at least 1") -> int:
-    """The type of options that count something."""
-    if not text.isdecimal() or int(text) < least:
-        raise ArgumentTypeError(f"{text}: expected {expected}")
-    return int(text)
+def number(
+    is_valid: Callable[[float], bool], expected: str, kind: Callable[[str], Any] = float
+) -> Callable[[str], Any]:
+    """The type of options that are a number."""
+
+    def convert(text: str) -> Any:
+        with suppress(ValueError):
+            if is_valid(value := kind(text)):
+                return value
+        raise ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+    return convert
+
+
+whole_number = number(lambda value: value >= 1, "a whole number of at least 1", int)
+"""the type of options that count something"""
 
 
 def quantity(text: str, units: Mapping[str, float], expected: str) -> float:
@@ -166,7 +179,7 @@ def quantity(text: str, units: Mapping[str, float], expected: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *(\S*)", text.strip())
     if found is None or found[2].upper() not in units or not float(found[1]):
-        raise ArgumentTypeError(f"{text}: expected {expected}")
+        raise ArgumentTypeError(f"expected {expected}, got {text!r}")
     return float(found[1]) * units[found[2].upper()]
 
 

@@ -12,16 +12,16 @@ Prints timelines: in colours in a terminal, as plain text in a pipe.
 import json
 import shutil
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.cli.common import CommandGroup, fail, print_table
+from lightning_hanayo.cli.common import CommandGroup, fail, number, print_table
 from lightning_hanayo.errors import HanayoError, counted, nearest
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_page, save_ranking, save_timeline, save_trace
@@ -62,31 +62,10 @@ def run(argv: list[str]) -> int:
     return _GROUP.run(argv, Options())
 
 
-def non_negative(text: str) -> float:
-    """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not isfinite(value) or value < 0:
-        raise ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
-    return value
-
-
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    value = non_negative(text)
-    if value == 0:
-        raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def integer(text: str) -> int:
-    """A whole number. Its range is checked where it is used."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+non_negative = number(lambda value: 0 <= value < inf, "a number of at least 0")
+positive = number(lambda value: 0 < value < inf, "a number above 0")
+integer = number(isfinite, "a whole number", int)
+"""Its range is checked where it is used."""
 
 
 def integer_or_auto(text: str) -> int | str:

@@ -8,8 +8,17 @@ What a resumed run needs besides the model and its optimizer: in several files o
 the run     state.json: ["lightning_hanayo"]["run"]     ["lightning_hanayo"]["run"]
 tensors     random/..., gradient/...                    ["lightning_hanayo"]["tensors"]
 loaders     state-data-00001.json, data/1/<n>           ["lightning_hanayo"]["data"][1]
+
+What a checkpoint folder holds, as the dictionary that Lightning knows: its tensors aren't read before they are used.
+
+    {"state_dict": {"net.0.weight": a StoredTensor, ...},     one object under all names of a tied parameter
+     "optimizer_states": [{"state": {"net.0.weight": {"exp_avg": a StoredTensor}}, "param_groups": [...]}],
+     "loops": ..., "callbacks": ..., ...}
+
+Optimizer states have the names of parameters in place of numbers.
 """
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +27,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.folder_content import folder_content
-from lightning_hanayo.dist_checkpointing.found import verify_file
+from lightning_hanayo.dist_checkpointing.commit import TensorPart
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
+from lightning_hanayo.dist_checkpointing.format import damaged
 from lightning_hanayo.dist_checkpointing.load_state import CLASS_NAME, parameters_in, with_keys
-from lightning_hanayo.dist_checkpointing.part import TensorPart
 from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-from lightning_hanayo.dist_checkpointing.state import RUN, data_stem, decode, encode
+from lightning_hanayo.dist_checkpointing.state import (
+    RUN,
+    STATE,
+    WITHOUT_STATE,
+    OptimizerDocument,
+    StateDocument,
+    data_stem,
+    decode,
+    encode,
+)
 from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError
+
+
+def folder_content(folder: CheckpointFolder) -> dict[str, Any]:
+    """Read the document of a folder, and no tensor but those of callbacks and other values.
+
+    Raises:
+        CheckpointError: the document and the manifest don't belong together.
+    """
+    where = folder.where(folder.manifest.texts.get(STATE, f"{STATE}.json"))
+    try:
+        document = StateDocument.decode(folder.text(STATE), lambda number: _nested(folder, f"{STATE}/{number}"), where)
+    except KeyError as error:
+        raise damaged(where, f"there is no {error}") from None
+    content = {**document.checkpoint, "state_dict": _state_dict(folder, document)}
+    if document.optimizers is not None:
+        states = _optimizer_tensors(folder)
+        content["optimizer_states"] = [
+            _optimizer_state(one, states[str(index)]) for index, one in enumerate(document.optimizers)
+        ]
+    return content
+
+
+def _nested(folder: CheckpointFolder, name: str) -> Tensor:
+    """A tensor of the document; read later if several ranks held it: an average of weights is as large as the model."""
+    is_of_rank_0 = all(part.file.startswith(f"{STATE}-00000-") for part in folder.manifest.tensors[name].parts)
+    return folder.read(name) if is_of_rank_0 else folder.stored(name)
+
+
+def _state_dict(folder: CheckpointFolder, document: StateDocument) -> "OrderedDict[str, Any]":
+    state: OrderedDict[str, Any] = OrderedDict()
+    tensors: dict[str, StoredTensor] = {}
+    for name in document.names:
+        same = document.tied.get(name, name)
+        if name in document.values:
+            state[name] = document.values[name]
+        elif f"model/{same}" in folder.manifest.tensors:
+            state[name] = tensors.setdefault(same, folder.stored(f"model/{same}"))
+        else:
+            raise damaged(folder.path, f"it has no values of {name}")
+    state._metadata = dict(document.versions)  # type: ignore[attr-defined]
+    return state
+
+
+def _optimizer_tensors(folder: CheckpointFolder) -> Mapping[str, dict[str, dict[str, StoredTensor]]]:
+    """The tensors of all optimizers: by the optimizer's number, the parameter and the key."""
+    found: Mapping[str, dict[str, dict[str, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))
+    for name in folder.manifest.tensors:
+        if name.startswith("optimizer/"):
+            index, _, place = name.removeprefix("optimizer/").partition("/")
+            parameter, _, key = place.rpartition("/")
+            found[index][parameter][key] = folder.stored(name)
+    return found
+
+
+def _optimizer_state(document: OptimizerDocument, tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    names = [name for group in document.param_groups for name in group["params"]]
+    ordered = dict.fromkeys([*(name for name in names if name in tensors or name in document.values), *tensors])
+    return {
+        **document.rest,
+        "state": {name: {**tensors.get(name, {}), **document.values.get(name, {})} for name in ordered},
+        "param_groups": [dict(group) for group in document.param_groups],
+        WITHOUT_STATE: list(document.without_state),
+        CLASS_NAME: document.class_name,
+    }
 
 
 @dataclass(frozen=True)
@@ -45,24 +126,15 @@ class OpenedCheckpoint:
         """What the manifest of a folder says."""
         return {} if self.folder is None else self.folder.manifest.about
 
-    @property
-    def tied(self) -> dict[str, str]:
-        """Entries of the state dict that are the same tensor as an earlier one: that one's name."""
-        if self.folder is None:
-            return tied_in_memory(self.content["state_dict"])
-        tied = self.about.get("tied")
-        names = set(self.content["state_dict"])
-        items = tied.items() if isinstance(tied, dict) else ()
-        return {name: other for name, other in items if isinstance(other, str) and {name, other} <= names}
-
 
 def tied_in_memory(state: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that share the memory of an earlier one of the same shape: that one's name."""
+    """Names of tensors that are an earlier one, or share its memory and have its shape: that one's name."""
     first: dict[tuple[Any, ...], str] = {}
     tied = {}
     for name, tensor in state.items():
         if isinstance(tensor, Tensor) and tensor.numel():
-            other = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), name)
+            place = id(tensor) if isinstance(tensor, StoredTensor) else tensor.data_ptr()
+            other = first.setdefault((place, tensor.shape, tensor.dtype), name)
             if other != name:
                 tied[name] = other
     return tied

@@ -26,7 +26,7 @@ import pickle
 import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,16 +36,19 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.dist_checkpointing import huggingface
-from lightning_hanayo.dist_checkpointing.compare import OpenedCheckpoint, open_checkpoint
+from lightning_hanayo.dist_checkpointing.compare import (
+    OpenedCheckpoint,
+    folder_content,
+    open_checkpoint,
+    tied_in_memory,
+)
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.dist_checkpointing.storage import LocalStorage, storage_of
-from lightning_hanayo.dist_checkpointing.tensor_file import bytes_of, write_tensors
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor, bytes_of, write_tensors
 from lightning_hanayo.errors import HanayoError, nearest, writing
 
 
@@ -288,12 +291,8 @@ def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
 
 
 def _as_in_a_file(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """The content as a file has it: tied entries are one tensor, and the parameters of optimizers have numbers."""
+    """The content as a file has it: the parameters of optimizers have numbers."""
     content = dict(opened.content)
-    if opened.folder is not None:
-        state, tied = opened.content["state_dict"], opened.tied
-        content["state_dict"] = type(state)((name, state[tied.get(name, name)]) for name in state)  # is written once
-        vars(content["state_dict"]).update(vars(state))  # the versions of the modules' entries
     if opened.folder is not None and "optimizer_states" in content:
         content["optimizer_states"] = [_numbered(one) for one in content["optimizer_states"]]
     return content
@@ -307,15 +306,12 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_safetensors(opened: OpenedCheckpoint, target: str, max_shard_size: int) -> Exported:
-    tied = opened.tied
-    tensors = {
-        name: value
-        for name, value in opened.content["state_dict"].items()
-        if isinstance(value, Tensor) and name not in tied
-    }
+    state = opened.content["state_dict"]
+    tied = tied_in_memory(state)
+    tensors = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in tied}
     with new_folder(target) as folder:
         files = write_weights(folder, tensors, max_shard_size)
-    left_out = [name for name, value in opened.content["state_dict"].items() if not isinstance(value, Tensor)]
+    left_out = [name for name, one in state.items() if not isinstance(one, Tensor)]
     return Exported(target, len(tensors), files, left_out)
 
 
@@ -360,52 +356,25 @@ def _stored_model(opened: OpenedCheckpoint, module: str | None, *, needed: bool)
     )
 
 
-class CheckpointWeights:
-    """The model's tensors in a checkpoint folder, by their names in the LightningModule.
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder of safetensors, or those of the model in a checkpoint folder, by name."""
 
-    It has the attributes and methods of a `SafetensorsFolder`.
-
-    Raises:
-        CheckpointError: it isn't a whole checkpoint.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._folder = CheckpointFolder(path)
-        state = folder_content(self._folder)["state_dict"]
-        self._values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
-        self.tensors = {
-            name: huggingface.TensorHeader(path, tuple(value.shape), value.dtype, str(value.dtype))
-            for name, value in self._values.items()
-        }
-
-    @property
-    def signature(self) -> str:
-        """The same on all ranks that see the same save."""
-        return self._folder.manifest.save_id
-
-    def mapped(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors, each in memory of its own.
-
-        Raises:
-            CheckpointError: a file can't be read any more.
-        """
-        for name in names:
-            yield name, self._values[name].read()
-
-    def verify(self, rank: int, num_ranks: int) -> None:
-        """Read this rank's share of the model's bytes, and compare the hashes.
-
-        Raises:
-            CheckpointError: a byte isn't what was saved. The message names the file and the tensor.
-        """
-        self._folder.verify(rank, num_ranks, kind="model/")
+    path: Path
+    folder: CheckpointFolder
+    tensors: Mapping[str, StoredTensor]
+    """read when they are used"""
 
 
-def open_weights(path: Path) -> huggingface.SafetensorsFolder | CheckpointWeights:
+def open_weights(path: Path) -> Weights:
     """Open a checkpoint folder, or a folder of safetensors.
 
     Raises:
         HanayoError: it is neither, or can't be read.
     """
-    return CheckpointWeights(path) if (path / MANIFEST).is_file() else huggingface.SafetensorsFolder(path)
+    if (path / MANIFEST).is_file():
+        folder = CheckpointFolder(path)
+        state = folder_content(folder)["state_dict"]
+        return Weights(path, folder, {name: one for name, one in state.items() if _is_stored(one)})
+    folder = huggingface.SafetensorsFolder(path)
+    return Weights(path, folder, {name: folder.stored(name) for name in folder.manifest.tensors})

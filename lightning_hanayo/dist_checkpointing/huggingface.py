@@ -27,10 +27,11 @@ Files are mapped into memory: only what is copied out of a tensor is read, in pa
 """
 
 import json
+import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -41,11 +42,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-from lightning_hanayo.dist_checkpointing.tensor_file import DTYPES
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, header_bytes
+from lightning_hanayo.dist_checkpointing.format import ImpossibleError, Manifest, StoredPart, WholeTensor, read_header
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder
 
@@ -409,23 +412,12 @@ _SAMPLE = 8
 """values of each tensor that a signature takes"""
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """What a file's header says of a tensor. `dtype` is None for one that torch or this package doesn't know."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    dtype_name: str
-
-
-class SafetensorsFolder:
-    """A folder whose headers were read and checked.
+class SafetensorsFolder(CheckpointFolder):
+    """A folder of safetensors, read as a checkpoint whose manifest is made of the headers of its files.
 
     Example:
         >>> folder = SafetensorsFolder(Path("gpt2"))
-        >>> for name, whole in folder.mapped(["wte.weight"]):
-        ...     rows = whole[:100].clone()  # reads 100 rows
+        >>> rows = folder.read("wte.weight", Region.whole((100, 768)))  # reads 100 rows
 
     Raises:
         HanayoError: there is no such folder, it has no safetensors, or a file is missing, damaged or truncated.
@@ -433,8 +425,22 @@ class SafetensorsFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tensors = dict(_stored_tensors(path))
+        self.path, self._storage, self._headers = str(path), storage_of(path), {}
+        tensors: dict[str, WholeTensor] = {}
+        for file, names in _expected(path).items():
+            with _readable(path / file):
+                num_bytes = os.path.getsize(path / file)  # also of a link, as in the cache of huggingface_hub
+                header = self._headers[file] = read_header(header_bytes(self._storage, file, num_bytes), num_bytes)
+            missing = [name for name in names if name not in header]
+            if missing:
+                raise HanayoError(
+                    f"{path / file} has no tensor {missing[0]}, which {_INDEX} expects there. Download it again."
+                )
+            for name in names or header:
+                entry = header[name]
+                part = StoredPart(file, name, Region.whole(entry.shape), "")
+                tensors[name] = WholeTensor(entry.shape, entry.dtype, (part,))
+        self.manifest = Manifest("", 0, 0, "", {}, {}, tensors, {})
 
     @cached_property
     def signature(self) -> str:
@@ -442,55 +448,34 @@ class SafetensorsFolder:
 
         So it differs between two states of one training, and reads one page for each tensor.
         """
-        known = [name for name, one in self.tensors.items() if one.dtype is not None]
-        first = {name: whole.reshape(-1)[:_SAMPLE].tolist() for name, whole in self.mapped(known)}
-        headers = sorted((name, one.shape, one.dtype_name) for name, one in self.tensors.items())
-        return sha256(repr((headers, sorted(first.items()))).encode()).hexdigest()
+        found = []
+        for name, one in sorted(self.manifest.tensors.items()):
+            first = [min(1, size) for size in one.shape[:-1]] + [min(_SAMPLE, size) for size in one.shape[-1:]]
+            found.append((name, one.shape, one.dtype, self.read(name, Region.whole(first)).tolist()))
+        return sha256(repr(found).encode()).hexdigest()
 
-    def mapped(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors, file after file. They are read where they are copied, and must not be written to.
-
-        Raises:
-            HanayoError: a file can't be read any more.
-        """
-        by_file = defaultdict(list)
-        for name in names:
-            by_file[self.tensors[name].file].append(name)
-        for file, wanted in by_file.items():
-            with _readable(file), safe_open(file, framework="pt") as opened:
-                for name in wanted:
-                    yield name, opened.get_tensor(name)
+    def verify(self, rank: int = 0, num_ranks: int = 1, *, kind: str = "") -> None:
+        """Do nothing: the folder has no hashes."""
 
 
-def _stored_tensors(path: Path) -> Iterator[tuple[str, TensorHeader]]:
-    expected: dict[Path, list[str]] = defaultdict(list)
+def _expected(path: Path) -> Mapping[str, list[str]]:
+    """The names that each file must have; none: all that it has."""
     if (path / _INDEX).is_file():
+        expected = defaultdict(list)
         with _readable(path / _INDEX):
             for name, file in json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].items():
-                expected[path / file].append(name)
-    elif (path / _FILE).is_file():
-        expected[path / _FILE] = []
-    else:
+                expected[file].append(name)
+        return expected
+    if not (path / _FILE).is_file():
         _refuse(path)
-    for location, names in expected.items():
-        with _readable(location), safe_open(location, framework="pt") as opened:
-            found = dict.fromkeys(opened.keys())
-            missing = [name for name in names if name not in found]
-            if missing:
-                raise HanayoError(
-                    f"{location} has no tensor {missing[0]}, which {_INDEX} expects there. Download it again."
-                )
-            for name in names or found:
-                part = opened.get_slice(name)
-                dtype_name = part.get_dtype()
-                yield name, TensorHeader(location, tuple(part.get_shape()), DTYPES.get(dtype_name), dtype_name)
+    return {_FILE: []}
 
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+    except (ImpossibleError, OSError, KeyError, json.JSONDecodeError) as error:
         raise HanayoError(
             f"{file} can't be read: {error}. It is missing, damaged or truncated; download or save it again."
         ) from error

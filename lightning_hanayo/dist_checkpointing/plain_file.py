@@ -4,7 +4,7 @@ Writes a checkpoint that is one file: under another name, until it is complete.
 
 Gathers the state dicts of a module and its optimizers from all ranks of a pipeline.
 
-Gathers trees of tensors from all pipeline ranks onto rank 0, in CPU memory.
+Gathers dictionaries from all pipeline ranks onto rank 0, in CPU memory.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
@@ -27,8 +27,6 @@ from lightning_hanayo.dist_checkpointing.target import check_replaceable, proble
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.partition.ownership import state_of_own_tensors
-from lightning_hanayo.pipeline_parallel.message import Message, Spec, spec_of
-from lightning_hanayo.pipeline_parallel.pytree import Flattener, Skeleton, unflatten
 from lightning_hanayo.pipeline_parallel.transport import Transport
 
 
@@ -149,15 +147,10 @@ def gather_module_state(
         own |= {name: sharding.unshard(one, parameters[name]) for name, one in own.items() if name in parameters}
     if not gathers:
         return state
-    sent: dict[str, Any] = {}
-    for name, value in own.items():  # a plain tensor as it is; anything else, such as an extra state, as bytes
-        is_plain = isinstance(value, Tensor) and not is_tensor_subclass(value)
-        sent[name] = value if is_plain else {"bytes": to_bytes(value)}
-    gathered = gather(transport, sent)
+    gathered = gather(transport, own)
     if gathered is None:
         return own
-    for name, value in (item for entries in gathered for item in entries.items()):
-        state[name] = from_bytes(value["bytes"]) if isinstance(value, dict) else value
+    state.update(gathered)  # which keeps the versions of modules' entries, an attribute
     return state
 
 
@@ -193,9 +186,8 @@ def gather_optimizer_state(
         return state
     gathered = gather(transport, own)
     if gathered is not None:
-        entries = {index: value for part in gathered for index, value in part.items()}
-        state["state"] = dict(sorted(entries.items()))
-        without = entries and [index for index in range(len(parameters)) if index not in entries]
+        state["state"] = dict(sorted(gathered.items()))
+        without = gathered and [index for index in range(len(parameters)) if index not in gathered]
         state |= {WITHOUT_STATE: without} if without else {}
     return state
 
@@ -243,44 +235,35 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
 _TAG = 1
 
 
-def gather(transport: Transport, tree: Any) -> list[Any] | None:
-    """Rank 0 gets every rank's `tree`, in rank order; the others get None. Called by all ranks of the pipeline.
+def gather(transport: Transport, entries: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    """Rank 0 gets the entries of all ranks, in rank order; the others get None. Called by all ranks of the pipeline.
 
-    A tree consists of tensors and plain values in dicts, lists and tuples. Tensors are sent one at a time.
+    An entry consists of tensors and plain values in dicts, lists and tuples. Entries are sent one at a time.
     """
-    if transport.rank > 0:
-        _send(transport, tree)
-        return None
-    return [unflatten(*_flatten(tree)), *(_receive(transport, rank) for rank in range(1, transport.num_ranks))]
-
-
-def _send(transport: Transport, tree: Any) -> None:
-    """Send the length of the encoded spec, the spec, and each tensor's bytes, to rank 0."""
-    skeleton, tensors = _flatten(tree)
-    spec = torch.frombuffer(bytearray(spec_of(Message(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
-    for buffer in (torch.tensor([spec.numel()]), spec, *tensors):
-        if buffer.numel():
-            transport.send(0, _TAG, _as_bytes(buffer)).wait()
+    if transport.rank == 0:
+        gathered: dict[Any, Any] = tree_map_only(Tensor, _on_host, dict(entries))
+        for rank in range(1, transport.num_ranks):
+            while (entry := _receive(transport, rank)) is not None:
+                gathered.update([entry])
+        return gathered
+    for entry in (*entries.items(), None):
+        data = to_bytes(tree_map_only(Tensor, _on_host, entry))
+        for buffer in (torch.tensor([len(data)]).view(torch.uint8), data):
+            transport.send(0, _TAG, buffer).wait()
+    return None
 
 
 def _receive(transport: Transport, rank: int) -> Any:
     length = torch.empty(1, dtype=torch.int64)
-    transport.receive(rank, _TAG, _as_bytes(length)).wait()
-    encoded = torch.empty(int(length), dtype=torch.uint8)
-    transport.receive(rank, _TAG, encoded).wait()
-    spec = Spec.from_bytes(encoded.numpy().tobytes())
-    tensors = spec.empty()
-    for tensor in tensors:
-        if tensor.numel():
-            transport.receive(rank, _TAG, _as_bytes(tensor)).wait()
-    return unflatten(spec.skeleton, tensors)
+    transport.receive(rank, _TAG, length.view(torch.uint8)).wait()
+    data = torch.empty(int(length), dtype=torch.uint8)
+    transport.receive(rank, _TAG, data).wait()
+    return from_bytes(data)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _flatten(tree: Any) -> tuple[Skeleton, list[Tensor]]:
-    """The tree's skeleton, and its tensors in CPU memory."""
-    flattener = Flattener()
-    return flattener.flatten(tree, "state"), [tensor.detach().cpu() for tensor in flattener.tensors]
+def _on_host(value: Tensor) -> Tensor:
+    """The tensor in CPU memory, without the rest of the memory of which it is a view."""
+    if is_tensor_subclass(value):
+        return value
+    host = value.detach().cpu()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()

@@ -18,8 +18,7 @@ from threading import Event, Thread
 import torch
 from torch import Tensor
 
-from lightning_hanayo.dist_checkpointing.commit import FolderSave
-from lightning_hanayo.dist_checkpointing.part import ANOTHER_ENDED, RankPart, RanksLost, SavingRanks
+from lightning_hanayo.dist_checkpointing.commit import ANOTHER_ENDED, FolderSave, RankPart, RanksLost, SavingRanks
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.target import AtPoint, go_on, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.part import RankPart
+from lightning_hanayo.dist_checkpointing.commit import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, available
 from lightning_hanayo.partition import guards

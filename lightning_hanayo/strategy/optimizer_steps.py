@@ -20,8 +20,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates, RefusedStates
-from lightning_hanayo.strategy.optimizer.owners import OptimizerOwners
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer.shards import OptimizerOwners, OptimizerShards
 from lightning_hanayo.strategy.optimizer.step_values import StepValues
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube

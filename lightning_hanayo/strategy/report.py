@@ -159,12 +159,13 @@ class MeasuredBatches:
 def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
     """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
     own = pipeline.engine.trace.batches
-    ranks = gather(pipeline.relay.transport, [pack(events) for events in own])
+    transport = pipeline.relay.transport
+    ranks = gather(transport, {transport.rank: [pack(events) for events in own]})
     if ranks is None:
         return []
     rows = [pipeline.layout.table(num_microbatches(events)).actions for events in own]
     return [
-        [unpack(row, times[number]) for row, times in zip(table, ranks, strict=True)]
+        [unpack(row, times[number]) for row, times in zip(table, ranks.values(), strict=True)]
         for number, table in enumerate(rows)
     ]
 

@@ -30,7 +30,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_hanayo.dist_checkpointing.found import Found, look_at
+from lightning_hanayo.dist_checkpointing.folder import Found, look_at
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, with_notes

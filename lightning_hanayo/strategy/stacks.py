@@ -38,7 +38,6 @@ _ACTIVITIES = {
     "lightning_hanayo.dist_checkpointing.save": "saving a checkpoint",
     "lightning_hanayo.dist_checkpointing.commit": "saving a checkpoint",
     "lightning_hanayo.dist_checkpointing.target": "saving a checkpoint",
-    "lightning_hanayo.dist_checkpointing.part": "saving a checkpoint",
     "lightning_hanayo.dist_checkpointing.plain_file": "saving a checkpoint",
     "lightning_hanayo.strategy.checkpoints.save": "saving a checkpoint",
     "lightning_hanayo.strategy.checkpoints.parts": "saving a checkpoint",

@@ -241,12 +241,12 @@ WRONG = {
         ["--devices=8", "--nodes=3", "--device=h100"],
         "--devices 8, of all nodes together, don't divide over --nodes 3",
     ),
-    "memory": (["--devices=8", "--device=h100", "--memory=lots"], "lots: expected bytes, such as 80GB"),
+    "memory": (["--devices=8", "--device=h100", "--memory=lots"], "expected bytes, such as 80GB"),
     "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),
     "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),
     "pairs": (["--devices=2", "--device=cpu", "--pairs=on"], "--pairs on: the blocks of blocks aren't registered"),
     "no_file": (["--devices=2", "--machine=none.json"], "none.json can't be read: No such file"),
-    "batch": (["--devices=2", "--device=cpu", "--global-batch=0"], "0: expected a whole number of at least 1"),
+    "batch": (["--devices=2", "--device=cpu", "--global-batch=0"], "expected a whole number of at least 1, got '0'"),
 }
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.compare import data_parts, tied_in_memory
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
-from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import RUN, STATE, OptimizerDocument, StateDocument
 

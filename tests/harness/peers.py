@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.part import RanksLost, SavingRanks
+from lightning_hanayo.dist_checkpointing.commit import RanksLost, SavingRanks
 
 _T = TypeVar("_T")
 

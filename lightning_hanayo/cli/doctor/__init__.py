@@ -16,8 +16,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.cli.common import CommandParser, print_table, quantity, whole_number
+from lightning_hanayo.cli.common import CommandParser, number, print_table, quantity
 from lightning_hanayo.cli.doctor.host import Finding, exit_code
+from lightning_hanayo.errors import is_rank_zero
 
 if TYPE_CHECKING:
     from lightning_hanayo.cli.doctor.links import Measured
@@ -30,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(argv[1:])
     findings, table = _examine(options, rest)
     try:
-        if _is_first():
+        if is_rank_zero(os.environ):
             _print(findings, table, as_json=options.json)
     except BrokenPipeError:  # the reader of the output has closed the pipe, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -40,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     usage = "hanayo doctor [--devices N] [--measure] [--json] [--config recipe.yaml [options of hanayo fit]]"
     parser = CommandParser("hanayo doctor", __doc__, usage=usage)
-    processes = partial(whole_number, least=2, expected="2 or more processes, which send to each other")
+    processes = number(lambda value: value >= 2, "2 or more processes, which send to each other", int)
     parser.add_argument("--devices", type=processes, metavar="N", help="measure links between N processes of this host")
     parser.add_argument("--root", metavar="FOLDER", help="where checkpoints go (default: that of --config, or here)")
     seconds = partial(quantity, units={"": 1.0}, expected="more than 0 seconds")
@@ -67,13 +68,6 @@ def _speed(text: str) -> float:
     return quantity(text, _SPEEDS, "bytes or bits per second, such as 50GB/s or 400Gbit/s")
 
 
-def _is_first() -> bool:
-    from lightning_hanayo.cli.doctor.links import place
-
-    found = place()
-    return found is None or found[0] == 0
-
-
 def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding], list[list[str]]]:
     """What was found, and the rows of the table of links."""
     from lightning_hanayo.cli.doctor import host
@@ -94,7 +88,7 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
     findings += host.examine_environment(is_rank=place() is not None)
     findings += of_run
     measured, links, table = _links(options, findings)
-    if options.measure and _is_first():
+    if options.measure and is_rank_zero(os.environ):
         from lightning_hanayo.cli.doctor.measure import examine, measure
         from lightning_hanayo.plotting.terminal_status import showing
 

@@ -113,7 +113,7 @@ def measure_here(num_processes: int, timeout: float) -> Measured | Finding:
     text = f"ranks {[one.rank for one in failures]} have not finished within {timeout:g} s"
     if ended:
         printed = ended[0].trace.strip().splitlines() or ["it has printed nothing"]
-        text = f"rank {ended[0].rank}: {ended[0].message}: {printed[-1]}"
+        text = f"rank {ended[0].rank}: {ended[0].message}" + f": {printed[-1]}" * (ended[0].kind == "died")
     if is_debugging():
         print(*(one.trace for one in failures), sep="\n", file=sys.stderr)
     advice = "run it again with HANAYO_DEBUG=1 to see what the processes print"

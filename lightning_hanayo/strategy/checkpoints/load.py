@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hanayo.dist_checkpointing import plain_file
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.folder_content import folder_content
+from lightning_hanayo.dist_checkpointing.compare import folder_content
+from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.found import verify_file
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Source
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, nearest
@@ -37,6 +36,7 @@ from lightning_hanayo.strategy.setup.optimizers import is_elementwise
 
 if TYPE_CHECKING:
     from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
+
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 

@@ -49,9 +49,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.dist_checkpointing.commit import Kind, RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.huggingface import transformers_models
 from lightning_hanayo.dist_checkpointing.load_state import Sharding, with_keys
-from lightning_hanayo.dist_checkpointing.part import Kind, RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.plain_file import numbered_state_dict
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import STATE, DistributedTensor, OptimizerDocument, StateDocument

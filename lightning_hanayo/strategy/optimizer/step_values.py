@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.strategy.optimizer.owners import OptimizerOwners
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer.shards import OptimizerOwners, OptimizerShards, set_values
 
 
 class StepValues:
@@ -219,17 +218,13 @@ class MasterWeights:
                     master = low.to(torch.float32 if is_low else low.dtype, copy=True)
                 else:  # where a value was changed since it was rounded, such as by a hook, it is the master weight
                     master = torch.where(master.to(low.dtype) == low, master, low)
-                parameter.grad = None
-                parameter.data = master
-                parameter.grad = None if gradient is None else gradient.to(master.device)
+                set_values(parameter, master, None if gradient is None else gradient.to(master.device))
 
     def take_out(self) -> None:
         """Round the master weights into the memory that the parameters had, which layers may know."""
         for parameter, (low, gradient) in self._replaced.items():
             self._masters[parameter] = parameter.data
-            parameter.grad = None
-            parameter.data = low.copy_(parameter.data)
-            parameter.grad = gradient
+            set_values(parameter, low.copy_(parameter.data), gradient)
         self._replaced.clear()
 
     @property
@@ -249,8 +244,7 @@ class MasterWeights:
         Computes nothing: a device that has failed can't.
         """
         for parameter, (low, _) in self._replaced.items():
-            parameter.grad = None
-            parameter.data = low
+            set_values(parameter, low, None)
         for parameter in self._low:
             parameter.grad, parameter.grad_dtype = None, parameter.dtype
         self._replaced.clear()

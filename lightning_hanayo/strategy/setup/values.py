@@ -13,7 +13,6 @@ load     each rank reads and converts its tensors, in a cube its shards; then al
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing import huggingface
-from lightning_hanayo.dist_checkpointing.export import CheckpointWeights, open_weights
+from lightning_hanayo.dist_checkpointing.export import Weights, open_weights
+from lightning_hanayo.dist_checkpointing.load_state import own_part
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
@@ -96,7 +97,6 @@ def _values(message: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield part.view(tensor.dtype).view(tensor.shape)
 
 
-_Folder = huggingface.SafetensorsFolder | CheckpointWeights
 _WAS_READ = "_hanayo_was_read"
 _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
@@ -105,7 +105,7 @@ _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfl
 class FolderPlan:
     """The tensors that a model takes from one folder. Equal on all ranks."""
 
-    folder: _Folder
+    folder: Weights
     module: str
     """the qualified name of the module that takes it"""
     sources: Mapping[str, str | huggingface.Merge]
@@ -186,11 +186,11 @@ def load_pretrained(
     num_bytes, start, conversions, replaced = 0, time.perf_counter(), set(), ""
     for name, source, whole in _own_sources(plans, values):
         tensor = values[name]
-        part = whole if cube is None else cube.shard(whole, tensor)
+        part = own_part(whole, tensor, cube)
         num_bytes += (part if isinstance(source, str) else whole).nbytes
         if part.dtype != tensor.dtype:
             conversions.add(f"{part.dtype} to {tensor.dtype}".replace("torch.", ""))
-        value = part.to(device=device, dtype=tensor.dtype, copy=True)
+        value = (part.read() if isinstance(part, StoredTensor) else part).to(device=device, dtype=tensor.dtype)
         if tensor in given:
             if not torch.equal(tensor.detach(), value):
                 raise HanayoError(
@@ -227,7 +227,7 @@ def load_on_all_ranks(
     rank_zero_info(_report(plans, readings))
 
 
-def _plan(model: nn.Module, blocks: str, name: str, folder: _Folder) -> FolderPlan:
+def _plan(model: nn.Module, blocks: str, name: str, folder: Weights) -> FolderPlan:
     modules = dict(model.named_modules())
     if name not in modules:
         raise HanayoError(f"init_from: {type(model).__name__} has no module {name!r}; {nearest(name, modules)}")
@@ -242,13 +242,13 @@ def _plan(model: nn.Module, blocks: str, name: str, folder: _Folder) -> FolderPl
     return FolderPlan(folder, prefix, sources, tuple(reversed(missing.values())), tuple(match.unused(folder.tensors)))
 
 
-def _check_fit(folder: _Folder, sources: Mapping[str, str | huggingface.Merge], values: Mapping[str, Tensor]) -> None:
+def _check_fit(folder: Weights, sources: Mapping[str, str | huggingface.Merge], values: Mapping[str, Tensor]) -> None:
     shapes, dtypes = [], []
     for name, source in sources.items():
         first, *_ = huggingface.names_of(source)
         stored, tensor = folder.tensors[first], values[name]
         if stored.dtype != tensor.dtype and not {stored.dtype, tensor.dtype} <= _CONVERTIBLE:
-            dtypes.append(f"{name} is {tensor.dtype}, but {first} in the folder {stored.dtype_name}")
+            dtypes.append(f"{name} is {tensor.dtype}, but {first} in the folder {stored.dtype}")
         elif (shape := _shape(folder, source)) != tuple(tensor.shape):
             shapes.append(f"{name} is {tuple(tensor.shape)}, but {first} in the folder {shape}")
     if shapes:
@@ -263,15 +263,15 @@ def _check_fit(folder: _Folder, sources: Mapping[str, str | huggingface.Merge], 
         )
 
 
-def _shape(folder: _Folder, source: str | huggingface.Merge) -> tuple[int, ...]:
+def _shape(folder: Weights, source: str | huggingface.Merge) -> tuple[int, ...]:
     if isinstance(source, str):
-        return folder.tensors[source].shape
+        return tuple(folder.tensors[source].shape)
     return tuple(
         source.of({n: torch.empty(folder.tensors[n].shape, device="meta") for n in huggingface.names_of(source)}).shape
     )
 
 
-def _check_blocks(folder: _Folder, blocks: str, missing: Mapping[Tensor, str]) -> None:
+def _check_blocks(folder: Weights, blocks: str, missing: Mapping[Tensor, str]) -> None:
     in_blocks = [n for tensor, n in missing.items() if isinstance(tensor, nn.Parameter) and n.startswith(f"{blocks}.")]
     if in_blocks:
         raise HanayoError(
@@ -282,14 +282,13 @@ def _check_blocks(folder: _Folder, blocks: str, missing: Mapping[Tensor, str]) -
 
 
 def _signature(folder: Path) -> str:
-    return open_weights(folder).signature
+    return open_weights(folder).folder.signature
 
 
 def _verify(folder: Path) -> None:
-    opened = open_weights(folder)
-    if isinstance(opened, CheckpointWeights):
-        is_alone = not dist.is_initialized()
-        opened.verify(*((0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())))
+    is_alone = not dist.is_initialized()
+    place = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    open_weights(folder).folder.verify(*place, kind="model/")
 
 
 def _own_sources(
@@ -297,16 +296,15 @@ def _own_sources(
 ) -> Iterator[tuple[str, str | huggingface.Merge, Tensor]]:
     """Of each value that this rank holds: a name, its source, and the whole tensor, which is read only if merged."""
     for plan in plans:
-        names: dict[str, dict[Tensor, str]] = defaultdict(dict)
+        tensors, given = plan.folder.tensors, set[tuple[str, Tensor]]()
         for name, source in plan.sources.items():
-            if name in values and isinstance(source, str):
-                names[source].setdefault(values[name], name)
-        for source, whole in plan.folder.mapped(names):
-            for name in names[source].values():
-                yield name, source, whole
-        for name, merge in plan.sources.items():
-            if name in values and not isinstance(merge, str):
-                yield name, merge, merge.of(dict(plan.folder.mapped(huggingface.names_of(merge))))
+            if name not in values:
+                continue
+            if not isinstance(source, str):
+                yield name, source, source.of({one: tensors[one].read() for one in huggingface.names_of(source)})
+            elif (source, values[name]) not in given:  # else another name of the same parameter
+                given.add((source, values[name]))
+                yield name, source, tensors[source]
 
 
 def _warn(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> None:

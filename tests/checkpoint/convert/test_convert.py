@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.convert import export_checkpoint
 from lightning_hanayo.dist_checkpointing.export import Format, write_weights
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import RUN, StateDocument

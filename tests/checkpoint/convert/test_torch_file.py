@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_hanayo.dist_checkpointing.export import write_torch_file
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-from lightning_hanayo.dist_checkpointing.tensor_file import bytes_of
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor, bytes_of
 
 TENSORS = {
     "matrix": torch.arange(6.0).reshape(2, 3),

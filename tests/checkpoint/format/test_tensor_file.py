@@ -13,8 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from xxhash import xxh3_128
 
 from lightning_hanayo.dist_checkpointing.format import header_length, read_header
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
-from lightning_hanayo.dist_checkpointing.tensor_file import write_tensors
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor, write_tensors
 from lightning_hanayo.errors import CheckpointError
 
 MEGABYTE = 2**20

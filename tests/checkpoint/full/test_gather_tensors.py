@@ -1,4 +1,4 @@
-"""Trees of tensors from all ranks are gathered on rank 0, bit for bit."""
+"""Dictionaries of all ranks are gathered on rank 0, bit for bit."""
 
 from threading import Thread
 from typing import Any
@@ -16,7 +16,7 @@ def gathered(trees: list[Any]) -> list[Any]:
     transports = Hub(len(trees), timeout=real_seconds(30)).transports()
 
     def call(rank: int) -> None:
-        results[rank] = gather(transports[rank], trees[rank])
+        results[rank] = gather(transports[rank], {rank: trees[rank]})
 
     threads = [Thread(target=call, args=(rank,)) for rank in range(len(trees))]
     for thread in threads:
@@ -40,7 +40,7 @@ def state(rank: int) -> dict[Any, Any]:
 def test_rank_0_gets_every_ranks_tree() -> None:
     whole, *others = gathered([state(rank) for rank in range(3)])
     assert others == [None, None]
-    for rank, tree in enumerate(whole):
+    for rank, tree in whole.items():
         expected = state(rank)
         assert list(tree) == list(expected) and tree[7] | {"step": 0} == expected[7] | {"step": 0}
         assert tree[7]["step"].item() == rank
@@ -51,5 +51,13 @@ def test_rank_0_gets_every_ranks_tree() -> None:
 
 
 def test_empty_trees_and_one_rank() -> None:
-    assert gathered([{}, {}])[0] == [{}, {}]
-    assert gathered([{"a": 1}]) == [[{"a": 1}]]
+    assert gathered([{}, {}])[0] == {0: {}, 1: {}}
+    assert gathered([{"a": 1}]) == [{0: {"a": 1}}]
+    transports = Hub(1, timeout=1).transports()
+    assert gather(transports[0], {}) == {}
+
+
+def test_a_view_is_sent_without_the_rest_of_its_memory() -> None:
+    rows = torch.ones(1000, 10)[:2]
+    whole, _ = gathered([None, {"rows": rows}])
+    assert whole[1]["rows"].untyped_storage().nbytes() == rows.nbytes

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.folder_content import folder_content
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.state import OptimizerDocument, StateDocument
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.folders import write_folder
 

@@ -13,7 +13,7 @@ from lightning_hanayo.dist_checkpointing.load_state import (
     check_fit,
     entries,
 )
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 
 SOURCE = Source("last.ckpt", "GPT")

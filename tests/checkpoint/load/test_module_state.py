@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing.load_state import Source, load, not_finite
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.partition.ownership import replace_with_placeholders
 from tests.checkpoint.folders import part_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.dist_checkpointing.found import verify_file
+from lightning_hanayo.dist_checkpointing.folder import verify_file
 from lightning_hanayo.dist_checkpointing.plain_file import is_zip, load_mapped
 from lightning_hanayo.errors import CheckpointError
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.dist_checkpointing.read_tensor import StoredTensor
 from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from tests.checkpoint.folders import part_of
 
 WHOLE = torch.arange(12.0).view(4, 3)

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
+from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.dist_checkpointing.storage import LocalStorage
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from tests.checkpoint.mapped_bytes import mapped_bytes
-
-MEGABYTE = 2**20
 
 
 def save_one(path: Path) -> Path:
@@ -33,25 +32,24 @@ def save_two(path: Path) -> Path:
 @pytest.mark.parametrize("save", [save_one, save_two])
 def test_tensors_are_found_by_name(tmp_path: Path, save: Callable[[Path], Path]) -> None:
     folder = SafetensorsFolder(save(tmp_path))
-    assert {name: one.shape for name, one in folder.tensors.items()} == {"a": (2, 3), "b": (4,)}
-    assert [folder.tensors[name].dtype for name in "ab"] == [torch.float32, torch.bfloat16]
-    assert dict(folder.mapped(["a"]))["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert [name for name, _ in folder.mapped("ba")] == ["b", "a"]
+    assert {name: one.shape for name, one in folder.manifest.tensors.items()} == {"a": (2, 3), "b": (4,)}
+    assert [folder.stored(name).dtype for name in "ab"] == [torch.float32, torch.bfloat16]
+    assert folder.read("a").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert folder.read("a", Region.of_entries([[1], [0, 2]])).tolist() == [[3, 5]]
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="counts pages with /proc")
-def test_only_what_is_copied_is_read(tmp_path: Path) -> None:
-    """Of 48 MB, opening reads the header, and 8 MB of rows are 8 MB, up to the pages around them, of at most 2 MB."""
-    file = tmp_path / "model.safetensors"
-    save_file({name: torch.zeros(4096, 1024) for name in ("a", "b", "c")}, file)
-    folder = SafetensorsFolder(tmp_path)
-    for _, whole in folder.mapped(["b"]):
-        before = mapped_bytes(file)
-        assert before <= 2 * MEGABYTE
-        whole[1024:3072].clone()
-        assert 8 * MEGABYTE <= mapped_bytes(file) <= before + 12 * MEGABYTE
-    del whole
-    assert mapped_bytes(file) == 0
+def test_only_the_wanted_rows_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({name: torch.zeros(4096, 1024) for name in ("a", "b", "c")}, tmp_path / "model.safetensors")
+    folder, read, asked = SafetensorsFolder(tmp_path), LocalStorage.read, []
+
+    def counted(self: LocalStorage, name: str, start: int = 0, stop: int | None = None) -> memoryview:
+        data = read(self, name, start, stop)
+        asked.append(len(data))
+        return data
+
+    monkeypatch.setattr(LocalStorage, "read", counted)
+    folder.stored("b").part(Region.of_entries([range(1024, 3072), range(1024)])).read()
+    assert asked == [8 * 2**20]
 
 
 def test_signatures_tell_folders_apart(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import torch
 
+from lightning_hanayo.dist_checkpointing.commit import RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.part import RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 
 

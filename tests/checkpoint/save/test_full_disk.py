@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.dist_checkpointing.commit import write_files
-from lightning_hanayo.dist_checkpointing.part import SavingRanks
+from lightning_hanayo.dist_checkpointing.commit import SavingRanks, write_files
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.storage import LocalStorage

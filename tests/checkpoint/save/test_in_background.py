@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_hanayo.dist_checkpointing import save as module
+from lightning_hanayo.dist_checkpointing.commit import RankPart, RanksLost, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.part import RankPart, RanksLost, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.target import AtPoint, Point, go_on

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.part import RankPart, SavingRanks, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.storage import LocalStorage, RemoteStorage, storage_of

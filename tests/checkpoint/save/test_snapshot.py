@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hanayo.dist_checkpointing.part import RankPart, TensorPart
+from lightning_hanayo.dist_checkpointing.commit import RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import HostBuffers
 

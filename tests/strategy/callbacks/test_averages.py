@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
-from lightning_hanayo.dist_checkpointing.folder_content import folder_content
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.thorough import covered

@@ -162,7 +162,11 @@ def quantize(weights: dict[str, Tensor]) -> None:
     [
         (drop_block, HanayoError, r"no values for parameters of blocks: net\.blocks\.3\.up\.bias\. Build the model"),
         (reshape, HanayoError, r"net\.head\.weight is \(5, 16\), but head\.weight in the folder \(7, 16\)"),
-        (quantize, UnsupportedError, r"net\.head\.weight is torch\.float32, but head\.weight in the folder F8_E4M3"),
+        (
+            quantize,
+            UnsupportedError,
+            r"net\.head\.weight is torch\.float32, but head\.weight in the folder torch\.float8",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, change: Change, error: type[HanayoError], message: str) -> None:

@@ -165,7 +165,7 @@ def test_a_rank_that_says_goodbye_has_ended_without_a_reason(world: Worlds) -> N
 def test_links_that_end_without_a_word_are_made_again(world: Worlds) -> None:
     monitors: list[Monitor] = world(3, Timing(lost=60.0))
     assert monitors[0].decide("before", 0) == 0
-    monitors[0]._call(lambda: [link._fail() for link in list(monitors[0]._overlay._links.values())])
+    monitors[0]._call(lambda: [link.transport.abort() for link in list(monitors[0]._overlay._links.values())])
     assert monitors[2].decide("after", 2) == 2
     assert {monitor.verdict("after", wait=10.0) for monitor in monitors} == {2}
     assert [monitor.state_of(0) for monitor in monitors] == ["running"] * 3

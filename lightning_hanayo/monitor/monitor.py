@@ -32,6 +32,8 @@ STOOD_STILL = 2.0
 """seconds for which this process could not run its monitor; silence of others in that time means nothing"""
 GOODBYE = 0.5
 """seconds until the others have read a good-bye"""
+_ASK, _PAUSE = 0.5, 0.01
+"""seconds to wait for answers, and between two questions"""
 MOST_WAITS = 3
 """after so many ranks that don't decide, each rank decides for itself"""
 
@@ -181,6 +183,24 @@ class Monitor:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or topic in self._verdicts.known, wait)
         return self._verdicts.known.get(topic)
+
+    def settle(self, topic: str, judge: Callable[[dict[int, Json]], Json], *, within: float) -> Json:
+        """Return a verdict on what the ranks answer to the question `topic`; the same on all. Called by any of them.
+
+        Args:
+            topic: of the question and of the verdict.
+            judge: makes a proposal of the answers, by rank. A rank that has ended answers nothing.
+            within: seconds until `judge` has to do without the ranks that don't answer.
+        """
+        answers: dict[int, Json] = {}
+        deadline = time.monotonic() + within
+        while (verdict := self.verdict(topic)) is None:
+            answers |= self.ask(topic, timeout=_ASK)
+            ended = {rank for rank in range(self.num_ranks) if self.peer(rank).state == "ended"}
+            if len(answers.keys() | ended) == self.num_ranks or time.monotonic() > deadline:
+                return self.decide(topic, judge(answers))
+            time.sleep(_PAUSE)
+        return verdict
 
     def every(self, seconds: float, function: Callable[[], object]) -> Callable[[], None]:
         """Call the function again and again, in the monitor's thread: it must not block. Not in a world of one rank.

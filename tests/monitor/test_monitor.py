@@ -90,6 +90,18 @@ def test_those_answer_that_can(world: Worlds) -> None:
     assert asked == {rank: rank + 100 for rank in range(1, 10)}
 
 
+def test_a_verdict_on_answers_waits_for_all_that_can_still_come(world: Worlds) -> None:
+    monitors = world(4)
+    monitors[3].close()
+    for monitor in monitors[:2]:
+        monitor.answer("steps", lambda _, rank=monitor.rank: 10 + rank)
+    with ThreadPoolExecutor(2) as threads:
+        verdicts = [threads.submit(one.settle, "steps", sorted, within=30.0) for one in monitors[:2]]
+        monitors[2].answer("steps", lambda _: 12)
+        assert [verdict.result() for verdict in verdicts] == [[0, 1, 2]] * 2
+    assert monitors[2].settle("others", sorted, within=0.0) == []
+
+
 def test_a_removed_handler_hears_nothing(world: Worlds) -> None:
     first, second = world(2)
     heard: list[Any] = []

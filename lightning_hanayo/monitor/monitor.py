@@ -197,7 +197,8 @@ class Monitor:
         while (verdict := self.verdict(topic)) is None:
             answers |= self.ask(topic, timeout=_ASK)
             ended = {rank for rank in range(self.num_ranks) if self.peer(rank).state == "ended"}
-            if len(answers.keys() | ended) == self.num_ranks or time.monotonic() > deadline:
+            is_over = self._is_closed or time.monotonic() > deadline
+            if is_over or len(answers.keys() | ended) == self.num_ranks:
                 return self.decide(topic, judge(answers))
             time.sleep(_PAUSE)
         return verdict

@@ -246,7 +246,7 @@ class Monitor:
                 self._listener.close()
             return
         null = os.open(os.devnull, os.O_RDWR)
-        for file in (*self._selector.get_map(), self._selector.fileno()):
+        for file in (*(key.fd for key in self._selector.get_map().values()), self._selector.fileno()):
             os.dup2(null, file, inheritable=False)
         os.close(null)
 
@@ -295,7 +295,7 @@ class Monitor:
         self._verdicts.decide_due()
 
     def _on_message(self, message: dict[str, Json]) -> None:
-        sender, kind, content = message["from"], message["kind"], message.get("content")
+        sender, kind, content = message["from"], message["kind"], message["content"]
         if kind == "proposal":
             self._verdicts.on_proposal(content)
             self._decide_soon()

@@ -150,8 +150,7 @@ def test_threads_and_files_end_with_their_monitors(world: Worlds) -> None:
     for monitor in world(4):
         monitor.close()
         monitor.close()
-    assert num_threads() == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert wait_until(lambda: (num_threads(), len(os.listdir("/proc/self/fd"))) == (before, files), 10.0)
 
 
 def test_silence_is_seen_and_forgotten(world: Worlds) -> None:

@@ -8,19 +8,22 @@ monitor.ask("position")                                         the answers of a
 monitor.decide("who saves", rank)                               the same on all ranks
 """
 
+import asyncio
 import atexit
 import os
+import selectors
 import socket
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from lightning_hanayo.monitor import processes
-from lightning_hanayo.monitor.overlay import Json, Loop, Overlay, Timer, guarded
+from lightning_hanayo.monitor.overlay import Json, Overlay
 from lightning_hanayo.monitor.peers import Peer, Peers, State, Timing
 from lightning_hanayo.monitor.processes import Member
 
@@ -29,6 +32,10 @@ STOOD_STILL = 2.0
 """seconds for which this process could not run its monitor; silence of others in that time means nothing"""
 GOODBYE = 0.5
 """seconds until the others have read a good-bye"""
+_ASK, _PAUSE = 0.5, 0.01
+"""seconds to wait for answers, and between two questions"""
+MOST_WAITS = 3
+"""after so many ranks that don't decide, each rank decides for itself"""
 
 _open: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
 
@@ -57,10 +64,17 @@ class Monitor:
         self.members: tuple[Member, ...] = (self.member,)
         """of all ranks, in their order"""
         self._handlers: dict[str, list[Handler]] = {}
+        self._functions: dict[str, Callable[[Json], Json]] = {}
+        self._replies: dict[int, dict[int, list[Json]]] = {}
+        """to the questions of this rank, by the number of the question and the rank that replies"""
+        self._changed = threading.Condition()
+        """held while replies and verdicts change; other threads wait for them"""
         self._num_runs = count(1)
         self._is_closed = False
-        self._loop = Loop()
-        self._loop.on_standstill = self._on_standstill
+        self._leaves = asyncio.Event()
+        self._selector: selectors.DefaultSelector | None = None
+        self._loop: asyncio.SelectorEventLoop | None = None
+        self._thread: threading.Thread | None = None
         _open.add(self)
 
     def connect(self, members: Sequence[Member], token: str) -> None:
@@ -71,22 +85,15 @@ class Monitor:
             token: a secret of these ranks, so that no stranger is taken for one of them.
         """
         self.members = tuple(members)
-        self._overlay = Overlay(
-            self.rank,
-            self.members,
-            token,
-            self._listener,
-            self._loop,
-            on_message=self._on_message,
-            on_up=lambda rank: self._peers.on_up(rank),
-            on_lost=self._on_lost,
-        )
-        self._peers = Peers(self.rank, self.members, self._loop, self._overlay, self._overlay.flood, self._timing)
-        self._questions = Questions(self.rank, lambda: self._peers.running, self._overlay)
+        self._overlay = Overlay(self.rank, self.members, token, self._on_message)
+        self._peers = Peers(self.rank, self.members, self._overlay, self._timing)
         self._verdicts = Verdicts(self.rank, lambda: self._peers.running, self._overlay.flood, self._timing.takeover)
+        self._look_at, self._ping_at = time.monotonic(), 0.0
         if self.num_ranks > 1:
-            self._loop.call(self._begin)
-            self._loop.start()
+            self._selector = selectors.DefaultSelector()
+            self._loop = asyncio.SelectorEventLoop(self._selector)
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), daemon=True, name="hanayo-monitor")
+            self._thread.start()
 
     @property
     def arbiter(self) -> int:
@@ -132,12 +139,15 @@ class Monitor:
 
         It doesn't wait for ranks that have ended, are stopped, or silent.
         """
-        pending = Pending()
-        if not self._is_closed:
-            self._call(lambda: self._questions.ask(question, content, pending))
-            pending.is_complete.wait(timeout)
-            self._call(lambda: self._questions.forget(pending))
-        return dict(pending.answers)
+        replies: dict[int, list[Json]] = {}
+        number = next(self._overlay.numbers)
+        with self._changed:
+            self._replies[number] = replies
+        self._call(lambda: self._overlay.flood("ask", {"question": question, "content": content}, number))
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or replies.keys() >= {*self._peers.running}, timeout)
+            del self._replies[number]
+            return {rank: answer for rank, answers in replies.items() for answer in answers}
 
     def answer(self, question: str, function: Callable[[Json], Json]) -> Callable[[], None]:
         """Answer a question with `function(content)`, called in the monitor's thread. It takes the place of another.
@@ -145,7 +155,13 @@ class Monitor:
         Returns:
             A function that removes it.
         """
-        return self._questions.answer(question, function)
+        self._functions[question] = function
+
+        def remove() -> None:
+            if self._functions.get(question) is function:
+                del self._functions[question]
+
+        return remove
 
     def decide(self, topic: str, proposal: Json, *, timeout: float = 10.0) -> Json:
         """Return the verdict, the same on all ranks: the proposal that came first. Not from the monitor's thread.
@@ -153,7 +169,7 @@ class Monitor:
         After the timeout, and when the monitor is closed, it is this rank's own proposal.
         """
         self.propose(topic, proposal)
-        verdict = None if self._is_closed else self._verdicts.wait(topic, timeout)
+        verdict = self.verdict(topic, wait=timeout)
         return proposal if verdict is None else verdict
 
     def propose(self, topic: str, proposal: Json) -> None:
@@ -163,7 +179,29 @@ class Monitor:
 
     def verdict(self, topic: str, *, wait: float = 0.0) -> Json | None:
         """The verdict; None if there is none yet, or none within the seconds that the caller waits for it."""
-        return self._verdicts.wait(topic, wait) if wait else self._verdicts.get(topic)
+        if wait:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or topic in self._verdicts.known, wait)
+        return self._verdicts.known.get(topic)
+
+    def settle(self, topic: str, judge: Callable[[dict[int, Json]], Json], *, within: float) -> Json:
+        """Return a verdict on what the ranks answer to the question `topic`; the same on all. Called by any of them.
+
+        Args:
+            topic: of the question and of the verdict.
+            judge: makes a proposal of the answers, by rank. A rank that has ended answers nothing.
+            within: seconds until `judge` has to do without the ranks that don't answer.
+        """
+        answers: dict[int, Json] = {}
+        deadline = time.monotonic() + within
+        while (verdict := self.verdict(topic)) is None:
+            answers |= self.ask(topic, timeout=_ASK)
+            ended = {rank for rank in range(self.num_ranks) if self.peer(rank).state == "ended"}
+            is_over = self._is_closed or time.monotonic() > deadline
+            if is_over or len(answers.keys() | ended) == self.num_ranks:
+                return self.decide(topic, judge(answers))
+            time.sleep(_PAUSE)
+        return verdict
 
     def every(self, seconds: float, function: Callable[[], object]) -> Callable[[], None]:
         """Call the function again and again, in the monitor's thread: it must not block. Not in a world of one rank.
@@ -171,9 +209,16 @@ class Monitor:
         Returns:
             A function that removes it.
         """
-        timer = Timer(seconds, function, repeats=True)
-        self._call(lambda: self._loop.add(timer))
-        return lambda: self._call(lambda: self._loop.cancel(timer))
+        is_over, loop = threading.Event(), self._loop
+
+        def call_and_repeat() -> None:
+            if loop is not None and not is_over.is_set():
+                loop.call_later(seconds, call_and_repeat)
+                guarded(function)
+
+        if loop is not None:
+            self._call(lambda: loop.call_later(seconds, call_and_repeat))
+        return is_over.set
 
     def close(self) -> None:
         """Say good-bye to the other ranks, and end the thread; again: do nothing. From any thread."""
@@ -181,42 +226,73 @@ class Monitor:
             return
         self._is_closed = True
         _open.discard(self)
-        if self._loop.is_started:
-            self._verdicts.close()
-            self._loop.call(self._say_goodbye)
-            self._loop.join(2 * GOODBYE)
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._call(self._leaves.set)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(2 * GOODBYE)
         elif self._listener is not None:
             self._listener.close()
-        if not self._loop.is_started:
-            self._loop.close_files()
 
     def leave_in_child(self) -> None:
-        """In a forked process: close its copies of the files, so that the end of this one's links is seen."""
+        """In a forked process: give up its copies of the files, so that the end of this one's links is seen.
+
+        Their numbers stay taken, by a file of no use: the copies of the sockets may still close them.
+        """
         self._is_closed = True
-        self._loop.leave_in_child()
-        if self._listener is not None:
-            self._listener.close()
+        if self._selector is None:
+            if self._listener is not None:
+                self._listener.close()
+            return
+        null = os.open(os.devnull, os.O_RDWR)
+        for file in (*(key.fd for key in self._selector.get_map().values()), self._selector.fileno()):
+            os.dup2(null, file, inheritable=False)
+        os.close(null)
 
     def _call(self, function: Callable[[], object]) -> None:
+        """Let the thread call it soon."""
         if self.num_ranks == 1:
             function()
-        else:
-            self._loop.call(function)
+        elif self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(function)
 
-    def _begin(self) -> None:
-        self._overlay.open()
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._live())
+
+    async def _live(self) -> None:
+        """From the first link to the last."""
+        assert self._listener is not None
+        await self._overlay.open(self._listener)
         self._peers.open()
-        self._loop.add(Timer(self._timing.ping, self._tick, repeats=True))
+        self.every(self._timing.look, self._look)
+        await self._leaves.wait()
+        self._overlay.flood("goodbye", None)
+        await self._overlay.close(GOODBYE)  # closing the links at once could take it from the others
+        self._peers.close()
 
-    def _tick(self) -> None:
-        self._overlay.ping()
+    def _look(self) -> None:
+        """Called again and again, several times in the seconds that anything may take."""
+        self._decide()
+        now = time.monotonic()
+        if now >= self._ping_at:
+            self._ping_at = now + self._timing.ping
+            self._overlay.ping()
         self._peers.look()
+        self._look_at = now + self._timing.look
 
-    def _on_standstill(self, seconds: float) -> None:
-        if seconds > STOOD_STILL:
-            self._peers.restart_clocks()
-        if seconds > self._timing.takeover / 2:
-            self._verdicts.wait_for_others()
+    def _decide(self) -> None:
+        """Decide where it is this rank's turn, unless it could not run for a while: others may have decided since."""
+        if self.num_ranks > 1:
+            stood_still = time.monotonic() - self._look_at
+            self._look_at += max(0.0, stood_still)
+            if stood_still > STOOD_STILL:
+                self._peers.restart_clocks()
+            if stood_still > self._timing.takeover / 2:
+                self._verdicts.wait_for_others()
+        self._verdicts.decide_due()
 
     def _on_message(self, message: dict[str, Json]) -> None:
         sender, kind, content = message["from"], message["kind"], message["content"]
@@ -224,52 +300,48 @@ class Monitor:
             self._verdicts.on_proposal(content)
             self._decide_soon()
         elif kind == "ask":
-            self._questions.on_ask(message)
+            self._on_ask(message)
         elif kind == "reply":
-            self._questions.on_reply(message)
+            with self._changed:
+                self._replies.get(message["to"][1], {})[sender] = content
+                self._changed.notify_all()
         elif kind == "goodbye":
             self._on_state(sender, {"rank": sender, "state": "ended", "reason": "", "seconds": 0.0})
         elif kind == "state":
             self._on_state(sender, content)
-        elif kind != "verdict" or self._verdicts.on_verdict(content):
+        elif kind != "verdict" or self._on_verdict(content):
             self._dispatch(kind, sender, content)
+
+    def _on_ask(self, message: dict[str, Json]) -> None:
+        """Answer with a list: of nothing, if this rank has no answer."""
+        function, answers = self._functions.get(message["content"]["question"]), []
+        if function is not None:
+            guarded(lambda: answers.append(function(message["content"]["content"])))
+        self._overlay.reply((message["from"], message["number"]), answers)
 
     def _on_state(self, sender: int, content: Json) -> None:
         if self._peers.on_state(sender, content):
             self._decide_soon()
-            self._questions.check()
+            with self._changed:  # questions wait for ranks that run
+                self._changed.notify_all()
             self._dispatch("state", sender, content)
+
+    def _on_verdict(self, content: Json) -> bool:
+        with self._changed:
+            is_first = self._verdicts.on_verdict(content)
+            self._changed.notify_all()
+        return is_first
 
     def _dispatch(self, kind: str, sender: int, content: Json) -> None:
         for handler in tuple(self._handlers.get(kind, ())):
             guarded(handler, sender, content)
 
     def _decide_soon(self) -> None:
-        """After this round, in which another rank's verdict may still be read; later, if others should have decided."""
+        """After this round, in which another rank's verdict may still be read."""
         if self.num_ranks == 1:
-            self._verdicts.decide_due()
+            self._decide()
         else:
-            for waits in range(MOST_WAITS + 2):
-                self._loop.later(waits * self._timing.takeover, self._verdicts.decide_due)
-
-    def _on_lost(self, rank: int) -> None:
-        if not self._is_closed:
-            self._peers.on_lost(rank)
-        elif not self._overlay.is_linked:
-            self._end()
-
-    def _say_goodbye(self) -> None:
-        """The links are closed once the others have read it: closing them at once could take it from them."""
-        self._overlay.flood("goodbye", None)
-        self._overlay.finish()
-        self._loop.later(GOODBYE, self._end)
-        if not self._overlay.is_linked:
-            self._end()
-
-    def _end(self) -> None:
-        self._overlay.close()
-        self._peers.close()
-        self._loop.end()
+            asyncio.get_running_loop().call_soon(self._decide)
 
 
 def _close_all() -> None:
@@ -290,88 +362,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_in_child)
 
 
-class Pending:
-    """A question of this rank that waits for answers."""
-
-    def __init__(self) -> None:
-        self.replied: set[int] = set()
-        self.answers: dict[int, Any] = {}
-        self.is_complete = threading.Event()
-
-
-class Questions:
-    """One rank's questions to all ranks, and its answers. It belongs to the loop's thread.
-
-        rank 2    ask "position"   --flooded-->   each rank answers in its monitor's thread
-                  {0: 12, 1: 12, 2: 13}   <--     on the way by which it heard the question
-
-    Args:
-        rank: this one.
-        running: the ranks that are waited for.
-        overlay: carries questions and answers.
-    """
-
-    def __init__(self, rank: int, running: Callable[[], list[int]], overlay: Overlay) -> None:
-        self._rank, self._running, self._overlay = rank, running, overlay
-        self._functions: dict[str, Callable[[Any], Any]] = {}
-        self._pending: dict[tuple[int, int], Pending] = {}
-        self._new: Pending | None = None
-
-    def answer(self, question: str, function: Callable[[Any], Any]) -> Callable[[], None]:
-        """Answer with this function. Returns a function that removes it. From any thread."""
-        self._functions[question] = function
-
-        def remove() -> None:
-            if self._functions.get(question) is function:
-                del self._functions[question]
-
-        return remove
-
-    def ask(self, question: str, content: Any, pending: Pending) -> None:
-        """Ask all ranks; `pending` gets the answers."""
-        self._new = pending  # this rank's own answer comes before the question's id is known
-        message_id = self._overlay.flood("ask", {"question": question, "content": content})
-        self._pending[message_id] = pending
-        self._new = None
-
-    def forget(self, pending: Pending) -> None:
-        """No more answers are wanted."""
-        self._pending = {message_id: one for message_id, one in self._pending.items() if one is not pending}
-
-    def on_ask(self, message: dict[str, Any]) -> None:
-        """Called with a question."""
-        content = message["content"]
-        function = self._functions.get(content["question"])
-        answers: list[Any] = []
-        if function is not None:
-            guarded(lambda: answers.append(function(content["content"])))
-        self._overlay.reply((message["from"], message["number"]), {"rank": self._rank, "answers": answers})
-
-    def on_reply(self, message: dict[str, Any]) -> None:
-        """Called with an answer to a question of this rank."""
-        pending = self._pending.get(message["to"], self._new)
-        if pending is not None:
-            rank = message["content"]["rank"]
-            pending.replied.add(rank)
-            pending.answers.update((rank, answer) for answer in message["content"]["answers"])
-            self.check()
-
-    def check(self) -> None:
-        """Let those go on whose questions all have answered that can."""
-        running = set(self._running())
-        for pending in (*self._pending.values(), self._new):
-            if pending is not None and running <= pending.replied:
-                pending.is_complete.set()
-
-
-MOST_WAITS = 3
-"""after so many ranks that don't answer, each rank decides for itself"""
-
-
-@dataclass
-class _Open:
-    proposal: Any
-    since: float
+def guarded(function: Callable[..., object], *arguments: Any) -> None:
+    """Call it. An error is shown, and the loop goes on: others rely on it."""
+    try:
+        function(*arguments)
+    except Exception:
+        traceback.print_exc()
 
 
 class Verdicts:
@@ -382,7 +378,7 @@ class Verdicts:
         rank 5    propose "failure": B   --+
 
     If the arbiter doesn't answer within a second, the next rank that runs decides, and so on, up to `MOST_WAITS` of
-    them. It belongs to the loop's thread, but for `wait`, `get` and `closed`.
+    them.
 
     Args:
         rank: this one.
@@ -392,56 +388,36 @@ class Verdicts:
     """
 
     def __init__(
-        self, rank: int, running: Callable[[], list[int]], tell: Callable[[str, Any], object], takeover: float
+        self, rank: int, running: Callable[[], list[int]], tell: Callable[[str, Json], object], takeover: float
     ) -> None:
         self._rank, self._running, self._tell, self._takeover = rank, running, tell, takeover
-        self._open: dict[str, _Open] = {}
-        self._known: dict[str, Any] = {}
-        self._changed = threading.Condition()
-        self._is_closed = False
+        self._open: dict[str, tuple[Json, float]] = {}
+        """the first proposal on a topic, and when it came"""
+        self.known: dict[str, Json] = {}
+        """the verdicts, by topic"""
         self._not_before = 0.0
 
-    def get(self, topic: str) -> Any:
-        """The verdict; None before there is one."""
-        return self._known.get(topic)
-
-    def wait(self, topic: str, timeout: float) -> Any:
-        """The verdict, once it is there; None if it doesn't come in time, or the monitor is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: topic in self._known or self._is_closed, timeout)
-        return self.get(topic)
-
-    def on_proposal(self, content: Any) -> None:
+    def on_proposal(self, content: Json) -> None:
         """Called with the proposal of any rank."""
-        topic = content["topic"]
-        if topic not in self._known:
-            self._open.setdefault(topic, _Open(content["proposal"], time.monotonic()))
+        if content["topic"] not in self.known:
+            self._open.setdefault(content["topic"], (content["proposal"], time.monotonic()))
 
-    def on_verdict(self, content: Any) -> bool:
+    def on_verdict(self, content: Json) -> bool:
         """Called with a verdict; return whether it is the first about its topic, and so counts."""
         topic = content["topic"]
         self._open.pop(topic, None)
-        if topic in self._known:
-            return False
-        with self._changed:
-            self._known[topic] = content["verdict"]
-            self._changed.notify_all()
-        return True
+        is_first = topic not in self.known
+        self.known.setdefault(topic, content["verdict"])
+        return is_first
 
     def decide_due(self) -> None:
         """Decide where it is this rank's turn. Called when proposals have come, and again while some are open."""
         now = time.monotonic()
         turn = min(self._running().index(self._rank), MOST_WAITS)  # 0: the arbiter, which decides at once
-        for topic, one in list(self._open.items()):
-            if now >= max(one.since + self._takeover * turn, self._not_before):
-                self._tell("verdict", {"topic": topic, "verdict": one.proposal})
+        for topic, (proposal, since) in list(self._open.items()):
+            if now >= max(since + self._takeover * turn, self._not_before):
+                self._tell("verdict", {"topic": topic, "verdict": proposal})
 
     def wait_for_others(self) -> None:
         """This rank could not decide for a while: others have, maybe. It waits until it has heard of that."""
         self._not_before = time.monotonic() + self._takeover
-
-    def close(self) -> None:
-        """Let nobody wait any longer."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()

@@ -7,16 +7,16 @@ running  --- nothing heard for 5 s --->  silent  --- state T in /proc --->  stop
 A neighbour's silence is observed over the link, a process's state by ranks of its host. All ranks hear of each change.
 """
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from lightning_hanayo.monitor import processes
-from lightning_hanayo.monitor.overlay import Loop, Overlay
+from lightning_hanayo.monitor.overlay import Overlay
 from lightning_hanayo.monitor.processes import Member
 
 State = Literal["running", "silent", "stopped", "ended"]
@@ -33,6 +33,8 @@ class Timing:
     """from the end of a link until the rank at the other end counts as ended, unless it is linked again"""
     takeover: float = 1.0
     """that a rank has to decide; then the next one does"""
+    look: float = 0.25
+    """between two looks at all of these"""
 
 
 @dataclass
@@ -47,31 +49,20 @@ class Peer:
 
 
 class Peers:
-    """All ranks, as one of them sees them. It belongs to the loop's thread; others may read.
+    """All ranks, as one of them sees them. It belongs to the thread of the event loop; others may read.
 
     Args:
         rank: this one.
         members: of all ranks.
-        loop: runs it.
-        overlay: hears of neighbours.
-        tell: floods a message.
+        overlay: hears of neighbours, and tells all ranks.
         timing: limits of silence.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        members: Sequence[Member],
-        loop: Loop,
-        overlay: Overlay,
-        tell: Callable[[str, Any], object],
-        timing: Timing,
-    ) -> None:
-        self.started = time.monotonic()
+    def __init__(self, rank: int, members: Sequence[Member], overlay: Overlay, timing: Timing) -> None:
+        self._started = time.monotonic()
         self._rank, self._members, self._own = rank, members, members[rank]
-        self._loop, self._overlay, self._tell, self._timing = loop, overlay, tell, timing
-        self._peers = {member.rank: Peer(since=self.started) for member in members}
-        self._lost: dict[int, float] = {}
+        self._overlay, self._timing = overlay, timing
+        self._peers = {member.rank: Peer(since=self._started) for member in members}
         self._pidfds: dict[int, int] = {}
         self._memory_kills = processes.out_of_memory_kills()
 
@@ -80,15 +71,12 @@ class Peers:
         for member in self._members:
             if member.is_beside(self._own) and (pidfd := processes.open_pidfd(member.pid)) is not None:
                 self._pidfds[member.rank] = pidfd
-                self._loop.watch(pidfd, partial(self._process_ended, member.rank))
+                asyncio.get_running_loop().add_reader(pidfd, self._process_ended, member.rank)
 
     def close(self) -> None:
         """Watch no more."""
-        for pidfd in self._pidfds.values():
-            self._loop.unwatch(pidfd)
-            with suppress(OSError):
-                os.close(pidfd)
-        self._pidfds.clear()
+        for rank in list(self._pidfds):
+            self._unwatch(rank)
 
     def of(self, rank: int) -> Peer:
         """The known state of a rank."""
@@ -100,16 +88,19 @@ class Peers:
         return [rank for rank, peer in self._peers.items() if peer.state == "running" or rank == self._rank]
 
     def look(self) -> None:
-        """Called each second: look at neighbours that have been silent, and at lost ones."""
+        """Called again and again: look at neighbours that have been silent, and at lost ones."""
         now = time.monotonic()
         for rank in self._overlay.neighbours:
-            peer, heard = self._peers[rank], max(self._overlay.heard(rank) or 0.0, self.started)
+            peer, lost = self._peers[rank], self._overlay.lost.get(rank)
+            quiet = now - max(self._overlay.heard(rank) or lost or 0.0, self._started)
             if peer.state == "ended":
                 continue
-            if rank in self._lost and now - self._lost[rank] >= self._timing.lost:
+            if lost is not None and quiet >= self._timing.lost:
                 self._observe(rank, "ended", "ended its connections without saying why")
-            elif now - heard >= self._timing.silent:
+            elif quiet >= self._timing.silent:
                 self._look_into_process(rank, "silent")
+            elif lost is not None:
+                self._look_into_process(rank, peer.state)
             elif peer.state != "running":
                 self._observe(rank, "running")
         for rank, peer in self._peers.items():
@@ -118,22 +109,10 @@ class Peers:
 
     def restart_clocks(self) -> None:
         """This process could not look at anything for a while: silence of others means nothing."""
-        self.started = now = time.monotonic()
-        self._lost = dict.fromkeys(self._lost, now)
+        self._started = now = time.monotonic()
         for peer in self._peers.values():
             if peer.state in ("silent", "stopped"):
                 peer.state, peer.since = "running", now
-
-    def on_up(self, rank: int) -> None:
-        """Called when there is a link to the rank."""
-        self._lost.pop(rank, None)
-
-    def on_lost(self, rank: int) -> None:
-        """Called when the link to the rank has ended."""
-        if self._peers[rank].state != "ended":
-            self._lost[rank] = time.monotonic()
-            self._loop.later(self._timing.lost, self.look)
-            self._look_into_process(rank, self._peers[rank].state)
 
     def on_state(self, observer: int, content: Any) -> bool:
         """Called with a rank's observation; return whether it is news to this one."""
@@ -145,7 +124,6 @@ class Peers:
             return False
         self._peers[rank] = Peer(state, time.monotonic() - content["seconds"], content["reason"])
         if state == "ended":
-            self._lost.pop(rank, None)
             self._overlay.forget(rank)
         if state == "silent":
             self._look_into_process(rank, state)
@@ -162,12 +140,9 @@ class Peers:
                 otherwise = "stopped"
         self._observe(rank, otherwise)
 
-    def _process_ended(self, rank: int, _: int = 0) -> None:
-        member, pidfd = self._members[rank], self._pidfds.pop(rank, None)
-        status = processes.exit_status(member.pid, pidfd)
-        if pidfd is not None:
-            self._loop.unwatch(pidfd)
-            os.close(pidfd)
+    def _process_ended(self, rank: int) -> None:
+        status = processes.exit_status(self._members[rank].pid, self._pidfds.get(rank))
+        self._unwatch(rank)
         short = processes.out_of_memory_kills() > self._memory_kills
         reason = processes.describe_end(status, memory_was_short=short)
         if self._peers[rank].state == "ended":
@@ -175,10 +150,16 @@ class Peers:
         else:
             self._observe(rank, "ended", reason)
 
+    def _unwatch(self, rank: int) -> None:
+        if (pidfd := self._pidfds.pop(rank, None)) is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            with suppress(OSError):
+                os.close(pidfd)
+
     def _observe(self, rank: int, state: State, reason: str = "") -> None:
         peer = self._peers[rank]
         if peer.state != state:
             was_quiet = peer.since if peer.state == "silent" else self._overlay.heard(rank)
             since = was_quiet if state in ("silent", "stopped") and was_quiet is not None else time.monotonic()
             seconds = time.monotonic() - since
-            self._tell("state", {"rank": rank, "state": state, "reason": reason, "seconds": seconds})
+            self._overlay.flood("state", {"rank": rank, "state": state, "reason": reason, "seconds": seconds})

@@ -253,8 +253,8 @@ def own_address(main_address: str) -> str:
     return _LOOPBACK
 
 
-_GLOO = re.compile(r"gloo/\S+\] ?(?P<what>.+)")
-"""its errors begin with the file and line that they come from"""
+_GLOO = re.compile(r"(gloo/\S+\] ?|^(?=Application timeout caused))(?P<what>.+)")
+"""its errors begin with the file and line that they come from, except where another wait has closed the connection"""
 _NCCL = re.compile(
     r"ncclRemoteError|remote process exited|communicator was aborted|connection (closed|reset|refused)|broken pipe"
     r"|timed? ?out|Watchdog caught collective operation",

@@ -34,11 +34,11 @@ from lightning_hanayo.strategy.failure import Failures
 AGREE_WITHIN = 10.0
 """seconds from the signal until the run ends without an agreement"""
 TAKE_OVER = 2.0
-"""seconds until every rank tries to decide: the first to do so may have ended its run, or be frozen"""
+"""seconds until the other ranks try to decide: the arbiter may be frozen"""
 TOLD_WITHIN = 2.0
 """seconds for which a rank waits that knows of a signal before its monitor's thread does"""
 LOOK = 0.1
-"""seconds between two looks of the monitor thread"""
+"""seconds between two looks for a signal, and for a failure while a rank waits"""
 
 Place = tuple[int, int]
 """the batches that a rank has begun in a run: of training, and of evaluation since then"""
@@ -69,8 +69,7 @@ class StopTogether:
         self._begun: Place = (0, 0)
         self._expected_at: float | None = None
         self._told_at: float | None = None
-        self._told_by: tuple[int, int] | None = None
-        self._is_deciding = False
+        self._is_told = False
         self.decision: Decision | None = None
         """of all ranks; None: there is none yet"""
         self._decided = threading.Event()
@@ -79,8 +78,8 @@ class StopTogether:
         if self._monitor is not None:
             self._leave = [
                 self._monitor.on(f"{self._topic}/told", self._on_told),
-                self._monitor.answer(f"{self._topic}/begun", self._hold),
-                self._monitor.every(LOOK, self._look),
+                self._monitor.on("verdict", self._on_verdict),
+                self._monitor.answer(self._topic, self._hold),
             ]
 
     def expect(self) -> None:
@@ -123,7 +122,7 @@ class StopTogether:
         for leave in self._leave:
             leave()
         if monitor is not None:
-            monitor.answer(f"{self._topic}/begun", lambda _: END)
+            monitor.answer(self._topic, lambda _: END)
 
     def _is_about_to_be_told(self) -> bool:
         """A short run could end before the monitor's thread reads the signal."""
@@ -141,7 +140,10 @@ class StopTogether:
 
     def _on_told(self, rank: int, signal: int) -> None:
         self._hold()
-        self._told_by = self._told_by or (rank, signal)
+        if not self._is_told:
+            self._is_told = True
+            of = (self._failures.monitor, rank, signal)
+            threading.Thread(target=self._decide, args=of, daemon=True, name="hanayo-stop").start()
 
     def _hold(self, _: Any = None) -> Place:
         """Let the main thread begin nothing more; return the place of the last batch that it has begun."""
@@ -149,25 +151,14 @@ class StopTogether:
             self._told_at = self._told_at or time.monotonic()
             return self._begun
 
-    def _look(self) -> None:
-        monitor, told_at = self._monitor, self._told_at
-        if monitor is None or told_at is None or self.decision is not None:
+    def _on_verdict(self, _: int, content: Any) -> None:
+        if content["topic"] != self._topic:
             return
-        found = monitor.verdict(self._topic)
-        if found is not None:  # JSON has made lists of its tuples
-            last = None if found["last"] is None else (found["last"][0], found["last"][1])
-            self._accept(Decision(found["signal"], found["rank"], last, tuple(found["missing"])))
-            return
-        is_due = monitor.arbiter == self._failures.rank or time.monotonic() - told_at > TAKE_OVER
-        if self._told_by is not None and is_due and not self._is_deciding:
-            self._is_deciding = True
-            of = (monitor, *self._told_by, told_at)
-            threading.Thread(target=self._decide, args=of, daemon=True, name="hanayo-stop").start()
-
-    def _accept(self, decision: Decision) -> None:
-        self.decision = decision
+        found = content["verdict"]  # JSON has made lists of its tuples
+        last = None if found["last"] is None else (found["last"][0], found["last"][1])
+        self.decision = decision = Decision(found["signal"], found["rank"], last, tuple(found["missing"]))
         self._decided.set()
-        if decision.last is None:  # some can't be reached: all ranks end, without a checkpoint
+        if last is None:  # some can't be reached: all ranks end, without a checkpoint
             name, missing = self._failures.name, decision.missing
             more = "".join(f", nor {name(rank)}" for rank in missing[1:])
             what = (
@@ -178,20 +169,20 @@ class StopTogether:
 
     # in a thread of its own
 
-    def _decide(self, monitor: Monitor, rank: int, signal: int, told_at: float) -> None:
-        """Propose the furthest place. Others may propose, too: it's the same one, since no rank begins anything.
+    def _decide(self, monitor: Monitor, rank: int, signal: int) -> None:
+        """Propose the furthest place. Others may propose, too: it's the same one, since no rank begins anything."""
 
-        A process that has ended has ended its run before; if it hasn't, all ranks fail soon.
-        """
-        begun: dict[int, Place] = {}
-        num_ranks = monitor.num_ranks
-        while len(begun) < num_ranks and time.monotonic() - told_at < AGREE_WITHIN:
-            begun |= {one: END for one in range(num_ranks) if monitor.state_of(one) == "ended"}
-            begun |= {one: (place[0], place[1]) for one, place in monitor.ask(f"{self._topic}/begun").items()}
-            time.sleep(0 if len(begun) == num_ranks else LOOK)
-        missing = tuple(one for one in range(num_ranks) if one not in begun)
-        last = None if missing else max(begun.values())
-        monitor.decide(self._topic, asdict(Decision(signal, rank, last, missing)))
+        def furthest(begun: dict[int, list[int]]) -> dict[str, Any]:
+            # A process that has ended has ended its run before; if it hasn't, all ranks fail soon.
+            ended = [one for one in range(monitor.num_ranks) if monitor.state_of(one) == "ended"]
+            missing = tuple(one for one in range(monitor.num_ranks) if one not in {*begun, *ended})
+            places = [*((trained, evaluated) for trained, evaluated in begun.values()), *(END for _ in ended)]
+            return asdict(Decision(signal, rank, None if missing else max(places), missing))
+
+        until = time.monotonic() + AGREE_WITHIN
+        if monitor.arbiter != self._failures.rank:
+            self._decided.wait(TAKE_OVER)
+        monitor.settle(self._topic, furthest, within=until - time.monotonic())
 
 
 CHECKPOINT_NAME = "stopped.ckpt"

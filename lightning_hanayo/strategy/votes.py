@@ -19,7 +19,6 @@ stage 1       77 b1     77 c9    differ: all ranks fail with an error that names
 """
 
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -304,8 +303,6 @@ def _hash(parameter: nn.Parameter) -> Tensor:
 
 
 _AGREED = "agreed"
-_ASK, _POLL = 0.5, 0.01
-"""seconds to wait for answers, and between two questions"""
 
 
 def _show_error(hook: Callable[..., object], *args: Any, **kwargs: Any) -> None:
@@ -385,15 +382,8 @@ class SavesOnException:
         """Agree with all ranks that come here in time. The decision of the first of them counts for all."""
         monitor, topic = self.failures.monitor, f"on_exception/{self.failures.run}"
         place = [self.trainer.global_step, *self.failures.position[:3]]
-        monitor.answer(f"{topic}/place", lambda _: place)
-        deadline = time.monotonic() + failure.GRACE / 2
-        while (decision := monitor.verdict(topic)) is None:
-            places = monitor.ask(f"{topic}/place", timeout=_ASK)
-            if len(places) == self.failures.monitor.num_ranks or time.monotonic() > deadline:
-                decision = monitor.decide(topic, self._judge(places))
-                break
-            time.sleep(_POLL)
-        return str(decision)
+        monitor.answer(topic, lambda _: place)
+        return str(monitor.settle(topic, self._judge, within=failure.GRACE / 2))
 
     def _judge(self, places: dict[int, list[int]]) -> str:
         """Whether all have stopped at the same place; if not, why that is refused."""

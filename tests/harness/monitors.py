@@ -7,7 +7,7 @@ from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.peers import Timing
 
 Worlds = Callable[..., list[Monitor]]
-QUICK = Timing(ping=0.05, silent=0.25, lost=0.2, takeover=0.2)
+QUICK = Timing(ping=0.05, silent=0.25, lost=0.2, takeover=0.2, look=0.05)
 
 
 @contextmanager

@@ -133,6 +133,6 @@ def test_a_forked_process_keeps_no_link_open() -> None:
         child = int(children.read_text())
         try:
             process.kill()
-            assert wait_until(lambda: not monitor._overlay.is_linked, 20.0)
+            assert wait_until(lambda: not monitor._overlay._links, 20.0)
         finally:
             os.kill(child, signal.SIGKILL)

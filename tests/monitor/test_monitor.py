@@ -90,6 +90,18 @@ def test_those_answer_that_can(world: Worlds) -> None:
     assert asked == {rank: rank + 100 for rank in range(1, 10)}
 
 
+def test_a_verdict_on_answers_waits_for_all_that_can_still_come(world: Worlds) -> None:
+    monitors = world(4)
+    monitors[3].close()
+    for monitor in monitors[:2]:
+        monitor.answer("steps", lambda _, rank=monitor.rank: 10 + rank)
+    with ThreadPoolExecutor(2) as threads:
+        verdicts = [threads.submit(one.settle, "steps", sorted, within=30.0) for one in monitors[:2]]
+        monitors[2].answer("steps", lambda _: 12)
+        assert [verdict.result() for verdict in verdicts] == [[0, 1, 2]] * 2
+    assert monitors[2].settle("others", sorted, within=0.0) == []
+
+
 def test_a_removed_handler_hears_nothing(world: Worlds) -> None:
     first, second = world(2)
     heard: list[Any] = []
@@ -138,8 +150,7 @@ def test_threads_and_files_end_with_their_monitors(world: Worlds) -> None:
     for monitor in world(4):
         monitor.close()
         monitor.close()
-    assert num_threads() == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert wait_until(lambda: (num_threads(), len(os.listdir("/proc/self/fd"))) == (before, files), 10.0)
 
 
 def test_silence_is_seen_and_forgotten(world: Worlds) -> None:
@@ -165,7 +176,7 @@ def test_a_rank_that_says_goodbye_has_ended_without_a_reason(world: Worlds) -> N
 def test_links_that_end_without_a_word_are_made_again(world: Worlds) -> None:
     monitors: list[Monitor] = world(3, Timing(lost=60.0))
     assert monitors[0].decide("before", 0) == 0
-    monitors[0]._call(lambda: [link._fail() for link in list(monitors[0]._overlay._links.values())])
+    monitors[0]._call(lambda: [link.transport.abort() for link in list(monitors[0]._overlay._links.values())])
     assert monitors[2].decide("after", 2) == 2
     assert {monitor.verdict("after", wait=10.0) for monitor in monitors} == {2}
     assert [monitor.state_of(0) for monitor in monitors] == ["running"] * 3

@@ -24,6 +24,7 @@ from tests.harness.monitors import worlds
 from tests.harness.pool import Pool, RunFailed
 
 ADDRESS = ("localhost", 1)
+CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4\nframe #0"
 
 
 @pytest.mark.parametrize(("backend", "calls"), [("cpu:gloo,cuda:nccl", ["abort"]), ("gloo", ["destroy"])])
@@ -103,8 +104,9 @@ def test_all_ranks_agree_on_the_first_failure() -> None:
         ranks[2].explain(KeyError("the planned fault"))
 
 
-def test_a_lost_connection_is_a_consequence() -> None:
-    lost = RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4\nframe #0")
+@pytest.mark.parametrize("text", [CLOSED, "Application timeout caused pair closure"])
+def test_a_lost_connection_is_a_consequence(text: str) -> None:
+    lost = RuntimeError(text)
     with failures_of(2) as (ranks, _):
         cause = threading.Timer(0.1, ranks[1].publish, [KeyError("the planned fault")])
         cause.start()
@@ -114,7 +116,7 @@ def test_a_lost_connection_is_a_consequence() -> None:
 
 
 def test_a_lost_connection_without_a_cause_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    lost = RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4\nframe #0")
+    lost = RuntimeError(CLOSED)
     expected = "rank 0 (pipeline 0) has lost a connection, or waited in vain: Connection closed by peer [127.0.0.1]:4"
     with failures_of(2, cause_time=0.1) as (ranks, _):
         with pytest.raises(PeerFailed) as raised:

@@ -34,14 +34,14 @@ class World:
     def happen(self) -> bool:
         """Let one thing happen; return whether anything has changed."""
         self.now += 0.01
-        number = self.choose(len(self.waiting) + 2 * len(self.ranks))
+        number = self.choose(len(self.waiting) + len(self.ranks))
         if number < len(self.waiting):
             self.waiting.pop(number)()
             return True
-        rank = self.ranks[(number - len(self.waiting)) // 2]
+        rank = self.ranks[number - len(self.waiting)]
         if rank.rank == self.frozen:
             return False
-        return rank.train() if number % 2 else rank.look()
+        return rank.train()
 
 
 class Rank:
@@ -51,12 +51,12 @@ class Rank:
         self.rank, self.num_ranks, self.world = rank, num_ranks, world
         self.handlers: dict[str, Callable[[int, Any], object]] = {}
         self.answers: dict[str, Callable[[Any], Any]] = {}
-        self.looks: list[Callable[[], object]] = []
         self.begun = 0
         self.is_over = False
         self.stopped_by: Decision | None = None
         self.failed_for: int | None = None
         self.stop = StopTogether(self)  # type: ignore[arg-type]
+        self.stop._decided = Flag(world)  # type: ignore[assignment]
 
     # the failures
 
@@ -90,12 +90,6 @@ class Rank:
         self.begun += not self.is_over
         return True
 
-    def look(self) -> bool:
-        before = (self.stop.decision, len(self.world.waiting))
-        for function in list(self.looks):
-            function()
-        return before != (self.stop.decision, len(self.world.waiting))
-
     # the monitor
 
     @property
@@ -121,25 +115,36 @@ class Rank:
         self.answers[question] = function
         return lambda: _remove(self.answers, question)
 
-    def every(self, seconds: float, function: Callable[[], object]) -> Callable[[], None]:
-        self.looks.append(function)
-        return self.looks.clear
-
-    def ask(self, question: str, content: Any = None, *, timeout: float = 1.0) -> dict[int, Any]:
+    def ask(self, question: str) -> dict[int, Any]:
         found = {}
         for other in self.world.ranks:
             for _ in range(self.world.choose(4)):
                 self.world.happen()
             if other.rank != self.world.frozen and question in other.answers:
-                found[other.rank] = other.answers[question](content)
+                found[other.rank] = other.answers[question](None)
         return found
 
-    def decide(self, topic: str, proposal: Any) -> Any:
-        self.world.verdict = self.world.verdict or proposal
-        return self.world.verdict
+    def settle(self, topic: str, judge: Callable[[dict[int, Any]], Any], *, within: float) -> None:
+        deadline = self.world.now + within
+        answers = self.ask(topic)
+        while len(answers) < self.num_ranks and self.world.now < deadline:
+            self.world.now += 0.1
+            answers |= self.ask(topic)
+        if self.world.verdict is None:
+            self.world.verdict = judge(answers)
+            self.tell("verdict", {"topic": topic, "verdict": self.world.verdict})
 
-    def verdict(self, topic: str) -> Any:
-        return None if self.world.verdict is None else dict(self.world.verdict)
+
+class Flag:
+    """Takes the place of an event: a thread that waits for it lets others run."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def set(self) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
 
 
 class Threads:

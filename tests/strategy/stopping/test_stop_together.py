@@ -7,6 +7,7 @@ rank 2     * batch 7 ........... batch 8              | stops
 """
 
 import random
+from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
@@ -93,7 +94,7 @@ def test_a_rank_that_waits_ends_with_a_peer_that_fails() -> None:
         raise PeerHasFailed
 
     rank = World(2, BATCHES, random.Random(0).randrange).ranks[0]
-    rank.answers["stop/1/begun"](None)
+    rank.answers["stop/1"](None)
     with patch.object(rank, "check_peers", check), pytest.raises(PeerHasFailed):
         rank.stop.begin((1, 0))
 
@@ -102,7 +103,7 @@ def test_a_rank_begins_nothing_between_a_signal_and_the_news_of_it() -> None:
     """Else a run of few short batches ends before the monitor's thread has looked."""
     news = [
         lambda: stop._on_told(0, 15),
-        lambda: stop._accept(Decision(15, 0, (3, 0))),
+        lambda: stop._on_verdict(0, {"topic": stop._topic, "verdict": asdict(Decision(15, 0, (3, 0)))}),
     ]
     rank = alone()
     stop = rank.stop

@@ -113,6 +113,6 @@ def test_autocast_between_blocks(pool: Pool) -> None:
     """Only its weights' gradients, which are products over samples in bf16, depend on micro-batches."""
     training = Training(Autocast, partial(models.vectors, (8, 8)), torch.float32, steps=2)
     made, expected = (one.gradients for one in (run(pool, training, Layout(2, 1, 1)), plain(pool, training)))
-    assert_close(made, expected, 4e-3)
+    assert_close(made, expected, 2e-2)
     own, alone = ({name: one for name, one in of.items() if "between" not in name} for of in (made, expected))
     assert_close(own, alone, 1e-5)

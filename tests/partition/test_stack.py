@@ -120,6 +120,15 @@ def test_lists_without_a_forward_are_refused() -> None:
         find_stack(Holder(h=mixed), "h")
 
 
+def test_rows_of_lists_and_layers_are_a_stack_by_the_name_that_errors_say() -> None:
+    """As in x-transformers: [[norm], layer, norm] for each layer."""
+    rows = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(4)]), layer]) for layer in DIFFERENT)
+    with pytest.raises(HanayoError, match=r"name it: HanayoStrategy\(blocks='rows\[\*\]'\)"):
+        find_stack(Holder(rows=rows))
+    for name in ("rows", "rows[*]"):
+        assert find_stack(Holder(rows=rows), name).block_names[:3] == ("rows.0.0.0", "rows.0.1", "rows.1.0.0")
+
+
 def test_stack_by_name() -> None:
     model = Holder(head=DIFFERENT, layers=linears(4))
     assert [len(find_stack(model, name)) for name in ("layers", "head")] == [4, 3]

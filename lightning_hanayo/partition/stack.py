@@ -2,6 +2,7 @@
 
 layers = ModuleList(block, block, ...)                  "layers"
 layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
+layers = ModuleList(Sequential(linear, relu), ...)      "layers[*]"      their modules, but only if it is named so
 net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
 two lists of as many modules                            "a+b"            a[0], b[0], a[1], b[1], ...: lists in turn
 """
@@ -161,6 +162,10 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
         stack = _in_turn(model, name, lists)
     elif name is not None and (of := name.removesuffix("[*]")) in lists:
         stack = _whole(lists[of], of)
+        if name != of and name != stack.name:  # of Sequentials, whose modules the step calls
+            parts = [_children(*one) for one in zip(stack.blocks, stack.block_names, strict=True)]
+            named = [child for of_block in parts for child in of_block]
+            stack = Stack(name, tuple(one for _, one in named), tuple(path for path, _ in named))
     elif name is not None:
         found = _stacks(model)
         named = [stack for stack in found if stack.name == name]

@@ -129,6 +129,14 @@ def test_rows_of_lists_and_layers_are_a_stack_by_the_name_that_errors_say() -> N
         assert find_stack(Holder(rows=rows), name).block_names[:3] == ("rows.0.0.0", "rows.0.1", "rows.1.0.0")
 
 
+def test_the_modules_of_sequentials_are_blocks_if_they_are_named() -> None:
+    """As in scvi-tools, whose step calls them one by one, with other code in between."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    names = ["net", "net[*]"]
+    assert [len(find_stack(Holder(net=layers), name)) for name in names] == [2, 4]
+    assert find_stack(Holder(net=layers), "net[*]").block_names == ("net.0.0", "net.0.1", "net.1.0", "net.1.1")
+
+
 def test_stack_by_name() -> None:
     model = Holder(head=DIFFERENT, layers=linears(4))
     assert [len(find_stack(model, name)) for name in ("layers", "head")] == [4, 3]

@@ -396,7 +396,8 @@ def refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bo
         way_out = (
             f"It is code of {type(module).__name__}, reached by a call of a module inside a block, or of another "
             f"method than forward. Only a call of the block itself runs on its rank: call the block, and do the rest "
-            f"in its forward. Code that computes with parameters alone (a penalty) can use "
+            f"in its forward; or let the modules of a list of Sequentials be the blocks: HanayoStrategy("
+            f"blocks='layers[*]'). Code that computes with parameters alone (a penalty) can use "
             f"{partial_values.FULL_PARAMETER}"
         )
     raise UnsupportedError(

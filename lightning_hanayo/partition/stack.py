@@ -2,6 +2,7 @@
 
 layers = ModuleList(block, block, ...)                  "layers"
 layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
+layers = ModuleList(Sequential(linear, relu), ...)      "layers[*]"      their modules, but only if it is named so
 net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
 two lists of as many modules                            "a+b"            a[0], b[0], a[1], b[1], ...: lists in turn
 """
@@ -9,7 +10,7 @@ two lists of as many modules                            "a+b"            a[0], b
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import ge
 from typing import Any
 
@@ -159,8 +160,12 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
     if name is not None and "+" in name:
         stack = _in_turn(model, name, lists)
-    elif name is not None and name in lists:
-        stack = _whole(lists[name], name)
+    elif name is not None and (of := name.removesuffix("[*]")) in lists:
+        stack = _whole(lists[of], of)
+        if name != of and name != stack.name:  # of Sequentials, whose modules the step calls
+            parts = [_children(*one) for one in zip(stack.blocks, stack.block_names, strict=True)]
+            named = [child for of_block in parts for child in of_block]
+            stack = Stack(name, tuple(one for _, one in named), tuple(path for path, _ in named))
     elif name is not None:
         found = _stacks(model)
         named = [stack for stack in found if stack.name == name]
@@ -319,11 +324,12 @@ def _rows_of(module: nn.Module, name: str) -> Iterator[Stack]:
 
 
 def _whole(module: nn.Module, name: str) -> Stack:
-    """All blocks of a list, and of the lists in it, if it holds nothing else; no blocks if it is no list."""
+    """All blocks of a list, or of the lists of which it consists, on any level; no blocks if it is no list."""
     named = _children(module, name) if isinstance(module, _LISTS) else []
-    while named and all(isinstance(block, nn.ModuleList) for _, block in named):
-        named = [child for path, block in named for child in _children(block, path)]
-        name = f"{name.removesuffix('[*]')}[*]"
+    holds_lists = all(isinstance(block, nn.ModuleList) for _, block in named)
+    while holds_lists and any(isinstance(block, nn.ModuleList) for _, block in named):
+        parts = [_children(*one[::-1]) if isinstance(one[1], nn.ModuleList) else [one] for one in named]
+        named, name = list(chain.from_iterable(parts)), f"{name.removesuffix('[*]')}[*]"
     return Stack(name, tuple(block for _, block in named), tuple(path for path, _ in named))
 
 
@@ -439,10 +445,14 @@ def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int, called
             f" If each parameter costs the same computation, {num_pipeline_ranks} pipeline ranks are at most "
             f"{1 / share:.1f} times as fast as one, since rank 0 computes all that is whole."
         )
+    beside = [one for one in (cut, *(one.stack for one in uncut)) if len(one) == len(cut)]
+    rows = [one.name for one in beside if one.name.rpartition(".")[0] == cut.name.rpartition(".")[0]]
     return (
         f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut.name} "
         f"({len(cut)} blocks, {_count(size)} parameters). Whole on pipeline rank 0: {', '.join(described)}."
         f"{limit} HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
+        + f" If a loop calls them in turn, blocks={rows}, in the order of its calls, cuts them all."
+        * (len(rows) > 1)
     )
 
 

@@ -77,7 +77,11 @@ class Batch:
             )
         if self.num_microbatches == 1 or isinstance(error, PeerFailed):
             return
-        samples = f"; number of samples: {self.num_samples[microbatch]}" if self.num_samples else ""
+        samples, sizes = "", self.num_samples
+        if sizes:
+            samples = f"; {sizes[microbatch]} of {sum(sizes)} samples"
+            if max(sizes) > min(sizes) + 1:  # the first batch of a step that runs once is cut so
+                samples += f", cut into {', '.join(map(str, sizes))}"
         this = f"micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{samples})"
         error.add_note(
             f"The step runs on the whole batch, its blocks on one micro-batch at a time, the last one on {this}."

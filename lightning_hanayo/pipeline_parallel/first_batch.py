@@ -60,10 +60,12 @@ class FirstBatch:
     is_single: bool = False
     """whether the step runs in one piece"""
     is_cube: bool = False
-    keeps_samples: bool = True
-    """whether blocks have the step's samples; if not, they are known code, and aren't run again"""
-    num_shares: int = 1
-    """how many ranks' blocks share the samples of a micro-batch, where the step runs once"""
+    runs_blocks: bool = True
+    """whether blocks run again; not those of known code"""
+    shares_samples: bool = True
+    """whether each rank of a cube runs the step on samples of its own, unless that runs once on the whole batch"""
+    own_rows: Callable[[int], int] = int
+    """of the samples of a step that all ranks of a cube run alike, how many this rank's blocks have"""
     carriers: Carriers = NO_CARRIERS
     share: Callable[[Findings], list[Findings]] = lambda own: [own]
     """gathers the findings of all ranks of the world"""
@@ -101,15 +103,14 @@ class FirstBatch:
 
         Args:
             batch: it.
-            samples: of micro-batch 0 in the step; 0 if not known.
+            samples: of micro-batch 0 in the step; 0 if not known. Ranks of a cube may have different ones.
             whole: of a step that runs on the whole batch.
 
         Raises:
             UnsupportedError: gradients wouldn't be those of the batch.
         """
-        if batch.is_whole:
-            samples = 0 if samples % self.num_shares else samples // self.num_shares
-        self._samples, calls, self.values.calls = samples, self.values.calls, {}
+        self._samples = samples if self.shares_samples and not batch.is_whole else self.own_rows(samples)
+        calls, self.values.calls = self.values.calls, {}
         loss = find_loss(batch.results.get(0))
         before = [] if self.is_single or batch.step is None else tree_leaves(calls.get(0))
         if whole is not None:
@@ -134,7 +135,7 @@ class FirstBatch:
     def _examine_blocks(self, calls: dict[int, Any], found: Findings) -> set[type]:
         """Run one block of each kind; returns the kinds of nodes with functions of others."""
         in_blocks: set[type] = set()
-        for index in [index for index, call in calls.items() if call is not None and self.keeps_samples]:
+        for index in [index for index, call in calls.items() if call is not None and self.runs_blocks]:
             block, name = self.blocks[index], f"{type(self.blocks[index]).__name__} (block {index})"
             with self.carriers.quiet(block), _undone(block, self.device), suppress(Exception):  # it can't run again
                 run = _BlockRun(block, calls.pop(index), self._samples, self.device, is_cube=self.is_cube)
@@ -249,10 +250,11 @@ class _BlockRun:
         shape = values[self._streams[0]].shape if self._streams else ()
         self._dims = [dim for dim, size in enumerate(shape[:-1]) if size == samples]
         """those that may be that of the samples"""
-        if is_cube:
-            self._dims = self._dims if samples > 1 else []  # so that all ranks run equally often
-        elif samples == 1 and self._dims:  # a single one can't be cut in halves
+        self._tried = list(range(len(shape) - 1)) if is_cube else self._dims
+        """the same on all ranks of a cube, which communicate, whatever samples they have"""
+        if samples == 1 and self._dims and not is_cube:  # a single one can't be cut in halves
             self._values, self._dims, self._samples = self._joined(self._changed(self._dims[0])), self._dims[:1], 2
+            self._tried = self._dims
 
     def is_dependent(self) -> bool:
         """Whether outputs of one half of the samples change with the other half. BatchNorm is warned of anyway."""
@@ -267,8 +269,8 @@ class _BlockRun:
                 whole = self._run(self._values)
                 if not _is_near(whole, self._run(self._values)):
                     return False  # it isn't the same each time: a cache among its arguments grows
-                stays = [[self._stays(whole, dim, half) for half in (0, 1)] for dim in self._dims]
-            return bool(stays) and not any(map(all, stays))  # run in full: the ranks of a cube communicate
+                stays = {dim: [self._stays(whole, dim, half) for half in (0, 1)] for dim in self._tried}
+            return bool(self._dims) and not any(all(stays[dim]) for dim in self._dims)
         finally:
             self._values = given
 
@@ -287,9 +289,11 @@ class _BlockRun:
             triples = zip(zero, other, both, strict=True)
             added = [a + b if a.shape == c.shape else torch.cat([a, b], self._dims[0]) for a, b, c in triples]
             return "sum" if _is_near(added, both) else "mean" if _is_near(added, both, both) else "another"
-        if not isfinite(_size(twice)) or not self._dims:
+        if not isfinite(_size(twice)) or not self._tried:
             return ""
         halves = [self._backward(1.0, half) for half in (0, 1)]
+        if not self._dims:
+            return ""
         if _is_near(twice, once, once):
             return "dependent" * (_gap(once, *halves) > 2 * self._rounding(once))  # such as gradients in fp8
         return "clamp" if _is_near(once, *halves) else "mix"
@@ -312,8 +316,9 @@ class _BlockRun:
         outputs, leaves = self.graph(values)
         seeds = [_ramp(output) * factor for output in outputs]
         if half >= 0:
-            for seed in [seed for seed in seeds if self._has_rows(seed, self._dims[0])]:
-                seed.narrow(self._dims[0], *_rows(self._samples, 1 - half)).zero_()
+            dim = self._dims[0] if self._dims else 0
+            for seed in [seed for seed in seeds if self._has_rows(seed, dim)]:
+                seed.narrow(dim, *_rows(self._samples, 1 - half)).zero_()
         with graph_boundary.without_autocast():
             made: Any = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
         return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, made, strict=True)]

@@ -109,6 +109,7 @@ class Options:
     nonfinite: Literal["raise", "skip", "ignore"] = field(compare=False)
     check_replicas: int | None = field(compare=False)
     measure_memory: bool = field(compare=False)
+    restore_module: bool = field(compare=False)
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -234,7 +235,7 @@ class Options:
 
     def _check_checkpoints(self) -> None:
         flags = ("save_full", "save_async", "verify_checkpoints")
-        for name in (*flags, "pairs", "shard_optimizer", "offload_optimizer", "measure_memory"):
+        for name in (*flags, "pairs", "shard_optimizer", "offload_optimizer", "measure_memory", "restore_module"):
             if not isinstance(getattr(self, name), bool):
                 raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.pairs and self.step == "batch":

@@ -344,9 +344,8 @@ class Pipeline:
                 self._known = passes
         if first_batch is not None:
             samples = self.relay.broadcast("batch", batch.num_samples[0] if batch.num_samples else 0)
-            is_equal = len(set(self.gather_in_cube(samples))) == 1  # the ranks of a cube run blocks equally often
             whole = self.user_step if isinstance(self.user_step, WholeStep) else None
-            first_batch.examine(batch, samples if is_equal else 0, whole)
+            first_batch.examine(batch, samples, whole)
             self._late_weight = first_batch.late_weight
             self._num_averaged = first_batch.num_microbatches if first_batch.averages else 0
         if self._num_averaged:

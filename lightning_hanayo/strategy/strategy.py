@@ -169,6 +169,8 @@ class HanayoStrategy(CheckpointingStrategy):
         check_replicas: after how many optimizer steps ranks that hold the same parameters (data ranks; in a cube, those
             with the same part) compare hashes of them, again and again. A difference is an error on all ranks, which
             names the first parameter that differs. None: they aren't compared.
+        restore_module: whether each run ends with the whole module on every rank, for libraries that go on with it
+            themselves, such as gluonts; every rank needs memory for it. False: ranks keep their parts.
         layout: the path of a `plan.yaml` that `hanayo plan` wrote, in place of the options that it sets; the loader's
             batch size and `accumulate_grad_batches` are to be those of the file. Or "plan", which finds the fastest
             sizes of pipeline, waves, data ranks, cube and micro-batches when training starts, by the data sheet of the
@@ -220,6 +222,7 @@ class HanayoStrategy(CheckpointingStrategy):
         nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         check_replicas: int | None = None,
         measure_memory: bool = False,
+        restore_module: bool = False,
         layout: str | Path | None = None,
     ) -> None:
         is_list = isinstance(blocks, (list, tuple)) and all(isinstance(one, str) for one in blocks)

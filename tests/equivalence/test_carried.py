@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.arguments import FILLED
-from tests.habits.habit import check
 from tests.habits.layers import Keeps
 from tests.habits.side_outputs import AuxiliaryLoss, CollectsInBox
 from tests.habits.step_state import Conditioned
@@ -100,10 +98,6 @@ def validate(layout: Layout) -> float:
     trainer = make_trainer(layout)
     (result,) = trainer.validate(module, make_loader(models.vectors((8, 6), torch.float64)), verbose=False)
     return result["val"]
-
-
-def test_blocks_fill_a_dictionary_for_others(pool: Pool) -> None:
-    check(pool, FILLED, "waves")
 
 
 def test_evaluation_reads_what_blocks_store(pool: Pool) -> None:

@@ -22,7 +22,7 @@ from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, RunFailed
 from tests.harness.thorough import covered
 from tests.harness.training import Layout, Training, assert_close, build, fit, make_loader, make_trainer, run
 
@@ -223,6 +223,33 @@ def test_all_ranks_skip_the_same_layers_and_collectives_run_in_the_main_thread(p
     seen = pool.run(4, threads_of_collectives, Layout(cube=(2, 2, 1)))
     assert [names for names, _ in seen] == [{"MainThread"}] * 4
     assert len({loss for _, loss in seen}) == 1
+
+
+class Centred(models.MLP):
+    """Samples depend on each other in blocks."""
+
+    class Block(models.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) - 0.01 * x.mean(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        (Layout(cube=(1, 2, 1), num_microbatches=2), 9),  # shares of 3 and 2
+        (Layout(2, 1, 1, num_microbatches=2, cube=(1, 2, 1), outside="replicate"), 8),
+        pytest.param(Layout(cube=(2, 2, 1), num_microbatches=2, step="batch"), 9, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_blocks_that_mix_samples_are_refused_whatever_ranks_share(pool: Pool, layout: Layout, size: int) -> None:
+    training = Training(Centred, partial(models.vectors, (size,)), torch.float64, steps=1)
+    with pytest.raises(RunFailed, match=r"Block \(block 0\).*on a cube each rank runs this code on its own samples"):
+        run(pool, training, layout)
 
 
 def without_labels(sizes: tuple[int, ...]) -> list[Batch]:

@@ -354,10 +354,6 @@ def _habit(
 
 
 FILLED_BY_FIRST = Refused("changes a dict that it gets as an argument")
-FILLED = _habit(
-    "a dictionary that blocks fill for later blocks, and the step reads", FillsDictionary, everywhere(EXACT),
-    always_exact=True,
-)  # fmt: skip
 HABITS = [
     _habit("prefix tuning: a cache of trained keys and values", PrefixTuned, everywhere(EXACT), sequences),
     _habit(
@@ -371,7 +367,12 @@ HABITS = [
     _habit("a `BlockMask` whose function refers to the batch", Padded, everywhere(EXACT), sequences, always_exact=True),
     _habit("packed sequences: `cu_seqlens` and `max_seqlen`", Packed, everywhere(EXACT), sequences, always_exact=True),
     _habit("jagged nested tensors", Jagged, everywhere(EXACT), sequences, always_exact=True),
-    FILLED,
+    _habit(
+        "a dictionary that blocks fill for later blocks, and the step reads",
+        FillsDictionary,
+        everywhere(EXACT),
+        always_exact=True,
+    ),
     _habit("a `KVSharingDict` likewise", FillsUserDict, everywhere(EXACT), always_exact=True),
     _habit("the same with `recompute='blocks'`", FillsUserDict, everywhere(EXACT), strategy={"recompute": "blocks"}),
     _habit("a dictionary that the first block fills, too", FillsFirst, on(pipelines=EXACT, cubes=FILLED_BY_FIRST)),

@@ -97,7 +97,7 @@ class TransformersLoss(models.Trained):
         return functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
-def qwen2_vl() -> LightningModule:
+def qwen2_vl(vision_width: int = WIDTH) -> LightningModule:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     config = Qwen2VLConfig(
@@ -108,20 +108,19 @@ def qwen2_vl() -> LightningModule:
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
         },
         vision_config={
-            "depth": 2, "embed_dim": WIDTH, "hidden_size": WIDTH, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+            "depth": 2, "embed_dim": vision_width, "hidden_size": WIDTH, "num_heads": 2, "mlp_ratio": 2,
+            "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
         },
         image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START,
     )  # fmt: skip
     return TransformersLoss(Qwen2VLForConditionalGeneration(config))
 
 
-IMAGES = Habit(
-    "images in one tensor of patches, with `mm_token_type_ids`", SeesImages, partial(texts_with_images, "IJ"),
-    everywhere(EXACT), always_exact=True,
-)  # fmt: skip
 HABITS = [
-    IMAGES,
+    Habit(
+        "images in one tensor of patches, with `mm_token_type_ids`", SeesImages, partial(texts_with_images, "IJ"),
+        everywhere(EXACT), always_exact=True,
+    ),
     Habit(
         "the same without them, with a config that names the image token", NamesToken,
         partial(texts_with_images, "IJ", with_types=False), everywhere(EXACT), always_exact=True,

@@ -120,6 +120,23 @@ def test_lists_without_a_forward_are_refused() -> None:
         find_stack(Holder(h=mixed), "h")
 
 
+def test_rows_of_lists_and_layers_are_a_stack_by_the_name_that_errors_say() -> None:
+    """As in x-transformers: [[norm], layer, norm] for each layer."""
+    rows = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(4)]), layer]) for layer in DIFFERENT)
+    with pytest.raises(HanayoError, match=r"name it: HanayoStrategy\(blocks='rows\[\*\]'\)"):
+        find_stack(Holder(rows=rows))
+    for name in ("rows", "rows[*]"):
+        assert find_stack(Holder(rows=rows), name).block_names[:3] == ("rows.0.0.0", "rows.0.1", "rows.1.0.0")
+
+
+def test_the_modules_of_sequentials_are_blocks_if_they_are_named() -> None:
+    """As in scvi-tools, whose step calls them one by one, with other code in between."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    names = ["net", "net[*]"]
+    assert [len(find_stack(Holder(net=layers), name)) for name in names] == [2, 4]
+    assert find_stack(Holder(net=layers), "net[*]").block_names == ("net.0.0", "net.0.1", "net.1.0", "net.1.1")
+
+
 def test_stack_by_name() -> None:
     model = Holder(head=DIFFERENT, layers=linears(4))
     assert [len(find_stack(model, name)) for name in ("layers", "head")] == [4, 3]

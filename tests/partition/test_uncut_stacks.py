@@ -51,6 +51,13 @@ def test_the_text_names_both_stacks_the_cost_and_the_way_out() -> None:
     )
 
 
+def test_lists_of_one_length_in_one_module_may_be_called_in_turn() -> None:
+    """As the attentions and feed-forwards of SasRec; an encoder and a decoder are in modules of their own."""
+    one = model(net=model(attentions=linears(3), forwards=linears(3)), other=model(layers=linears(3)))
+    text = describe_uncut(one, find_stack(one, "net.attentions"), num_pipeline_ranks=2)
+    assert "If a loop calls them in turn, blocks=['net.attentions', 'net.forwards'], in the order of its" in text
+
+
 def test_no_limit_is_given_where_two_ranks_are_below_it_or_the_other_stack_is_frozen() -> None:
     two = model(encoder=linears(2), decoder=linears(3))
     assert "times as fast" not in describe_uncut(two, find_stack(two), num_pipeline_ranks=2)

@@ -7,6 +7,7 @@ right as it is        gradients are averaged            an error          a warn
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def examine(block: nn.Module, samples: int = 4, **options: Any) -> FirstBatch:
     """Run a block as for micro-batch 0 of 4, the examination, and the backward."""
     first = prepared(block, **options)
     with first.recording():
-        made = block(inputs(samples))
+        made = block(inputs(samples or 1))  # a rank without samples runs one that doesn't count
     first.examine(Batch(), samples)
     made.square().mean().backward()
     return first
@@ -164,6 +165,20 @@ def test_gradients_scaled_by_those_of_other_samples_are_warned_of(samples: int) 
 def test_in_a_cube_samples_that_depend_on_each_other_are_rejected(change: Any) -> None:
     with pytest.raises(UnsupportedError, match="on a cube each rank runs this code on its own samples"):
         examine(Block(change), is_cube=True)
+
+
+@pytest.mark.parametrize("change", [ScaledToFp8.apply, torch.tanh], ids=["fp8", "tanh"])
+def test_in_a_cube_blocks_run_equally_often_on_any_number_of_samples(change: Any) -> None:
+    """One of 2, 1 and no samples; each call of a layer is a collective."""
+
+    def calls(samples: int) -> int:
+        block, found = Block(change), []
+        block.linear.register_forward_hook(lambda *_: found.append(1))
+        with suppress(UnsupportedError):
+            examine(block, samples, is_cube=True)
+        return len(found)
+
+    assert calls(5) == calls(2) == calls(1) == calls(0) > 4
 
 
 def test_samples_may_be_in_any_dimension() -> None:

@@ -17,7 +17,7 @@ from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.training import Layout, make_loader, make_trainer
+from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
 
 PIPELINE, CUBE = Layout(2, 1, 1), Layout(cube=(1, 2, 1))
 
@@ -77,6 +77,25 @@ def described(layout: Layout) -> dict[str, Any] | None:
 def test_a_gathered_copy_is_what_one_process_has(pool: Pool, layout: Layout) -> None:
     (expected,) = pool.run(1, described, Layout())
     assert pool.run(2, described, layout) == [expected, None]
+
+
+def restored(layout: Layout) -> list[Tensor]:
+    """The weights of a module that each run gives back whole, and what it computes, after one run and after two."""
+    module, found = models.build(models.MLP, torch.float64), []
+    batches: Any = models.vectors((8, 8), torch.float64)
+    for steps in (1, 2):
+        strategy = "auto" if layout.world_size == 1 else make_strategy(layout, restore_module=True)
+        make_trainer(layout, max_steps=steps, strategy=strategy).fit(module, make_loader(batches))
+        assert all(type(one) is nn.Parameter and not vars(one) for one in module.parameters())
+        found += [module.to("cpu")(batches[0]["x"]).detach(), *copy.deepcopy(module).state_dict().values()]
+    return found
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, CUBE], ids=str)
+def test_a_restored_module_is_an_ordinary_one_on_every_rank(pool: Pool, layout: Layout) -> None:
+    (expected,) = pool.run(1, restored, Layout())
+    for own in pool.run(2, restored, layout):
+        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
 
 
 class GathersInStep(models.MLP):

@@ -15,7 +15,6 @@ from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting
 from tests.habits.batches import CHANGED_IN_PLACE
 from tests.habits.habit import check
-from tests.habits.images import IMAGES
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 
@@ -68,11 +67,6 @@ def test_a_shared_tensor_that_a_step_changes_in_place_is_named() -> None:
 @pytest.mark.parametrize("layout", covered(["pipeline", "cube"], by=["pipeline"]))
 def test_steps_change_their_micro_batches_in_place(pool: Pool, layout: str) -> None:
     check(pool, CHANGED_IN_PLACE, layout)
-
-
-@pytest.mark.parametrize("layout", covered(["pipeline", "cube"], by=["pipeline"]))
-def test_images_go_where_their_tokens_are(pool: Pool, layout: str) -> None:
-    check(pool, IMAGES, layout)
 
 
 def test_a_batch_without_samples_is_one_micro_batch() -> None:

@@ -305,9 +305,12 @@ class StateCarrier(Carrier):
             return "items", {name: self._encode((key[0], str(name)), item, by) for name, item in value.items()}
         what = _named(key)
         if by == "the step":
+            instead = "Pass it to the block as an argument"
+            if value is REPLACED:  # BigBird exchanges its attention in the first step with short sequences
+                instead = "Build the model with that module (BigBird: attention_type='original_full')"
             raise UnsupportedError(
                 f"{what} was set in the step to {why}, so blocks that run later, or on another rank, would not see it. "
-                f"Pass it to the block as an argument, or set it in on_train_batch_start, which runs on all ranks."
+                f"{instead}, or set it in on_train_batch_start, which runs on all ranks."
             )
         return "unavailable", f"{what} was set by {by} to {why}"
 

@@ -264,6 +264,8 @@ class PreparedModel:
                 exchange(parameter, _parameter_like(parameter, whole))
             else:
                 parameter.data, parameter.grad = whole, None
+                for attribute in _OF_GUARDS:
+                    vars(parameter).pop(attribute, None)
         if self.cube is not None:
             self.cube.plan.undo()
         vars(module).pop(_ATTRIBUTE)

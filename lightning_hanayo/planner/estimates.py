@@ -146,6 +146,7 @@ class StepModel:
         self._works: dict[object, _Work] = {}
         self._cut = cache(self._cut_blocks)
         self._shares_of = cache(self._count_shares)
+        self._code_of = cache(self._count_code)
         self._saved = cache(
             lambda mesh, samples, weights: facts.mean(
                 lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
@@ -156,6 +157,7 @@ class StepModel:
         self._sums = cache(
             lambda mesh, samples: [facts.element * facts.mean(one) for one in _first_and_last_sums(mesh, samples)]
         )
+        self._kept_shards = cache(lambda mesh, samples: facts.mean(lambda one: one.gathers(samples, mesh)))
         self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
         self.memory = cache(self._of_fullest)
         """bytes of a candidate's rank that needs the most"""
@@ -283,11 +285,14 @@ class StepModel:
 
     def _code(self, candidate: Candidate) -> tuple[Code, Code]:
         """What a rank runs outside the stack for a micro-batch, and `chunked_cross_entropy`."""
-        samples, ranks = candidate.samples, candidate.cube_size
-        by_rows = self.facts.by_rows if candidate.cube_outside == "tokens" else None
+        own = candidate
+        return self._code_of(own.samples, own.cube_size, alike=own.runs_alike, sharded=own.cube_outside == "tokens")
+
+    def _count_code(self, samples: int, ranks: int, *, alike: bool, sharded: bool) -> tuple[Code, Code]:
+        by_rows = self.facts.by_rows if sharded else None
         outside, loss = by_rows or (self.facts.outside, self.facts.loss)
         own = max(1.0, samples / ranks)
-        of_samples, of_loss = (samples, samples / ranks) if candidate.runs_alike else (own, own)
+        of_samples, of_loss = (samples, samples / ranks) if alike else (own, own)
         workspace = loss.workspace / (ranks if by_rows else 1)
         return outside * of_samples, replace(loss * of_loss, saved=loss.saved, workspace=workspace)
 
@@ -477,7 +482,8 @@ class StepModel:
         has_messages, in_cube, x = candidate.pipe > 1, ranks > 1, candidate.mesh[0]
         by_batch, accumulates = candidate.cube_weights == "batch", candidate.accumulate > 1
         kept = self._gathered(candidate.mesh, samples) if by_batch else 0.0
-        kept_shards = facts.mean(lambda one: one.gathers(samples, candidate.mesh)) if by_batch else 0.0
+        kept_shards = self._kept_shards(candidate.mesh, samples) if by_batch else 0.0
+        before_stack = message * (ranks if candidate.runs_alike else 1)  # of each micro-batch under way
         # sums over x that are under way: of a block's last two weights, and of each stage's first two until later
         late, under_way = (in_cube * (not by_batch) * one for one in self._sums(candidate.mesh, samples))
         ahead = (x > 1) * late / (1 + 1 / x)  # two weights of the next block that is recomputed
@@ -485,31 +491,34 @@ class StepModel:
         # shards of the gradients of parameters that are whole while a batch runs are those of earlier batches
         of_outside = facts.gradient_bytes * (facts.outside_parameters - facts.outside_frozen)
         of_outside *= accumulates or not in_cube
-        whole_values = 0.0
+        in_dry_run = 0.0
         if candidate.cube_outside == "tokens":
             of_outside += facts.vocabulary_gradients
-            whole_values = facts.outside_parameters * facts.parameter_bytes * in_cube  # in dry runs
+            in_dry_run = in_cube * facts.outside_parameters * facts.parameter_bytes  # of values, which are whole there
 
         def memory(share: _Share, blocks: float) -> RankMemory:
             """Of a rank that holds the activations of so many blocks."""
             has_outside = share.has_outside
             trained = share.trained - (not accumulates) * share.blocks * kept_shards
-            held = RankMemory(
+            # parameters outside the stack, and weights that are gathered for the batch, with their gradients
+            gathered = share.gathered_outside
+            gathered += share.blocks * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast)
+            activations = blocks * (message if candidate.recompute else saved)
+            suspended = outside.saved + loss.saved + blocks / max(1.0, share.blocks) * before_stack * has_messages
+            messages = 2 * candidate.stages_per_rank * message * has_messages
+            taken = max(workspace, has_outside * max(outside.workspace, loss.workspace)) * (1 + candidate.pairs)
+            taken += has_messages * candidate.stages_per_rank * late
+            of_batch = activations + has_outside * suspended + messages + taken
+            return RankMemory(
                 weights=share.parameters * facts.parameter_bytes,
                 gradients=trained * facts.gradient_bytes + has_outside * of_outside / ranks,
                 optimizer=share.updated * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
-                activations=blocks * (message if candidate.recompute else saved),
-                # parameters outside the stack, and weights that are gathered for the batch, with their gradients
-                gathered=share.gathered_outside
-                + share.blocks * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast),
-                suspended=has_outside
-                * (outside.saved + loss.saved + blocks / max(1.0, share.blocks) * message * has_messages),
-                messages=2 * candidate.stages_per_rank * message * has_messages,
-                workspace=has_messages * candidate.stages_per_rank * late
-                + (1 + candidate.pairs) * max(workspace, has_outside * max(outside.workspace, loss.workspace)),
+                activations=activations,
+                gathered=max(gathered, has_outside * in_dry_run - of_batch),
+                suspended=has_outside * suspended,
+                messages=messages,
+                workspace=taken,
             )
-            of_batch = held.total - held.weights - held.gradients - held.optimizer
-            return replace(held, gathered=held.gathered + max(0.0, has_outside * whole_values - of_batch))
 
         blocks = first + more * own.blocks, max(rest, default=0.0) + more * others.blocks
         of_ranks = map(memory, (own, others)[: candidate.pipe], blocks)  # one pipeline rank has no others

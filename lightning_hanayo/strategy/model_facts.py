@@ -166,17 +166,18 @@ class Counter(TorchDispatchMode):
         if func._opname == "_to_copy" and args[0].untyped_storage()._cdata in self._parameters:  # by autocast
             self._parameters.add(result.untyped_storage()._cdata)
             self._keeps.append(result)
+        if func._opname in VIEWS:
+            return result
+        now.calls += 1
         now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
         if (flops := _flops(func, name, args, kwargs, result)) is not None:
-            now.calls += 1
             if now is self.loss:
                 rows, words = result.shape
                 rows = rows if self.head else max(rows, CHUNK)  # of the first chunk, which may be the only one
                 self.logits, self.head = max(self.logits, rows * words), args[-1].numel()
             for counts in filter(None, (now, self._experts)):
                 counts.flops += flops
-        elif func._opname not in VIEWS:
-            now.calls += 1
+        else:
             tensors = tree_leaves((args, kwargs, result))
             now.traffic += sum(one.nbytes for one in tensors if isinstance(one, Tensor))
         return result

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 CHUNK = 1024
 """tokens"""
-is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
-"""whether the backward will compute again what is computed now: for a plan, which counts forwards"""
+is_in_loss: ContextVar[bool] = ContextVar("is_in_loss", default=False)
+"""whether such a loss is computed now: a plan counts it apart, as ranks may share it and its backward repeats it"""
 
 
 def chunked_cross_entropy(
@@ -86,10 +86,14 @@ def chunked_cross_entropy(
     flat, targets = as_autocast(hidden).flatten(0, -2), labels.flatten()
     shares, size = token_shares(), weight.shape[0]
     rows = weight.own_rows() if isinstance(weight, HeldByRows) else None
-    weight = weight.to(flat.dtype) if rows is None else rows.part  # autograd adds to own rows, so they aren't cast here
     rule = _Rule(chunk, ignore_index, label_smoothing, size, shares if rows is None else None, rows)
     bias = None if bias is None else bias.to(flat.dtype)
-    losses: Tensor = _TokenLosses.apply(flat, weight, bias, targets, rule)  # type: ignore[no-untyped-call]
+    token = is_in_loss.set(True)
+    try:  # autograd adds to own rows, so they aren't cast here
+        weight = weight.to(flat.dtype) if rows is None else rows.part
+        losses: Tensor = _TokenLosses.apply(flat, weight, bias, targets, rule)  # type: ignore[no-untyped-call]
+    finally:
+        is_in_loss.reset(token)
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
@@ -181,9 +185,7 @@ class _TokenLosses(torch.autograd.Function):
         found = hidden.new_empty(3 if rule.smoothing else 2, len(hidden), dtype=dtype)
         cast, own_bias = weight.to(hidden.dtype), rule.own_bias(bias)
         for rows in rule.chunks(len(hidden)):
-            token = is_repeated.set(True)
             logits = functional.linear(hidden[rows], cast, own_bias).to(dtype)
-            is_repeated.reset(token)
             found[0, rows] = logits.logsumexp(1)
             columns, is_own = rule.columns(labels[rows])
             found[1, rows] = logits.gather(1, columns)[:, 0].where(is_own, 0.0) if len(weight) else 0.0

@@ -18,7 +18,7 @@ from lightning_hanayo.checking.case import take_batches, topology_of
 from lightning_hanayo.cli.common import condense, print_table
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError, counted
-from lightning_hanayo.planner.candidates import Choices
+from lightning_hanayo.planner.candidates import ALL, Choices
 from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.estimates import Measured, StepModel
 from lightning_hanayo.planner.files import Profile
@@ -35,7 +35,7 @@ from lightning_hanayo.strategy.options import Options
 
 COLUMNS = (
     "#", "P", "W", "D", "cube", "batch", "schedule", "recompute", "sharded", "weights", "pairs", "experts",
-    "step s", "bubble", "waits", "memory", "MFU",
+    "outside", "step s", "bubble", "waits", "memory", "MFU",
 )  # fmt: skip
 _CHOICES = range(COLUMNS.index("schedule"), COLUMNS.index("step s"))
 """the columns that are left out where all rows are alike"""
@@ -136,6 +136,7 @@ def rows(plan: Plan) -> list[list[str]]:
             own.cube_weights if own.mesh[0] > 1 else "-",
             "yes" if own.pairs else "-",
             own.experts if own.experts != "whole" else "-",
+            own.cube_outside if own.cube_outside != "share" else "-",
         )
         predicted = (
             f"{one.seconds:.3g}",
@@ -222,6 +223,7 @@ class PlanCLI(WaveCLI):
                     get_args(CubeWeights) if options.cube_weights == "auto" else (options.cube_weights,),
                     _pairs(options.pairs, facts, own),
                     runs_step_once=own.step == "batch",
+                    cube_outside=ALL.cube_outside if own.cube_outside == "share" else (own.cube_outside,),
                 ),
             )
         self._write(plan)

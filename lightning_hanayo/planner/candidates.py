@@ -8,7 +8,7 @@ from itertools import product
 from math import isqrt, prod
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
-from lightning_hanayo.planner.communication_volume import CubeWeights, Experts
+from lightning_hanayo.planner.communication_volume import CubeOutside, CubeWeights, Experts
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.schedule.registry import WAVES
 from lightning_hanayo.topology import Topology
@@ -50,11 +50,18 @@ class Candidate:
     """whether code outside the stack runs on the whole batch, while the other ranks wait"""
     experts: Experts = "whole"
     """where experts are while a batch runs"""
+    cube_outside: CubeOutside = "share"
+    """what a cube's ranks get of a micro-batch outside the stack"""
 
     @cached_property
     def cube_size(self) -> int:
         """Ranks of a cube."""
         return prod(self.mesh)
+
+    @property
+    def runs_alike(self) -> bool:
+        """Whether code outside the stack runs on the same samples on all ranks of a cube."""
+        return self.cube_size > 1 and (self.runs_step_once or self.cube_outside != "share")
 
     @property
     def stages_per_rank(self) -> int:
@@ -87,6 +94,7 @@ class Candidate:
             "two micro-batches at once": self.pairs,
             "the step once on whole batches": self.runs_step_once,
             "experts shared over the cube": self.experts == "cube",
+            "embedding and head sharded": self.cube_outside == "tokens",
         }
         batches = f" x {self.accumulate} batches" if self.accumulate > 1 else ""
         return ", ".join([f"{self}{batches}", *(name for name, holds in choices.items() if holds)])
@@ -101,13 +109,15 @@ class Candidate:
 class Choices:
     """What a plan chooses from in a cube. One value is what has been decided.
 
-    `runs_step_once`: with `step="batch"`; that excludes pairs. `experts` are chosen where there are any.
+    `runs_step_once`: with `step="batch"`; that excludes pairs. `experts` are chosen where there are any, and "tokens",
+    if there are others, where a run accepts them.
     """
 
     cube_weights: tuple[CubeWeights, ...] = ("microbatch", "batch")
     pairs: tuple[bool, ...] = (False, True)
     runs_step_once: bool = False
     experts: tuple[Experts, ...] = ("whole", "cube")
+    cube_outside: tuple[CubeOutside, ...] = ("share", "tokens")
 
 
 ALL = Choices()
@@ -167,6 +177,8 @@ def _of_topology(
             gathers = in_cube and facts.gathers_weights(size, mesh)
             weights: Sequence[CubeWeights] = choices.cube_weights if gathers else ("microbatch",)
             experts: Sequence[Experts] = choices.experts if facts.has_experts and mesh[1] * mesh[2] > 1 else ("whole",)
+            by_rows = mesh != (1, 1, 1) and facts.by_rows is not None
+            outside = [one for one in choices.cube_outside if by_rows or one != "tokens"] or choices.cube_outside
             for recompute, sharded in product((False, True), (False, True) if data > 1 else (False,)):
                 # recomputed blocks keep the backward in one piece
                 schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
@@ -175,9 +187,10 @@ def _of_topology(
                 if not pairs:
                     refused["pairs need registered blocks, and no recomputation"] += 1
                 sizes = data, pipe, mesh, num_waves, size, count, accumulate
-                for weight, at_once, where in product(weights, pairs, experts):
-                    once = choices.runs_step_once
-                    yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once, once, where)
+                for weight, at_once, where, seen in product(weights, pairs, experts, outside):
+                    if not (at_once and seen == "tokens"):  # user code starts collectives then
+                        once = choices.runs_step_once
+                        yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once, once, where, seen)
 
 
 def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:

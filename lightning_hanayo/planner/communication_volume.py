@@ -24,6 +24,10 @@ CubeWeights = Literal["microbatch", "batch"]
 """how often weights are gathered along x, and their gradients reduce-scattered: once in each"""
 
 
+CubeOutside = Literal["share", "replicate", "tokens"]
+"""what a cube's ranks get of a micro-batch outside the stack: samples of their own; all; all, and a part of the loss"""
+
+
 class _Elements:
     """Adds up dataclasses of numbers."""
 

@@ -9,7 +9,7 @@ hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/repr
             + (-B mod P) (1 - 1/W) T_B, as a wave that isn't full keeps ranks as long
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, prod
@@ -23,7 +23,7 @@ from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
-from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts
 from lightning_hanayo.schedule import CostModel, RankMemory, simulate
 from lightning_hanayo.schedule.table import COMPUTE
 
@@ -110,11 +110,13 @@ class _Share:
     blocks: int
     parameters: float
     trained: float
-    """those of its parameters that have gradients while a batch runs"""
+    """those of its blocks' that have gradients while a batch runs"""
     updated: float
     """those that it trains between batches"""
     gathered: float
-    """bytes of parameters that its cube gathers for a batch, and of their gradients"""
+    """bytes of parameters of generic blocks that its cube gathers for a batch, and of their gradients"""
+    gathered_outside: float
+    """of those outside the stack"""
     has_outside: bool
     """whether it holds the parameters outside the stack, too"""
 
@@ -144,6 +146,7 @@ class StepModel:
         self._works: dict[object, _Work] = {}
         self._cut = cache(self._cut_blocks)
         self._shares_of = cache(self._count_shares)
+        self._code_of = cache(self._count_code)
         self._saved = cache(
             lambda mesh, samples, weights: facts.mean(
                 lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
@@ -151,6 +154,10 @@ class StepModel:
         )
         casts = facts.element * (facts.element < facts.parameter_bytes)  # under autocast
         self._cast = cache(lambda mesh, samples: casts * facts.mean(lambda one: one.cast_by_a_rank(samples, mesh)))
+        self._sums = cache(
+            lambda mesh, samples: [facts.element * facts.mean(one) for one in _first_and_last_sums(mesh, samples)]
+        )
+        self._kept_shards = cache(lambda mesh, samples: facts.mean(lambda one: one.gathers(samples, mesh)))
         self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
         self.memory = cache(self._of_fullest)
         """bytes of a candidate's rank that needs the most"""
@@ -234,12 +241,14 @@ class StepModel:
             link = self._data_link(candidate)
             exposed += link.seconds(num_bytes, candidate.stages_per_rank) / candidate.stages_per_rank
         if candidate.cube_size > 1:  # parameters outside of 3-D layers are gathered, and their gradients summed
-            num_bytes = (1 - 1 / candidate.cube_size) * max(one.gathered for one in shares)
+            num_bytes = (1 - 1 / candidate.cube_size) * max(one.gathered + one.gathered_outside for one in shares)
             link = self.machine.link(1, candidate.cube_size)
             exposed += link.seconds(num_bytes, 2) * candidate.accumulate
-            if facts.outside_sharded:  # the embedding's outputs and their gradients are all-reduced
-                num_bytes = 4 * (1 - 1 / candidate.cube_size) * facts.message * candidate.samples
-                exposed += link.seconds(num_bytes, 2) * candidate.num_microbatches * candidate.accumulate
+            if candidate.runs_alike:  # the stack's outputs are gathered, and their gradients reduce-scattered
+                is_reduced = candidate.cube_outside == "tokens"  # the embedding's outputs, too, and their gradients
+                num_bytes = (2 + 4 * is_reduced) * (1 - 1 / candidate.cube_size) * facts.message * candidate.samples
+                each = link.seconds(num_bytes, 2 + 2 * is_reduced)
+                exposed += each * candidate.num_microbatches * candidate.accumulate
         # parameters and states are read and written, gradients are read
         each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
         updated = own / (candidate.data if candidate.shard_optimizer else 1)
@@ -274,19 +283,32 @@ class StepModel:
             )
         return time + PartTimes(host, host, host / _BACKWARD_ACTIONS, host / _BACKWARD_ACTIONS)
 
-    def _outside(self, candidate: Candidate) -> float:
-        """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples.
+    def _code(self, candidate: Candidate) -> tuple[Code, Code]:
+        """What a rank runs outside the stack for a micro-batch, and `chunked_cross_entropy`."""
+        own = candidate
+        return self._code_of(own.samples, own.cube_size, alike=own.runs_alike, sharded=own.cube_outside == "tokens")
 
-        But not where the step runs once: there all of them have the whole batch.
-        """
-        facts, machine = self.facts, self.machine
-        samples = max(1.0, candidate.samples / (1 if candidate.runs_step_once else candidate.cube_size))
-        if self._measured is not None:
-            return samples * self._measured.outside
-        flops = samples * (facts.outside_flops + facts.outside_repeated / 3)  # forward and backward are taken as three
-        device = flops / machine.matmul_rate(facts.dtype, (flops / 2) ** (1 / 3) if flops else 1.0)
-        device += samples * facts.outside_traffic / machine.memory_bandwidth
-        host = machine.host_call * facts.outside_calls
+    def _count_code(self, samples: int, ranks: int, *, alike: bool, sharded: bool) -> tuple[Code, Code]:
+        by_rows = self.facts.by_rows if sharded else None
+        outside, loss = by_rows or (self.facts.outside, self.facts.loss)
+        own = max(1.0, samples / ranks)
+        of_samples, of_loss = (samples, samples / ranks) if alike else (own, own)
+        workspace = loss.workspace / (ranks if by_rows else 1)
+        return outside * of_samples, replace(loss * of_loss, saved=loss.saved, workspace=workspace)
+
+    def _outside(self, candidate: Candidate) -> float:
+        """Seconds of the forward of embedding, head and loss for a micro-batch."""
+        seconds = self._seconds(*self._code(candidate))
+        if self._measured is not None and (counted := self._seconds(self.facts.outside, self.facts.loss)):
+            return self._measured.outside * seconds / counted
+        return seconds
+
+    def _seconds(self, outside: Code, loss: Code) -> float:
+        """Of the forward of code, a third of forward and backward."""
+        machine, flops = self.machine, outside.flops + 4 / 3 * loss.flops  # which the backward repeats
+        device = flops / machine.matmul_rate(self.facts.dtype, (flops / 2) ** (1 / 3) if flops else 1.0)
+        device += (outside.traffic + loss.traffic) / machine.memory_bandwidth
+        host = machine.host_call * (outside.calls + loss.calls)
         return max(device, host) if machine.is_asynchronous else device + host
 
     def _in_actions(self, candidate: Candidate) -> float:
@@ -296,7 +318,8 @@ class StepModel:
     def _work(self, candidate: Candidate) -> _Work:
         """Of one micro-batch; many candidates share it."""
         own = candidate
-        key = own.pipe, own.num_waves, own.mesh, own.samples, own.cube_weights, own.recompute, own.runs_step_once
+        of_stages = own.pipe, own.num_waves, own.mesh, own.samples
+        key = *of_stages, own.cube_weights, own.recompute, own.runs_step_once, own.cube_outside
         if key not in self._works:
             self._works[key] = self._count_work(candidate)
         return self._works[key]
@@ -397,14 +420,19 @@ class StepModel:
 
     def _shares(self, candidate: Candidate) -> tuple[_Share, _Share]:
         """Of pipeline rank 0, and of the rank that holds most of the others."""
-        own = candidate
-        return self._shares_of(own.pipe, own.stages_per_rank, own.mesh, once=own.runs_step_once)
+        own, facts = candidate, self.facts
+        sharded = (own.cube_outside == "tokens") * (facts.vocabulary_bytes + facts.vocabulary_gradients)
+        whole = (own.cube_size > 1) * (facts.outside_bytes - sharded)
+        return self._shares_of(own.pipe, own.stages_per_rank, own.mesh, whole, once=own.runs_step_once)
 
     def _most_updated(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
         return max(share.updated for share in self._shares(candidate))
 
-    def _count_shares(self, pipe: int, stages: int, mesh: MeshSizes, *, once: bool) -> tuple[_Share, _Share]:
+    def _count_shares(
+        self, pipe: int, stages: int, mesh: MeshSizes, whole_outside: float, *, once: bool
+    ) -> tuple[_Share, _Share]:
+        """`whole_outside`: bytes outside the stack that a cube gathers for a batch."""
         facts = self.facts
         outside, frozen = facts.outside_parameters, facts.outside_frozen
         loads = [one / facts.parameters_per_block for one in (0 if once else facts.computing_parameters, outside)]
@@ -419,9 +447,10 @@ class StepModel:
             return _Share(
                 blocks,
                 blocks * stored + has_outside * of_outside,
-                blocks * trained + has_outside * trained_outside,
+                blocks * trained,
                 blocks * updated + has_outside * trained_outside,
-                blocks * whole + has_outside * facts.outside_bytes,
+                blocks * whole,
+                has_outside * whole_outside,
                 has_outside,
             )
 
@@ -447,33 +476,58 @@ class StepModel:
         # layers whose backward is split keep one copy for all micro-batches
         shares_cast = candidate.pipe > 1 and candidate.schedule == SPLIT and ranks == 1 and not facts.has_frozen
         saved = self._saved(candidate.mesh, samples, candidate.cube_weights) + cast * (not shares_cast)
-        kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
-        message, own_samples = facts.message * samples / ranks, max(1.0, samples / ranks)
+        message, (outside, loss) = facts.message * samples / ranks, self._code(candidate)
         if once:
-            own_samples = samples * count
-        has_messages = candidate.pipe > 1
-        workspace = saved if candidate.recompute else 2 * message
+            outside *= count
+        has_messages, in_cube, x = candidate.pipe > 1, ranks > 1, candidate.mesh[0]
+        by_batch, accumulates = candidate.cube_weights == "batch", candidate.accumulate > 1
+        kept = self._gathered(candidate.mesh, samples) if by_batch else 0.0
+        kept_shards = self._kept_shards(candidate.mesh, samples) if by_batch else 0.0
+        before_stack = message * (ranks if candidate.runs_alike else 1)  # of each micro-batch under way
+        # sums over x that are under way: of a block's last two weights, and of each stage's first two until later
+        late, under_way = (in_cube * (not by_batch) * one for one in self._sums(candidate.mesh, samples))
+        ahead = (x > 1) * late / (1 + 1 / x)  # two weights of the next block that is recomputed
+        workspace = under_way + (saved + ahead if candidate.recompute else 2 * message)
+        # shards of the gradients of parameters that are whole while a batch runs are those of earlier batches
+        of_outside = facts.gradient_bytes * (facts.outside_parameters - facts.outside_frozen)
+        of_outside *= accumulates or not in_cube
+        in_dry_run = 0.0
+        if candidate.cube_outside == "tokens":
+            of_outside += facts.vocabulary_gradients
+            in_dry_run = in_cube * facts.outside_parameters * facts.parameter_bytes  # of values, which are whole there
 
         def memory(share: _Share, blocks: float) -> RankMemory:
             """Of a rank that holds the activations of so many blocks."""
             has_outside = share.has_outside
+            trained = share.trained - (not accumulates) * share.blocks * kept_shards
+            # parameters outside the stack, and weights that are gathered for the batch, with their gradients
+            gathered = share.gathered_outside
+            gathered += share.blocks * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast)
+            activations = blocks * (message if candidate.recompute else saved)
+            suspended = outside.saved + loss.saved + blocks / max(1.0, share.blocks) * before_stack * has_messages
+            messages = 2 * candidate.stages_per_rank * message * has_messages
+            taken = max(workspace, has_outside * max(outside.workspace, loss.workspace)) * (1 + candidate.pairs)
+            taken += has_messages * candidate.stages_per_rank * late
+            of_batch = activations + has_outside * suspended + messages + taken
             return RankMemory(
                 weights=share.parameters * facts.parameter_bytes,
-                gradients=share.trained * facts.gradient_bytes,
+                gradients=trained * facts.gradient_bytes + has_outside * of_outside / ranks,
                 optimizer=share.updated * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
-                activations=blocks * (message if candidate.recompute else saved),
-                # parameters outside the stack, and weights that are gathered for the batch, with their gradients
-                gathered=has_outside * (ranks > 1) * facts.outside_bytes
-                + share.blocks * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast),
-                suspended=has_outside
-                * (facts.outside_saved * own_samples + blocks / max(1.0, share.blocks) * message * has_messages),
-                messages=2 * candidate.stages_per_rank * message * has_messages,
-                workspace=(1 + candidate.pairs) * max(workspace, has_outside * 2 * facts.largest_outside * own_samples),
+                activations=activations,
+                gathered=max(gathered, has_outside * in_dry_run - of_batch),
+                suspended=has_outside * suspended,
+                messages=messages,
+                workspace=taken,
             )
 
         blocks = first + more * own.blocks, max(rest, default=0.0) + more * others.blocks
         of_ranks = map(memory, (own, others)[: candidate.pipe], blocks)  # one pipeline rank has no others
         return max(of_ranks, key=lambda one: one.total)
+
+
+def _first_and_last_sums(mesh: MeshSizes, samples: int) -> tuple[Callable[[BlockFacts], float], ...]:
+    """Elements of the gradients of a block's first two weights, and of its last two, that are being added up."""
+    return lambda one: sum(one.sums(samples, mesh)[:2]), lambda one: sum(one.sums(samples, mesh)[-2:])
 
 
 def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: Sequence[float]) -> tuple[int, int]:

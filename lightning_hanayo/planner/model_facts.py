@@ -136,6 +136,17 @@ class BlockFacts:
         stored = (one.storage(samples, mesh) for one in self.products)
         return sum(one.weights for one in stored if not one.saved_weights)
 
+    def gathers(self, samples: int, mesh: MeshSizes) -> float:
+        """Elements of a rank's shards of the weights that a cube gathers."""
+        stored = (one.storage(samples, mesh) for one in self.products)
+        return sum(one.weights for one in stored if one.saved_weights)
+
+    def sums(self, samples: int, mesh: MeshSizes) -> list[float]:
+        """Elements of the gradient of each product's weights that a rank computes, before ranks add it up."""
+        x = mesh[0]
+        stored = (one.storage(samples, mesh) for one in self.products)
+        return [(one.saved_weights or one.weights) * (1 + 1 / x) for one in stored]
+
     def saved_by_a_rank(
         self, samples: int, mesh: MeshSizes, element: int, weights: CubeWeights = "microbatch"
     ) -> float:
@@ -148,6 +159,27 @@ class BlockFacts:
         stored = [one.storage(samples, mesh) for one in self.products]
         own_weights = weights == "microbatch"
         return others + element * sum(one.saved_inputs + own_weights * one.saved_weights for one in stored)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code outside the stack."""
+
+    flops: float = 0.0
+    """of its forward"""
+    traffic: float = 0.0
+    """bytes that operations other than products read and write"""
+    calls: float = 0.0
+    """operations that the host starts"""
+    saved: float = 0.0
+    """bytes that it keeps for the backward, such as logits"""
+    workspace: float = 0.0
+    """bytes that it takes besides while it runs"""
+
+    def __mul__(self, samples: float) -> "Code":
+        """The same calls for more samples."""
+        flops, traffic, calls, saved, workspace = vars(self).values()
+        return Code(samples * flops, samples * traffic, calls, samples * saved, samples * workspace)
 
 
 @dataclass(frozen=True)
@@ -165,18 +197,17 @@ class ModelFacts:
     """those of them that are multiplied with: all but tables that are only looked up"""
     outside_frozen: int = 0
     """those of them that aren't trained"""
-    outside_sharded: float = 0.0
-    """bytes of the values and gradients of those that a cube keeps sharded during a batch: `cube_outside="tokens"`"""
-    outside_flops: float = 0.0
-    """of their forward"""
-    outside_repeated: float = 0.0
-    """those of them that their backward computes again, as a loss in chunks does"""
-    outside_traffic: float = 0.0
-    outside_calls: float = 0.0
-    outside_saved: float = 0.0
-    """bytes that they keep for the backward, such as logits"""
-    largest_outside: float = 0.0
-    """bytes of the largest tensor that they make"""
+    outside: Code = Code()
+    """code outside the stack, without `loss`"""
+    loss: Code = Code()
+    """`chunked_cross_entropy`, which ranks that run the step alike share; its backward repeats its products, and its
+    memory is that of a chunk and of the head's weight, however many samples there are"""
+    by_rows: tuple[Code, Code] | None = None
+    """both with `cube_outside="tokens"`; None where a run rejects that"""
+    vocabulary_bytes: float = 0.0
+    """of the values of embedding and head, which a cube then keeps sharded during a batch"""
+    vocabulary_gradients: float = 0.0
+    """bytes"""
     required: tuple[Divisibility, ...] = ()
     """what must divide over a cube"""
     tokens: int = 1
@@ -209,15 +240,14 @@ class ModelFacts:
 
     @cached_property
     def outside_bytes(self) -> float:
-        """Of values and gradients of the parameters outside the stack that a cube holds whole during a batch."""
+        """Of values and gradients of the parameters outside the stack."""
         trained = self.outside_parameters - self.outside_frozen
-        everything = self.outside_parameters * self.parameter_bytes + trained * self.gradient_bytes
-        return everything - self.outside_sharded
+        return self.outside_parameters * self.parameter_bytes + trained * self.gradient_bytes
 
     @property
     def flops(self) -> float:
         """Of a forward and a backward of one sample."""
-        return 3 * (self.outside_flops + sum(block.flops for block in self.blocks))
+        return 3 * (self.outside.flops + self.loss.flops + sum(block.flops for block in self.blocks))
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockFacts, float], ...]:

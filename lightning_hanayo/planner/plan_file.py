@@ -46,6 +46,7 @@ def strategy_options(candidate: Candidate) -> dict[str, Any]:
         "cube_weights": candidate.cube_weights,
         "pairs": candidate.pairs,
         "experts": candidate.experts,
+        "cube_outside": candidate.cube_outside,
         "step": "batch" if candidate.runs_step_once else "auto",
     }
 

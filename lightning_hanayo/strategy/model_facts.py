@@ -24,13 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hanayo.chunked_loss.cross_entropy import is_repeated
+from lightning_hanayo.chunked_loss.causal_models import chunk_losses, has_causal_models
+from lightning_hanayo.chunked_loss.cross_entropy import CHUNK, is_in_loss
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
-from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
+from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts, Product
 from lightning_hanayo.strategy.batch_split import WholeSplitter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_step
@@ -58,8 +59,6 @@ class Counts:
     """Of one block, or of all code outside the stack."""
 
     flops: float = 0.0
-    repeated_flops: float = 0.0
-    """those of them that the backward computes again"""
     traffic: float = 0.0
     """bytes that operations other than products read and write"""
     calls: int = 0
@@ -82,6 +81,11 @@ class Counts:
         """Bytes that autograd keeps, without these storages."""
         return sum(size for storage, size in self.saved.items() if storage not in without)
 
+    def code(self, num_samples: int, parameters: set[int]) -> Code:
+        """For one sample, without the storages of parameters."""
+        saved, workspace = self.num_saved(parameters), 2 * self.largest  # a tensor and its gradient
+        return replace(Code(self.flops, self.traffic, 0, saved, workspace) * (1 / num_samples), calls=self.calls)
+
 
 class Counter(TorchDispatchMode):
     """Counts while it is active, for the block that runs.
@@ -93,7 +97,9 @@ class Counter(TorchDispatchMode):
 
     def __init__(self, blocks: Sequence[nn.Module], parameters: set[int]) -> None:
         super().__init__()
-        self.outside = Counts()
+        self.outside, self.loss = Counts(), Counts()
+        self.logits = self.head = 0
+        """elements of a whole chunk's logits, and of the weight that they are made with"""
         self.blocks = [Counts() for _ in blocks]
         self._modules = blocks
         self._now = self.outside
@@ -155,18 +161,23 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        now, name = self._now, _SAME_FLOPS.get(func._opname, func._overloadpacket)
+        now = self.loss if is_in_loss.get() else self._now
+        name = _SAME_FLOPS.get(func._opname, func._overloadpacket)
         if func._opname == "_to_copy" and args[0].untyped_storage()._cdata in self._parameters:  # by autocast
             self._parameters.add(result.untyped_storage()._cdata)
             self._keeps.append(result)
+        if func._opname in VIEWS:
+            return result
+        now.calls += 1
         now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
         if (flops := _flops(func, name, args, kwargs, result)) is not None:
-            now.calls += 1
+            if now is self.loss:
+                rows, words = result.shape
+                rows = rows if self.head else max(rows, CHUNK)  # of the first chunk, which may be the only one
+                self.logits, self.head = max(self.logits, rows * words), args[-1].numel()
             for counts in filter(None, (now, self._experts)):
                 counts.flops += flops
-                counts.repeated_flops += is_repeated.get() * flops
-        elif func._opname not in VIEWS:
-            now.calls += 1
+        else:
             tensors = tree_leaves((args, kwargs, result))
             now.traffic += sum(one.nbytes for one in tensors if isinstance(one, Tensor))
         return result
@@ -256,7 +267,6 @@ def read_batch(
         precision=precision,
         master_weights=options.master_weights is not None,
         blocks=options.blocks,
-        shards_vocabulary=options.cube_outside == "tokens",
     )
     return facts, num_samples
 
@@ -269,7 +279,6 @@ def read_model(
     precision: str = "32-true",
     master_weights: bool = False,
     blocks: str | None = None,
-    shards_vocabulary: bool = False,
 ) -> ModelFacts:
     """Count what a sample takes. The module stays as it is; one that is built in `configure_model` is built on meta.
 
@@ -280,7 +289,6 @@ def read_model(
         precision: the Trainer's.
         master_weights: whether parameters in bf16 or fp16 have master weights in fp32.
         blocks: the name of the stack; None: the largest that the step passes through.
-        shards_vocabulary: whether a cube keeps embedding and head sharded during a batch.
 
     Raises:
         HanayoError: there is no stack, or the step can't run on the meta device, and the model is too large to run.
@@ -290,11 +298,15 @@ def read_model(
     def count(own: "pl.LightningModule", batch: Any, parameters: set[int]) -> Any:
         calls = recorded_calls(own, batch) if blocks is None and is_ambiguous(own) else None
         stack = find_stack(own, blocks, calls)
-        return own, stack, parameters, _count(own, stack, batch, parameters)
+        counter = in_chunks = _count(own, stack, batch, parameters)
+        if not counter.head and has_causal_models(own):  # `cube_outside="tokens"` computes its loss in chunks
+            chunk_losses(own, object.__setattr__)
+            in_chunks = _count(own, stack, batch, parameters)
+        return own, stack, parameters, counter, in_chunks
 
     is_mixed = precision.endswith("-mixed")
     dtype, autocast = (torch.float32, formats.dtype) if is_mixed else (formats.dtype, None)
-    own, stack, parameters, counter = on_copy(module, batch, dtype, count, autocast)
+    own, stack, parameters, counter, in_chunks = on_copy(module, batch, dtype, count, autocast)
     beside = {one for part in modules_outside(own, stack) for one in part.parameters(recurse=False)}
     plan = plan_parallelize(stack.uncompiled.blocks, stack.name, (1, 1, 1), outside=beside)
     seen: dict[tuple[Any, ...], BlockFacts] = {}
@@ -303,25 +315,30 @@ def read_model(
         found = _block(block, counts, plan, num_samples, parameters, formats.dtype.itemsize if is_mixed else 0)
         sizes = found.products, found.parameters, found.frozen
         facts.append(seen.setdefault((*sizes, *map(round, (found.flops, found.traffic, found.saved))), found))
-    outside, last = counter.outside, counter.blocks[-1]
+    last = counter.blocks[-1]
     outside_stack = set(own.parameters()) - stack.parameters
     element = formats.dtype.itemsize
-    kept = vocabulary_weights(modules_outside(own, stack)) if shards_vocabulary else ()
-    kept_bytes = (p.numel() * (formats.parameter_bytes + p.requires_grad * formats.gradient_bytes) for p in kept)
+    vocabulary = vocabulary_weights(modules_outside(own, stack))
+
+    def code(counter: Counter, *, by_rows: bool) -> tuple[Code, Code]:
+        outside, loss = (one.code(num_samples, parameters) for one in (counter.outside, counter.loss))
+        copy = element * is_mixed * counter.head  # autocast's, which autograd keeps unless rows are shared
+        sums = (max(4, element) + element) * (counter.logits + counter.head)  # logits and dweight, and in low precision
+        return outside, replace(loss, saved=copy * (not by_rows), workspace=sums + copy * by_rows)
+
+    outside, loss = code(counter, by_rows=False)
     return ModelFacts(
         stack=stack.name,
         blocks=tuple(facts),
         message=last.output / num_samples,
         outside_parameters=sum(one.numel() for one in outside_stack),
         outside_frozen=_num_frozen(outside_stack),
-        outside_sharded=sum(kept_bytes),
         computing_parameters=num_parameters_outside(own, stack, computing=True),
-        outside_flops=outside.flops / num_samples,
-        outside_repeated=outside.repeated_flops / num_samples,
-        outside_traffic=outside.traffic / num_samples,
-        outside_calls=outside.calls,
-        outside_saved=outside.num_saved(parameters) / num_samples,
-        largest_outside=outside.largest / num_samples,
+        outside=outside,
+        loss=loss,
+        by_rows=code(in_chunks, by_rows=True) if in_chunks.head and vocabulary else None,
+        vocabulary_bytes=formats.parameter_bytes * sum(one.numel() for one in vocabulary),
+        vocabulary_gradients=formats.gradient_bytes * sum(one.requires_grad * one.numel() for one in vocabulary),
         required=tuple({(one.what, one.size, one.axes): one for one in plan.divisibility()}.values()),
         tokens=max(1, prod(last.shape[:-1]) // num_samples),
         dtype=str(formats.dtype).removeprefix("torch."),

@@ -109,6 +109,7 @@ def _best(
                         (options.pairs,),
                         runs_step_once=options.step == "batch",
                         experts=(options.experts,),
+                        cube_outside=(options.cube_outside,),
                     ),
                     accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
                 )
@@ -187,6 +188,7 @@ _IN_FILES = {
     "cube_weights": "microbatch",
     "pairs": False,
     "experts": "whole",
+    "cube_outside": "share",
     "step": "auto",
 }
 

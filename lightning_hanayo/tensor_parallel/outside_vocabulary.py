@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
@@ -48,7 +49,7 @@ def vocabulary_weights(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [
         weight
         for weight in found
-        if type(weight) is nn.Parameter and weight not in left_out and not has_gradient_hooks(weight)
+        if type(weight) in (nn.Parameter, FakeTensor) and weight not in left_out and not has_gradient_hooks(weight)
     ]
 
 

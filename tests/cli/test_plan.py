@@ -166,7 +166,10 @@ def test_samples_per_step_are_those_of_the_configuration(
         (["--pairs=on", "--cube-weights=batch"], Choices(("batch",), (True,))),
         (["--pairs=off", "--cube-weights=microbatch"], Choices(("microbatch",), (False,))),
         (["--model.encoder=false"], Choices(pairs=(False,))),
-        ([f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.cube_outside=tokens"], Choices(pairs=(False,))),
+        (
+            [f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.cube_outside=tokens"],
+            Choices(pairs=(False,), cube_outside=("tokens",)),
+        ),
         (
             [f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.step=batch"],
             Choices(pairs=(False,), runs_step_once=True),

@@ -2,7 +2,7 @@
 
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.planner.communication_volume import LinearLayer
-from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
+from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts, Product
 
 LENGTH, WORDS = 4096, 32000
 
@@ -36,11 +36,13 @@ def llama(blocks: int, hidden: int, features: int, heads: int, kv_heads: int) ->
         message=2.0 * LENGTH * hidden,
         outside_parameters=2 * WORDS * hidden,
         computing_parameters=WORDS * hidden,
-        outside_flops=2.0 * LENGTH * WORDS * hidden,
-        outside_traffic=8.0 * LENGTH * WORDS,
-        outside_calls=26,
-        outside_saved=6.0 * LENGTH * WORDS,
-        largest_outside=4.0 * LENGTH * WORDS,
+        outside=Code(
+            flops=2.0 * LENGTH * WORDS * hidden,
+            traffic=8.0 * LENGTH * WORDS,
+            calls=26,
+            saved=6.0 * LENGTH * WORDS,
+            workspace=8.0 * LENGTH * WORDS,
+        ),
         required=required,
         tokens=LENGTH,
         dtype="bfloat16",

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import Choices, candidates
 from lightning_hanayo.planner.estimates import Estimate
 from lightning_hanayo.planner.machine import Link, machine
+from lightning_hanayo.planner.model_facts import Code
+from lightning_hanayo.planner.plan_file import strategy_options
 from lightning_hanayo.planner.ranking import TOO_LARGE, make_plan
 from tests.planner.llamas import SEVEN_B, SEVENTY_B, llama
 
@@ -59,6 +62,24 @@ def test_blocks_that_are_not_registered_have_no_pairs() -> None:
     )
     found = candidates(replace(SMALL, blocks=(generic,) * 8), 8, 64, Counter())
     assert not any(one.pairs for one in found)
+
+
+def test_embedding_and_head_stay_sharded_where_a_run_accepts_it_and_memory_is_short() -> None:
+    words = 2e9  # bytes of the values, and of their gradients
+    large = replace(SMALL, outside_parameters=round(words / SMALL.parameter_bytes), vocabulary_bytes=words)
+    large = replace(large, vocabulary_gradients=words * large.gradient_bytes / large.parameter_bytes)
+    assert {one.cube_outside for one in candidates(large, 8, 64, Counter())} == {"share"}, "whole logits"
+    large = replace(large, by_rows=(Code(), large.outside))
+    found = list(candidates(large, 8, 64, Counter()))
+    assert not any(one.cube_outside == "tokens" and (one.pairs or one.cube_size == 1) for one in found)
+    assert {one.cube_outside for one in found if one.cube_size > 1} == {"share", "tokens"}
+    decided = candidates(large, 8, 64, Counter(), choices=Choices(cube_outside=("replicate",)))
+    assert {one.cube_outside for one in decided} == {"replicate"}
+    options: Any = {"num_devices": 8, "global_batch": 64, "accept": lambda one: one.mesh == (2, 2, 2)}
+    chosen = make_plan(large, H100, memory=5e9, **options).first.candidate
+    assert strategy_options(chosen)["cube_outside"] == "tokens"
+    with pytest.raises(HanayoError, match="parameters outside the stack"):
+        make_plan(large, H100, memory=5e9, choices=Choices(cube_outside=("share",)), **options)
 
 
 def test_pairs_are_proposed_where_they_win() -> None:

@@ -14,7 +14,7 @@ from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.estimates import Measured, StepModel
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import Link, machine
-from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.planner.model_facts import Code, ModelFacts
 from lightning_hanayo.planner.ranking import make_plan
 from lightning_hanayo.schedule import CostModel
 from tests.planner.llamas import SEVEN_B, SEVENTY_B
@@ -27,8 +27,7 @@ def even(facts: ModelFacts) -> ModelFacts:
     """The linear layers of the stack alone: all stages are equal, and F = I = W, as the order of a run assumes."""
     block = replace(facts.blocks[0], attention_flops=0.0, traffic=0.0, calls=0.0)
     facts = replace(facts, blocks=(block,) * len(facts.blocks))
-    nothing = dict.fromkeys(("outside_parameters", "computing_parameters", "outside_saved", "largest_outside"), 0)
-    return replace(facts, outside_flops=0.0, outside_traffic=0.0, outside_calls=0, **nothing)
+    return replace(facts, outside_parameters=0, computing_parameters=0, outside=Code())
 
 
 @pytest.mark.parametrize("once", [False, True], ids=["", "once"])
@@ -48,7 +47,7 @@ def test_equal_stages(schedule: str, pipe: int, num_waves: int, data: int, once:
 def test_other_ranks_wait_for_code_outside_the_stack_where_the_step_runs_once() -> None:
     facts = even(SEVEN_B)
     own = Candidate(1, 4, num_waves=2, num_microbatches=8, runs_step_once=True)
-    small, large = (StepModel(replace(facts, outside_flops=flops), H100) for flops in (0.0, 1e13))
+    small, large = (StepModel(replace(facts, outside=Code(flops)), H100) for flops in (0.0, 1e13))
     outside = 3 * 8 * large._outside(own)
     for estimate in (StepModel.closed_form, StepModel.simulated):
         assert estimate(large, own).seconds == pytest.approx(estimate(small, own).seconds + outside, rel=1e-6)

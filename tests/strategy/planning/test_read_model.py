@@ -16,6 +16,7 @@ from lightning_hanayo.planner.candidates import Candidate, candidates
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.planner.model_facts import Code
 from lightning_hanayo.strategy.model_facts import formats_of, read_model
 from recipes.gpt.module import GPT
 from tests.strategy.planning.counted import counted
@@ -123,18 +124,26 @@ def test_a_gpt() -> None:
 
 
 def test_a_vocabulary_that_stays_sharded() -> None:
+    pytest.importorskip("transformers")
+    facts = counted("llama")
+    table = 2 * 1024 * 128  # embedding and head
+    assert (facts.vocabulary_bytes, facts.vocabulary_gradients) == (4 * table, 4 * table)
+    assert facts.by_rows is not None, "a causal model of transformers computes its loss in chunks then"
+    outside, loss = facts.by_rows
+    assert facts.loss == Code()
+    assert loss.flops == facts.outside.flops
+    assert outside.flops == 0
+    assert outside.saved < facts.outside.saved
+    for mesh, saved in [((1, 1, 1), 0), ((1, 2, 1), 8 * table)]:
+        whole, sharded = (Candidate(1, 1, mesh, samples=2, cube_outside=one) for one in ("share", "tokens"))
+        model = StepModel(facts, machine("h100"))
+        assert model.memory(whole).gathered - model.memory(sharded).gathered == saved
+
+
+def test_a_loss_from_whole_logits_of_another_model_needs_them_all() -> None:
     model = GPT(vocab_size=1000, context=CONTEXT, num_layers=3, width=WIDTH, num_heads=4)
     ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
-    whole, sharded = (
-        read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES, shards_vocabulary=shards)
-        for shards in (False, True)
-    )
-    table = 8 * 1000 * WIDTH  # values and gradients
-    assert whole.outside_bytes - sharded.outside_bytes == table
-    for mesh, saved in [((1, 1, 1), 0), ((1, 2, 1), table)]:
-        memory = [StepModel(facts, machine("h100")).memory(Candidate(1, 1, mesh)) for facts in (whole, sharded)]
-        assert memory[0].total - memory[1].total == pytest.approx(saved)
-        assert memory[0].gathered - memory[1].gathered == saved
+    assert read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES).by_rows is None
 
 
 def test_a_llama_shares_the_inputs_of_q_k_v_and_of_gate_and_up() -> None:
@@ -146,7 +155,7 @@ def test_a_llama_shares_the_inputs_of_q_k_v_and_of_gate_and_up() -> None:
     assert sizes == [(128, 384, False), (128, 128, True), (128, 672, False), (336, 128, True)]
     assert facts.outside_parameters - facts.computing_parameters == 1024 * 128, "the embedding's table"
     assert facts.blocks[0].calls == 34, "kernels alone, without questions about devices"
-    assert facts.largest_outside == 4 * 256 * 1024, "the logits"
+    assert facts.outside.workspace == 2 * 4 * 256 * 1024, "logits and their gradient"
 
 
 def test_other_blocks_are_generic() -> None:

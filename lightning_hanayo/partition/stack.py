@@ -178,8 +178,7 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     else:
         raise HanayoError(
             f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class, or of few that repeat.{other_lists(model)} Else build its layers as such a list. If they are "
-            f"a list of lists, such as [attention, feed-forward], make a module with a forward of each."
+            f"one class, or of few that repeat.{other_lists(model)} Else build its layers as such a list."
         )
     _check(stack)
     return stack

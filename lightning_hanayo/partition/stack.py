@@ -163,9 +163,9 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     elif name is not None and (of := name.removesuffix("[*]")) in lists:
         stack = _whole(lists[of], of)
         if name != of and name != stack.name:  # of Sequentials, whose modules the step calls
-            parts = [_children(*one) for one in zip(stack.blocks, stack.block_names, strict=True)]
-            named = [child for of_block in parts for child in of_block]
-            stack = Stack(name, tuple(one for _, one in named), tuple(path for path, _ in named))
+            parts = map(_children, stack.blocks, stack.block_names)
+            paths, blocks = zip(*chain.from_iterable(parts), strict=True)
+            stack = Stack(name, blocks, paths)
     elif name is not None:
         found = _stacks(model)
         named = [stack for stack in found if stack.name == name]
@@ -178,8 +178,7 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     else:
         raise HanayoError(
             f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class, or of few that repeat.{other_lists(model)} Else build its layers as such a list. If they are "
-            f"a list of lists, such as [attention, feed-forward], make a module with a forward of each."
+            f"one class, or of few that repeat.{other_lists(model)} Else build its layers as such a list."
         )
     _check(stack)
     return stack

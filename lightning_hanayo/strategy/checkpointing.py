@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_hanayo.dist_checkpointing.commit import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
-from lightning_hanayo.errors import HanayoError, available
+from lightning_hanayo.errors import HanayoError, UnsupportedError, available
 from lightning_hanayo.partition import guards
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.callbacks import ShardingOfCopy
@@ -182,6 +182,13 @@ class CheckpointingStrategy(MeshParallelStrategy):
                 return module.state_dict()
             if not session.is_running:
                 self._prepared_module.check_loads()
+                if self.options.restore_module and self.topology.replica_size > 1:
+                    error = UnsupportedError(
+                        "restore_module=True has made the module whole, so that ranks have no parts left to save. Save "
+                        "in the run, by a callback such as ModelCheckpoint, or torch.save(module.state_dict(), path)."
+                    )
+                    error.is_common = True
+                    raise error
             return self._state_of(module, session.steps.sharding_in_use)
 
     def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:

@@ -529,13 +529,13 @@ class Session(Run):
 
     def guard_module(self, module: "pl.LightningModule | None") -> None:
         """The last act of a run: user code may use the whole tensors of the module on this rank, and no others."""
-        is_cut = module is not None and self._prepared.ownership is not None and self.topology.replica_size > 1
-        released = self.guard.end() or self._released
-        if is_cut and self.options.restore_module and self._prepared.groups is not None:  # it hasn't failed
-            self._prepared.restore_whole(module)
+        is_cut = self._prepared.ownership is not None and self.topology.replica_size > 1
+        cut, released = module if is_cut else None, self.guard.end() or self._released
+        if cut is not None and self.options.restore_module and self._prepared.groups is not None:  # it hasn't failed
+            self._prepared.restore_whole(cut)
         else:
-            if is_cut:
-                self._prepared.take_parts(module)
+            if cut is not None:
+                self._prepared.take_parts(cut)
             guards.guard(released)
         self.averages.close()
         if self.cube is not None:

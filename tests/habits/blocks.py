@@ -256,11 +256,7 @@ HABITS = [
     _habit("`@torch.compile` on `training_step`", CompiledStep, everywhere(EXACT)),
     _habit("`nn.Sequential(embedding, *blocks, head)`", InSequential, everywhere(EXACT), always_exact=True),
     _habit("blocks in a list of lists", ListOfLists, everywhere(EXACT)),
-    _habit(
-        "`for norm, linear in self.layers: x = x + linear(norm(x))`",
-        Pairs,
-        everywhere(Refused("make a module with a forward of each")),
-    ),
+    _habit("`for norm, linear in self.layers: x = x + linear(norm(x))`", Pairs, everywhere(EXACT)),
     _habit("U-ViT with lists of blocks in and out", UViT, everywhere(EXACT)),
     _habit("U-ViT in one list: outputs of blocks as arguments of later ones", UViTInOneList, everywhere(EXACT)),
     _habit("a teacher copied in `__init__`", Taught, everywhere(EXACT)),

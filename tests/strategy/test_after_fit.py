@@ -85,7 +85,12 @@ def restored(layout: Layout) -> list[Tensor]:
     batches: Any = models.vectors((8, 8), torch.float64)
     for steps in (1, 2):
         strategy = "auto" if layout.world_size == 1 else make_strategy(layout, restore_module=True)
-        make_trainer(layout, max_steps=steps, strategy=strategy).fit(module, make_loader(batches))
+        trainer = make_trainer(layout, max_steps=steps, strategy=strategy)
+        trainer.fit(module, make_loader(batches))
+        if strategy != "auto":
+            assert (strategy.gather_model() is None) == (trainer.global_rank > 0)
+            with pytest.raises(UnsupportedError, match="has made the module whole.* torch.save"):
+                trainer.save_checkpoint("never.ckpt")
         assert all(type(one) is nn.Parameter and not vars(one) for one in module.parameters())
         found += [module.to("cpu")(batches[0]["x"]).detach(), *copy.deepcopy(module).state_dict().values()]
     return found

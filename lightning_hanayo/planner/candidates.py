@@ -140,15 +140,17 @@ def candidates(
     for cube_size in _divisors(num_devices):
         for mesh in meshes(cube_size):
             wrong = [one for one in facts.required if not one.holds(mesh)]
+            # all ranks share the samples of unregistered blocks; those of others are shared over x
+            least, shared = (mesh[0], "x") if facts.is_registered else (cube_size, "ranks of a cube")
             for pipe in _divisors(num_devices // cube_size):
                 data = num_devices // (cube_size * pipe)
                 if wrong:
                     refused[f"{wrong[0].what} don't divide over the cube"] += 1
-                elif global_batch % (data * mesh[0]):
-                    refused[f"{global_batch} samples don't divide over data ranks and x"] += 1
+                elif global_batch % (data * least):
+                    refused[f"{global_batch} samples don't divide over data ranks and {shared}"] += 1
                 else:
                     samples = global_batch // data
-                    cuts = _cuts(samples, mesh[0], pipe) if batch_size is None else _cuts_of(batch_size, samples, mesh)
+                    cuts = _cuts(samples, least, pipe) if batch_size is None else _cuts_of(batch_size, samples, least)
                     yield from _of_topology(facts, data, pipe, mesh, list(cuts), refused, choices)
 
 
@@ -204,11 +206,11 @@ def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]
         size *= 2
 
 
-def _cuts_of(batch_size: int, samples: int, mesh: MeshSizes) -> Iterator[tuple[int, int, int]]:
+def _cuts_of(batch_size: int, samples: int, least: int) -> Iterator[tuple[int, int, int]]:
     """The same for batches of this size."""
     if samples % batch_size == 0:
         for count in _divisors(batch_size):
-            if count <= MOST_MICROBATCHES and batch_size // count % mesh[0] == 0:
+            if count <= MOST_MICROBATCHES and batch_size // count % least == 0:
                 yield batch_size // count, count, samples // batch_size
 
 

@@ -24,10 +24,8 @@ from recipes.benchmarks.fits import fit_on_rank
 from recipes.benchmarks.harness import ORDINARY, run_ranks
 from recipes.large.module import CausalLM
 from recipes.large.operations import Operations
-from recipes.large.plans import CASES, FOLDER, PAGE, PLANS
-from recipes.paper.page import fill, markdown
+from recipes.large.plans import CASES, FOLDER, PLANS
 
-MEASURED = FOLDER / "layouts" / "memory.json"
 WIDTH, CONTEXT, WORDS = 256, 256, 2048
 SAMPLES = 4
 """of a micro-batch for each rank of a cube: as many tokens as a chunk of the loss has"""
@@ -97,33 +95,16 @@ def _fit(rank: int, num_ranks: int, *, own: CutLayout) -> list[int]:
     return [one.measured_peak for one in strategy.memory_report().ranks]
 
 
-def table(found: dict[str, Any]) -> str:
-    """A row for each layout."""
-    rows = [
-        (f"`{name}`", one["layout"], f"{one['planned'] / 1e6:.1f}", f"{one['measured'] / 1e6:.1f}", _error(one))
-        for name, one in found.items()
-    ]
-    return markdown(("layout", "cut to", "planned MB", "measured MB", "planned is"), rows)
-
-
-def _error(one: dict[str, Any]) -> str:
-    return f"{one['planned'] / one['measured'] - 1:+.1%}".replace("%", " %")
-
-
 def main() -> None:
-    """Compare, and write the page's table."""
+    """Compare, and print a line for each layout."""
     parser = argparse.ArgumentParser(prog="python -m recipes.large.memory", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *CASES], help="layouts to compare again (default: all)")
-    found = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
+    parser.add_argument("names", nargs="*", choices=[[], *CASES], help="layouts to compare (default: all)")
     plans = json.loads(PLANS.read_text(encoding="utf-8"))
     for name in parser.parse_args().names or list(CASES):
         own = CutLayout.of(name, plans[name])
-        found[name] = {"layout": own.layout.whole_name, "planned": own.planned(), "measured": own.measured()}
-        print(name, found[name], _error(found[name]), flush=True)
-    found = {name: found[name] for name in CASES if name in found}
-    MEASURED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), {"large-memory": table(found)}), encoding="utf-8")
-    print(PAGE)
+        planned, measured = own.planned(), own.measured()
+        sizes = f"{planned / 1e6:8.1f} {measured / 1e6:8.1f} MB {planned / measured - 1:+.1%}"
+        print(f"{name:26} {own.layout!s:36} {sizes}", flush=True)
 
 
 if __name__ == "__main__":

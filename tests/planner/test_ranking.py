@@ -56,12 +56,13 @@ def test_what_has_been_decided(pairs: bool) -> None:
     assert bool(refused["pairs need registered blocks, and no recomputation"]) == pairs
 
 
-def test_blocks_that_are_not_registered_have_no_pairs() -> None:
+def test_blocks_that_are_not_registered_have_no_pairs_and_share_samples() -> None:
     generic = replace(
         SMALL.blocks[0], products=tuple(replace(one, is_generic=True) for one in SMALL.blocks[0].products)
     )
-    found = candidates(replace(SMALL, blocks=(generic,) * 8), 8, 64, Counter())
+    found = list(candidates(replace(SMALL, blocks=(generic,) * 8), 8, 64, Counter()))
     assert not any(one.pairs for one in found)
+    assert all(one.samples % one.cube_size == 0 for one in found), "each rank of a cube has samples of its own"
 
 
 def test_embedding_and_head_stay_sharded_where_a_run_accepts_it_and_memory_is_short() -> None:

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from lightning_hanayo.planner.plan_file import load_plan
 from lightning_hanayo.strategy import HanayoStrategy
-from recipes.large import operations
+from recipes.large import memory, operations
 from recipes.large.data import Pretraining
 from recipes.large.module import CausalLM
 from recipes.large.operations import RUNS, Operations
@@ -67,9 +67,9 @@ def test_a_plan_is_made_again(name: str, tmp_path: Path) -> None:
 
 def test_what_a_run_does_is_counted() -> None:
     run = Operations(CASES[RUNS[1]], json.loads(PLANS.read_text())[RUNS[1]])
-    assert run.groups() == {"nccl": 8, "gloo": 5}
-    microbatches, ends = 4 * 64, 2  # of a wave: its rank receives a forward and a backward of each
-    assert run.messages() == (microbatches * 2 * ends, microbatches * 2 * ends * 8192 * 16384 * 4 * 8 / 32)
+    assert run.groups() == {"nccl": 12, "gloo": 6}
+    messages = 8 * 64 * 4 * 2  # batches, micro-batches, a rank's stages in two waves, forward and backward
+    assert run.messages() == (messages, messages * 8192 * 16384 * 4 / 8)
     assert run.saved == 405_853_388_800 * (4 + 8)
     assert run.lost < 0.01
 
@@ -77,6 +77,13 @@ def test_what_a_run_does_is_counted() -> None:
 @pytest.mark.thorough
 def test_the_page_of_operations_has_their_table() -> None:
     assert operations.table(json.loads(PLANS.read_text())) in operations.PAGE.read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
+def test_a_cut_layout_holds_the_memory_that_is_planned(name: str) -> None:
+    own = memory.CutLayout.of(name, json.loads(PLANS.read_text())[name])
+    assert own.planned() == pytest.approx(own.measured(), rel=0.05)
 
 
 def tiny(kind: str) -> LightningModule:

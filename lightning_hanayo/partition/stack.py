@@ -163,9 +163,8 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     elif name is not None and (of := name.removesuffix("[*]")) in lists:
         stack = _whole(lists[of], of)
         if name != of and name != stack.name:  # of Sequentials, whose modules the step calls
-            parts = map(_children, stack.blocks, stack.block_names)
-            paths, blocks = zip(*chain.from_iterable(parts), strict=True)
-            stack = Stack(name, blocks, paths)
+            inner = list(chain.from_iterable(map(_children, stack.blocks, stack.block_names)))
+            stack = Stack(name, tuple(one for _, one in inner), tuple(path for path, _ in inner))
     elif name is not None:
         found = _stacks(model)
         named = [stack for stack in found if stack.name == name]

@@ -29,6 +29,7 @@ from lightning_hanayo.checking.verdict import (
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.pipeline_parallel.capture.whole_step import NO_ENTRIES
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.setup.checks import OF_MICROBATCHES
 from lightning_hanayo.topology import Topology
 
 Tell = Callable[[str], None]
@@ -99,7 +100,7 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         verdict = (
             verdict_of_layout(compared, layout[0], has_cube=has_cube, notes=notes) if compared.is_exact else verdict
         )
-    cause = next((text for text in notes if NO_ENTRIES in text), "").partition(".")[0]
+    cause = next((text for text in notes if NO_ENTRIES in text or OF_MICROBATCHES in text), "").partition(". ")[0]
     if once and cause and not compared.is_exact:  # are pipeline and cube right, and only the means another loss?
         in_pieces = replace(of_layout, options=_in_microbatches(case.options))
         results = [one for one in on_layout(in_pieces) if isinstance(one, RankResult)]

@@ -104,8 +104,8 @@ MICROBATCHES_DIFFER = (
 
 STORED_MEANS = (
     "Pipeline and cube are right: with step='microbatch' the layout gives the same as the same micro-batches without "
-    "them. With any framework such a value, as the auxiliary loss of a router, depends on micro-batches and devices: "
-    "it isn't a mean over samples."
+    "them. With any framework such a value, as the auxiliary loss of a router or the statistics of BatchNorm, depends "
+    "on micro-batches and devices: it isn't a mean over samples."
 )
 
 

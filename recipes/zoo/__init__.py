@@ -1,6 +1,7 @@
-"""Tiny random models of all architectures of transformers, each trained on layouts and in one process.
+"""Tiny random models of the architectures of transformers, timm and diffusers, each trained on layouts and by itself.
 
-models    an architecture, cut to a few small blocks, and its batches
+models    the mappings; an architecture, cut to a few small blocks
+inputs    its batches
 trial     its training, in processes of its own
 page      what came of all of them: `docs/supported/models.md`
 """

@@ -7,15 +7,16 @@ import argparse
 import json
 import os
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import version
 
 from rich.console import Console
 from rich.progress import track
 
-from recipes.zoo.models import MAPPINGS, architectures
+from recipes.zoo.models import MAPPINGS
 from recipes.zoo.page import FOLDER, rebuild
 
-LIBRARIES = ("torch", "lightning", "transformers")
+LIBRARIES = ("torch", "lightning")
 
 
 def main() -> None:
@@ -38,14 +39,16 @@ def main() -> None:
 def train(arguments: argparse.Namespace) -> None:
     """Train the models of a mapping, each in a fork of this process, which has imported all that they share."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    import transformers.modeling_utils  # noqa: F401 - once, for all forks
-
+    mapping = MAPPINGS[arguments.mapping]
+    import_module(
+        {"transformers": "transformers.modeling_utils"}.get(mapping.library, mapping.library)
+    )  # for all forks
     from recipes.zoo import trial
 
     path, console = FOLDER / f"{arguments.mapping}.json", Console()
     known = json.loads(path.read_text("utf-8"))["models"] if path.exists() else []
     rows = {(row["model"], row["class"]): row for row in known if arguments.goes_on or arguments.only}
-    wanted = [one for one in architectures(arguments.mapping) if not arguments.only or one[0] in arguments.only]
+    wanted = [one for one in mapping.names() if not arguments.only or one[0] in arguments.only]
     wanted = [one for one in wanted if one not in rows or arguments.only]
     layouts = ["P=2", "cube"] if arguments.cube else ["P=2"]
     for kind, name in track(wanted, arguments.mapping, console=console):
@@ -55,7 +58,7 @@ def train(arguments: argparse.Namespace) -> None:
         console.print(f"{kind} {name}: {verdicts}", highlight=False)
         told = {
             "date": datetime.now(UTC).date().isoformat(),
-            "versions": {library: version(library) for library in LIBRARIES},
+            "versions": {library: version(library) for library in (*LIBRARIES, mapping.library)},
             "models": [rows[key] for key in sorted(rows)],
         }
         path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from copy import deepcopy
+from importlib import import_module
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,8 @@ from lightning_hanayo.checking.case import cast
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.processes import begin_fork
 from lightning_hanayo.notebook import start_forks
-from recipes.zoo.models import Batches, Tiny, candidates
+from recipes.zoo.inputs import Batches
+from recipes.zoo.models import MAPPINGS, Tiny
 
 LAYOUTS: dict[str, dict[str, Any]] = {"P=2": {}, "cube": {"cube": (1, 2, 1), "pipeline_parallel_size": 1}}
 """options of the strategy on two ranks"""
@@ -70,16 +72,15 @@ def _main(sender: Connection, mapping: str, kind: str, name: str, layouts: list[
 
 def examine(mapping: str, kind: str, name: str, layouts: list[str], timeout: float) -> Row:
     """Train in this process, in fp64 if the model can, and then compare layouts with one process."""
-    import transformers
-
+    library, _, candidates = MAPPINGS[mapping]
     errors: list[Exception] = []
     for dtype in (torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
         torch.manual_seed(0)
         try:
-            getattr(transformers, name)  # imports its module
-            _lift_roundings(dtype)
-            for module, batches in candidates(mapping, kind, name):
+            getattr(import_module(library), name, None)  # imports its module
+            _lift_roundings(library, dtype)
+            for module, batches in candidates(kind, name):
                 try:
                     _train(module, batches, dtype)
                 except Exception as error:  # whatever user code raises
@@ -94,12 +95,12 @@ def examine(mapping: str, kind: str, name: str, layouts: list[str], timeout: flo
     return {"layouts": {layout: {"verdict": "one process can't", "reason": reason} for layout in layouts}}
 
 
-def _lift_roundings(dtype: torch.dtype) -> None:
+def _lift_roundings(library: str, dtype: torch.dtype) -> None:
     """Let a library's models compute in fp64 throughout, so that results are compared to 1e-9."""
     if dtype == torch.float64:
         torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
         for name, module in list(sys.modules.items()):
-            if name.startswith("transformers.") and vars(module).get("torch") is torch:
+            if name.startswith(f"{library}.") and vars(module).get("torch") is torch:
                 module.torch = _WithoutFloat32("torch")  # type: ignore[attr-defined]
 
 

@@ -168,11 +168,37 @@ class NormalizedBlocks(models.MLP):
             block.norm = nn.BatchNorm1d(WIDTH)
 
 
-def test_what_no_probe_can_mend_depends_on_micro_batches(pool: Pool) -> None:
+class NormalizedTwice(NormalizedBlocks, Normalized):
+    """Outside the blocks a layer normalises by the whole batch, inside by a micro-batch: no one process does both."""
+
+
+@pytest.mark.parametrize("factory", covered((NormalizedBlocks, NormalizedTwice), by=[NormalizedTwice]))
+def test_what_no_probe_can_mend_depends_on_micro_batches(pool: Pool, factory: Callable[[], LightningModule]) -> None:
     """Blocks get micro-batches in any case."""
-    verdict = verdict_of(pool, NormalizedBlocks, VECTORS, WAVE, steps=1)
+    verdict = verdict_of(pool, factory, VECTORS, WAVE, steps=1)
     assert (verdict.outcome, verdict.exit_code) == ("depends on micro-batches", 1), verdict.detail
     assert verdict.layout is not None and verdict.layout.is_exact
+
+
+class ShrinkingBlock(models.Block):
+    """Sets a number once, in the first micro-batch, as Swin fits its windows to the images."""
+
+    window = WIDTH
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.window = min(self.window, WIDTH // 2)
+        return super().forward(x) * self.window
+
+
+class Shrinking(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ShrinkingBlock() for _ in range(NUM_BLOCKS))
+
+
+def test_what_only_the_first_micro_batch_sets_is_the_whole_batchs(pool: Pool) -> None:
+    verdict = verdict_of(pool, Shrinking, VECTORS, WAVE, steps=1)
+    assert verdict.outcome == "exact", f"{verdict.summary} {verdict.trace}"
 
 
 class StoringBlock(models.Block):

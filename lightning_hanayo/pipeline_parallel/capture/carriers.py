@@ -76,6 +76,10 @@ class Carrier:
     def abandon_blocks(self, begun: Any) -> None:
         """Called instead where one of them has failed."""
 
+    def of_batch(self, trees: Sequence[Any]) -> Sequence[Any]:
+        """Called where a step has run once: the last stages' trees of a batch's micro-batches, to be joined."""
+        return trees
+
     def deliver(self, tree: Any, left: Any) -> Any:
         """Called in the step's thread when it continues: make the values known to it. Returns the state for `end`."""
 
@@ -141,6 +145,12 @@ class Carriers:
         begun = self.begin_blocks(trees, run)
         yield
         self.end_blocks(trees, run, begun)
+
+    def of_batch(self, rows: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """The trees of each of a batch's micro-batches, before they are joined."""
+        columns = zip(*rows, strict=True)
+        made = [carrier.of_batch(trees) for carrier, trees in zip(self._carriers, columns, strict=True)]
+        return list(zip(*made, strict=True)) or [()] * len(rows)
 
     def deliver(self, trees: Sequence[Any], left: Sequence[Any]) -> tuple[Any, ...]:
         """Make the values known to the step."""

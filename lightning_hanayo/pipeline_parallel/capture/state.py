@@ -193,7 +193,7 @@ class Scanner:
     def undo(self) -> None:
         """Restore all values of the last scan."""
         if not self._is_unchanged():
-            for holder in self.holders:
+            for holder in [one for one in self.holders if not one.is_unchanged]:  # others may be read-only dictionaries
                 holder.undo()
 
     def _is_unchanged(self) -> bool:

@@ -32,6 +32,7 @@ from lightning_hanayo.pipeline_parallel.capture.state import (
     CONTENT,
     MODULES,
     MUTATED,
+    PLAIN,
     REMOVED,
     REPLACED,
     Holder,
@@ -193,6 +194,20 @@ class StateCarrier(Carrier):
         if restored:
             self._set(restored)
         return tree
+
+    def of_batch(self, trees: Sequence[Tree | None]) -> Sequence[Tree | None]:
+        """Each with the plain values that only an earlier one has.
+
+        A block that sets an attribute to the value that it has changes nothing: Swin cuts a window to its images once.
+        """
+        first, found = trees[0] or {}, []
+        known: Tree = {}
+        for tree in trees:
+            own = tree or {}
+            known |= {key: one for key, one in own.items() if one[0] in ("int", "float") or type(one[-1]) in PLAIN}
+            keys = dict.fromkeys((*first, *own))  # in one order
+            found.append({key: own.get(key) or known[key] for key in keys if key in own or key in known} or None)
+        return found
 
     def deliver(self, tree: Tree | None, left: Left) -> Delivered:
         """Set the step's own values, and those that blocks have set."""

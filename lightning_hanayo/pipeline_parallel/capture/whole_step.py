@@ -376,6 +376,8 @@ class WholeStep:
         if len(made) == 1:
             self._note_nodes(_tensors_in(made[0]))
             return made[0]  # type: ignore[no-any-return]
+        outputs, trees = zip(*made, strict=True)
+        made = list(zip(outputs, self.user.carriers.of_batch(trees), strict=True))
         flattened = []
         for one in made:
             flattener = pytree.Flattener()

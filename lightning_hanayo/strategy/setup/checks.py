@@ -128,6 +128,9 @@ def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> 
         )
 
 
+OF_MICROBATCHES = "will normalise by the mean of each of the"
+
+
 def warn_of_batch_statistics(model: nn.Module, num_microbatches: int, *, except_of: Collection[nn.Module] = ()) -> None:
     """Warn of BatchNorm, which normalises by the mean of a micro-batch, and not of the batch."""
     found = [
@@ -137,9 +140,9 @@ def warn_of_batch_statistics(model: nn.Module, num_microbatches: int, *, except_
     ]
     if found and num_microbatches > 1:
         rank_zero_warn(
-            f"{listed(found, 3)} will normalise by the mean of each of the {num_microbatches} micro-batches of a "
-            f"batch: the training depends on num_microbatches, as with accumulate_grad_batches. GroupNorm, LayerNorm "
-            f"and BatchNorm in eval mode don't."
+            f"{listed(found, 3)} {OF_MICROBATCHES} {num_microbatches} micro-batches of a batch: the training depends "
+            f"on num_microbatches, as with accumulate_grad_batches. GroupNorm, LayerNorm and BatchNorm in eval mode "
+            f"don't."
         )
 
 

@@ -191,6 +191,20 @@ def test_undo_restores_the_last_scan(model: Model) -> None:
     assert model.layers[0].losses == [] and model.box.level == 0.0
 
 
+def test_undo_leaves_dictionaries_that_refuse_changes_alone(model: Model) -> None:
+    class Frozen(dict[str, Any]):
+        """As the configurations of diffusers."""
+
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("frozen")
+
+    model.layers[0].config = Frozen(width=4)
+    scanner = scanner_of(model)
+    model.box.level = 2.0
+    scanner.undo()
+    assert model.box.level == 0.0 and model.layers[0].config == {"width": 4}
+
+
 def test_new_objects_are_followed(model: Model) -> None:
     state = state_of(model)
     scanner = Scanner(list(state.holders.values()), state.clock)

@@ -49,8 +49,10 @@ def vocabulary_weights(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [
         weight
         for weight in found
-        if weight is not None and type(weight) in (nn.Parameter, FakeTensor)
-        if weight not in left_out and not has_gradient_hooks(weight)
+        if weight is not None
+        and type(weight) in (nn.Parameter, FakeTensor)
+        and weight not in left_out
+        and not has_gradient_hooks(weight)
     ]
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
-MAX_LINES = 39_613
+MAX_LINES = 39_440
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 279
+MAX_FILES = 274
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

@@ -485,9 +485,9 @@ class StepModel:
         kept_shards = self._kept_shards(candidate.mesh, samples) if by_batch else 0.0
         before_stack = message * (ranks if candidate.runs_alike else 1)  # of each micro-batch under way
         # sums over x that are under way: of a block's last two weights, and of each stage's first two until later
-        late, under_way = (in_cube * (not by_batch) * one for one in self._sums(candidate.mesh, samples))
+        late, early = (in_cube * (not by_batch) * one for one in self._sums(candidate.mesh, samples))
         ahead = (x > 1) * late / (1 + 1 / x)  # two weights of the next block that is recomputed
-        workspace = under_way + (saved + ahead if candidate.recompute else 2 * message)
+        workspace = early + (saved + ahead if candidate.recompute else 2 * message)
         # shards of the gradients of parameters that are whole while a batch runs are those of earlier batches
         of_outside = facts.gradient_bytes * (facts.outside_parameters - facts.outside_frozen)
         of_outside *= accumulates or not in_cube
@@ -504,7 +504,8 @@ class StepModel:
             gathered = share.gathered_outside
             gathered += share.blocks * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast)
             activations = blocks * (message if candidate.recompute else saved)
-            suspended = outside.saved + loss.saved + blocks / max(1.0, share.blocks) * before_stack * has_messages
+            under_way = blocks / max(1.0, share.blocks) if has_messages else float(in_cube)  # micro-batches
+            suspended = outside.saved + loss.saved + under_way * before_stack
             messages = 2 * candidate.stages_per_rank * message * has_messages
             taken = max(workspace, has_outside * max(outside.workspace, loss.workspace)) * (1 + candidate.pairs)
             taken += has_messages * candidate.stages_per_rank * late

@@ -81,9 +81,9 @@ class Counts:
         """Bytes that autograd keeps, without these storages."""
         return sum(size for storage, size in self.saved.items() if storage not in without)
 
-    def code(self, num_samples: int, parameters: set[int]) -> Code:
-        """For one sample, without the storages of parameters."""
-        saved, workspace = self.num_saved(parameters), 2 * self.largest  # a tensor and its gradient
+    def code(self, num_samples: int, parameters: set[int], of_stack: int) -> Code:
+        """For one sample, without the storages of parameters. A norm's backward holds four of the stack's outputs."""
+        saved, workspace = self.num_saved(parameters), max(2 * self.largest, 4 * of_stack)  # a tensor and its gradient
         return replace(Code(self.flops, self.traffic, 0, saved, workspace) * (1 / num_samples), calls=self.calls)
 
 
@@ -321,7 +321,7 @@ def read_model(
     vocabulary = vocabulary_weights(modules_outside(own, stack))
 
     def code(counter: Counter, *, by_rows: bool) -> tuple[Code, Code]:
-        outside, loss = (one.code(num_samples, parameters) for one in (counter.outside, counter.loss))
+        outside, loss = (one.code(num_samples, parameters, last.output) for one in (counter.outside, counter.loss))
         copy = element * is_mixed * counter.head  # autocast's, which autograd keeps unless rows are shared
         sums = (max(4, element) + element) * (counter.logits + counter.head)  # logits and dweight, and in low precision
         return outside, replace(loss, saved=copy * (not by_rows), workspace=sums + copy * by_rows)

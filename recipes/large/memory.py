@@ -15,7 +15,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.candidates import ONE_RANK, Candidate
 from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import machine
 from lightning_hanayo.planner.plan_file import strategy_options
@@ -54,6 +54,8 @@ class CutLayout:
             pipe //= 2
         count = min(own.num_microbatches, 2 * pipe if pipe > 1 else 4)
         sizes: dict[str, Any] = {"data": 1, "pipe": pipe, "mesh": mesh, "num_microbatches": count, "accumulate": 1}
+        if pipe == 1:
+            sizes |= {"num_waves": 1, "schedule": ONE_RANK}
         return cls(CASES[name].model, replace(own, **sizes, samples=SAMPLES * prod(mesh), shard_optimizer=False))
 
     def module(self) -> CausalLM:
@@ -64,14 +66,15 @@ class CutLayout:
         names = {"hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd"} & config.keys()
         config |= {one: round(config[one] / factor / 16) * 16 for one in names}
         blocks = BLOCKS_OF_A_STAGE * self.layout.pipe * self.layout.stages_per_rank if self.layout.pipe > 1 else 4
+        _, y, z = self.layout.mesh
         limits = {
             "num_hidden_layers": blocks, "n_layer": blocks, "num_attention_heads": 8, "n_head": 8, "head_dim": 32,
-            "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": CONTEXT, "n_positions": CONTEXT,
+            "num_key_value_heads": max(2, y * z), "vocab_size": WORDS, "max_position_embeddings": CONTEXT, "n_positions": CONTEXT,
             "num_experts": 8, "num_experts_per_tok": 2,
         }  # fmt: skip
         config |= {one: size for one, size in limits.items() if one in config}
-        if given["model_type"] == "gpt2":  # attention with dropout makes matrices of all pairs of tokens on CPUs
-            config["attn_pdrop"] = 0.0
+        if given["model_type"] == "gpt2":  # on CPUs dropout of attention makes whole matrices, and others keep fp32 masks
+            config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0}
         return CausalLM(given["model_type"], config)
 
     def planned(self) -> float:

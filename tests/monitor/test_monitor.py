@@ -92,6 +92,7 @@ def test_those_answer_that_can(world: Worlds) -> None:
 
 def test_a_verdict_on_answers_waits_for_all_that_can_still_come(world: Worlds) -> None:
     monitors = world(4)
+    monitors[3].ask("steps", timeout=10.0)  # so that it is linked, and others hear its good-bye
     monitors[3].close()
     for monitor in monitors[:2]:
         monitor.answer("steps", lambda _, rank=monitor.rank: 10 + rank)

@@ -69,11 +69,11 @@ class CutLayout:
         _, y, z = self.layout.mesh
         limits = {
             "num_hidden_layers": blocks, "n_layer": blocks, "num_attention_heads": 8, "n_head": 8, "head_dim": 32,
-            "num_key_value_heads": max(2, y * z), "vocab_size": WORDS, "max_position_embeddings": CONTEXT, "n_positions": CONTEXT,
-            "num_experts": 8, "num_experts_per_tok": 2,
+            "num_key_value_heads": max(2, y * z), "vocab_size": WORDS, "max_position_embeddings": CONTEXT,
+            "n_positions": CONTEXT, "num_experts": 8, "num_experts_per_tok": 2,
         }  # fmt: skip
         config |= {one: size for one, size in limits.items() if one in config}
-        if given["model_type"] == "gpt2":  # on CPUs dropout of attention makes whole matrices, and others keep fp32 masks
+        if given["model_type"] == "gpt2":  # on CPUs dropout makes whole matrices of attention, and keeps masks in fp32
             config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0}
         return CausalLM(given["model_type"], config)
 

@@ -225,8 +225,9 @@ def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight])
     for pending in pending_inputs:
         gathered.append(pending.wait())
         ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
+        sizes = [y.shape[scatter.dim] for y in ys]
         pending_outputs.append(scatter.scatter_each(ys))
-    sizes = [y.shape[scatter.dim] for y in ys]
+        del ys  # what is sent is a copy, unless parts of the first dimension are
     return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)
 
 
@@ -299,6 +300,7 @@ def run_backward(
                 dx = own if dx is None else own.add_(dx)
             assert dx is not None
             pending_outputs.append(args.all_gather.scatter_each([dx]))
+            del own, dx
     of_weights: list[Tensor | None] = [None] * len(parameters)
     if needs_weight and queue is not None:
         deferred = _Deferred(weight, trained, (gathered, x))

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from lightning_hanayo.planner.plan_file import load_plan
 from lightning_hanayo.strategy import HanayoStrategy
-from recipes.large import memory, operations
+from recipes.large import memory, operations, startup
 from recipes.large.data import Pretraining
 from recipes.large.module import CausalLM
 from recipes.large.operations import RUNS, Operations
@@ -77,6 +77,20 @@ def test_what_a_run_does_is_counted() -> None:
 @pytest.mark.thorough
 def test_the_page_of_operations_has_their_table() -> None:
     assert operations.table(json.loads(PLANS.read_text())) in operations.PAGE.read_text()
+
+
+def test_a_phase_counts_without_those_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(0.0, 0.0), (2.0, 1.0), (5.0, 2.0), (9.0, 4.0)])
+    monkeypatch.setattr(startup, "_now", lambda: next(times))
+    phases = startup.Phases()
+    with phases.phase("set-up"), phases.phase("groups"):
+        pass
+    assert phases.seconds == {"groups": [3.0, 1.0], "set-up": [6.0, 3.0]}
+
+
+def test_the_functions_of_the_phases_exist() -> None:
+    with startup.Phases().recording():
+        assert all(callable(getattr(owner, name)) for functions in startup.PHASES.values() for owner, name in functions)
 
 
 @pytest.mark.thorough

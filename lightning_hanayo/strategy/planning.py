@@ -103,6 +103,8 @@ def given_layout(
     Raises:
         HanayoError: the model can't be cut so, or plans don't count one of the options.
     """
+    if options.layout == AT_START:
+        raise HanayoError(f"layout={AT_START!r} chooses when training starts; there is no layout before")
     layout = choose_layout(options, topology, len(facts.blocks), steady=True)
     given = {name: getattr(options, name) for name in _COUNTED} | {"schedule": layout.schedule}
     given["cube_exclude"] = tuple(options.cube_exclude)

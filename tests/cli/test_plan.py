@@ -274,6 +274,10 @@ WRONG = {
         ["--devices=2", "--device=cpu", "--given", "--global-batch=8"],
         "argument --global-batch: not allowed with argument --given",
     ),
+    "given_plan": (
+        ["--devices=2", "--device=cpu", "--given", HANAYO[0], f"{STRATEGY}.layout=plan"],
+        "layout='plan' chooses when training starts",
+    ),
     "given_schedule": (
         ["--devices=2", "--device=cpu", "--given", *HANAYO, f"{STRATEGY}.schedule=1f1b"],
         "plans don't count schedule='1f1b', but 'hanayo' or 'hanayo-zb'",

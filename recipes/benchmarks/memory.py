@@ -55,7 +55,7 @@ CHECKED = (
     replace(IN_CUBE, mesh=(1, 2, 2), cube_outside="tokens"),
     replace(IN_TWO, data=2, num_microbatches=4, shard_optimizer=True),
 )
-"""layouts whose bytes on paper are compared with measured ones, beside other systems"""
+"""layouts whose bytes on paper are compared with measured ones, next to other systems"""
 NUM_RANKS, SEQUENCES = 8, 8
 SMALL_RANKS, SMALL_SEQUENCES = 4, 16
 

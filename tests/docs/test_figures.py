@@ -207,8 +207,8 @@ def test_real_computation_and_one_process() -> None:
 
 def test_memory() -> None:
     errors = [max(one["planned"]) / max(one["measured"]) - 1 for one in data("memory")["cases"]]
-    assert len(errors) == 18 and max(map(abs, errors)) < 0.055
-    assert "within 5.5 % of the measured one on all 18 layouts" in text()
+    assert len(errors) == 18 and max(map(abs, errors)) < 0.05
+    assert "within 5 % of the measured one on all 18 layouts" in text()
     rows = [line for line in (ROOT / "docs/guides/large-models.md").read_text().splitlines() if line.endswith(" % |")]
     cut = [float(row.rsplit("|", 2)[1].strip(" %")) for row in rows if "H100 |" in row or "B200 |" in row]
     assert f"from {-min(cut)} % less to {max(cut)} % more" in text(ROOT / "README.md")

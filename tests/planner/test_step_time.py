@@ -194,7 +194,7 @@ def test_bytes_are_those_that_ranks_held(case: dict[str, Any]) -> None:
     own = Candidate(**case["layout"] | {"mesh": tuple(case["layout"]["mesh"])})
     model, held = StepModel(counted(case["model"]), H100), max(case["measured"])
     estimate = model.simulated(own)
-    assert estimate.memory.total == pytest.approx(held, rel=0.055)
+    assert estimate.memory.total == pytest.approx(held, rel=0.05)
     assert model.closed_form(own).memory.total == pytest.approx(held, rel=0.055)
     for rank, num_bytes in enumerate(case["measured"]):
         pipeline_rank = own.topology.coordinates(rank)[1]

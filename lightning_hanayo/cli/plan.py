@@ -55,12 +55,15 @@ def _parser() -> CommandParser:
         metavar="SIZE",
         help="that a rank may need, such as 80GB (default: 0.9 of a device's)",
     )
-    add(
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
         "--global-batch",
         type=whole_number,
         metavar="N",
         help="samples per optimizer step (default: the configuration's)",
     )
+    meaning = "choose nothing: print the time and each rank's memory of the layout that the configuration has"
+    given.add_argument("--given", action="store_true", help=meaning)
     add("--profile", metavar="FILE", help="measured times of blocks: the profile.json of a run with this model")
     meaning = "how often a cube gathers its weights (default: what is faster and fits)"
     add("--cube-weights", choices=("auto", "microbatch", "batch"), default="auto", help=meaning)

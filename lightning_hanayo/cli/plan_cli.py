@@ -20,18 +20,19 @@ from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.planner.candidates import ALL, Choices
 from lightning_hanayo.planner.communication_volume import CubeWeights
-from lightning_hanayo.planner.estimates import Measured, StepModel
+from lightning_hanayo.planner.estimates import Estimate, Measured, StepModel
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import Machine, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import overlay, save_plan
-from lightning_hanayo.planner.ranking import TOO_LARGE, Plan, bytes_of, count_of, make_plan
+from lightning_hanayo.planner.ranking import TOO_LARGE, USABLE, Plan, bytes_of, count_of, make_plan
 from lightning_hanayo.plotting.layouts import Dot, save_layouts
 from lightning_hanayo.plotting.pages import save_layouts_page
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.planning import given_layout
 
 COLUMNS = (
     "#", "P", "W", "D", "cube", "batch", "schedule", "recompute", "sharded", "weights", "pairs", "experts",
@@ -151,6 +152,29 @@ def rows(plan: Plan) -> list[list[str]]:
     return found
 
 
+def show_ranks(given: Estimate, limit: float, *, as_json: bool) -> None:
+    """Print a layout's step, and the memory of each pipeline rank: of each rank of its cube, in all data ranks.
+
+    Args:
+        given: the layout, simulated.
+        limit: bytes that a rank may need.
+        as_json: print values.
+    """
+    ranks = [asdict(one) | {"total": one.total} for one in given.of_ranks]
+    if as_json:
+        layout = asdict(given.candidate)
+        print(json.dumps({"layout": layout, "seconds": given.seconds, "memory_limit": limit, "ranks": ranks}, indent=2))
+        return
+    samples = counted(given.candidate.samples_per_step, "sample")
+    print(f"{given.candidate.whole_name}: {given.seconds:.3g} s per step of {samples}\n")
+    shown = [kind for kind in ranks[0] if any(one[kind] for one in ranks)]
+    cells = [[bytes_of(one[kind]) if one[kind] else "-" for kind in shown] for one in ranks]
+    print_table(["pipeline rank", *shown], [[str(rank), *row] for rank, row in enumerate(cells)])
+    needed = given.memory.total
+    fits = "fits" if needed <= limit else "does not fit"
+    print(f"{bytes_of(needed)} on the rank that needs the most: it {fits} into {bytes_of(limit)} per device")
+
+
 _PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
 """the values of --pairs -> what to choose from"""
 
@@ -202,31 +226,47 @@ class PlanCLI(WaveCLI):
     def fit(self, model: Any, datamodule: Any = None, **_: Any) -> None:
         """Takes the place of `Trainer.fit`."""
         options = self._options
+        is_hanayo = isinstance(self._strategy, HanayoStrategy)
+        if options.given and not is_hanayo and self._strategy != "hanayo":
+            raise HanayoError(f"--given: trainer.strategy is {self._strategy!r}; give HanayoStrategy, or leave it out")
+        own = (self._strategy if is_hanayo else HanayoStrategy()).options
         with showing("planning") as say:
             say("reading the data")
-            own = (self._strategy if isinstance(self._strategy, HanayoStrategy) else HanayoStrategy()).options
             batch = _first_batch(model, datamodule)
             say("counting what the model computes")
             refusal = "the samples of a training batch can't be counted; a plan needs batches of tensors"
             facts, num_samples = read_batch(model, batch, own, self._precision, refusal=refusal)
-            say("comparing layouts")
             step_model = StepModel(facts, self._machine, self._measured(num_samples, len(facts.blocks)))
-            plan = make_plan(
-                facts,
-                self._machine,
-                num_devices=options.devices,
-                global_batch=options.global_batch or num_samples * self._accumulate * self._data_ranks(),
-                memory=options.memory,
-                top=options.top,
-                model=step_model,
-                choices=Choices(
-                    get_args(CubeWeights) if options.cube_weights == "auto" else (options.cube_weights,),
-                    _pairs(options.pairs, facts, own),
-                    runs_step_once=own.step == "batch",
-                    cube_outside=ALL.cube_outside if own.cube_outside == "share" else (own.cube_outside,),
-                ),
-            )
-        self._write(plan)
+            say("comparing layouts")
+            if options.given:
+                ranks, accumulate = topology_of(own, options.devices), self._accumulate
+                layout = given_layout(own, ranks, facts, batch_size=num_samples, accumulate=accumulate)
+                given = step_model.simulated(layout)
+            else:
+                plan = self._choose(facts, step_model, own, num_samples)
+        if options.given:
+            show_ranks(given, options.memory or USABLE * self._machine.memory, as_json=options.json)
+        else:
+            self._write(plan)
+
+    def _choose(self, facts: ModelFacts, step_model: StepModel, own: Options, num_samples: int) -> Plan:
+        """All layouts, compared."""
+        options = self._options
+        return make_plan(
+            facts,
+            self._machine,
+            num_devices=options.devices,
+            global_batch=options.global_batch or num_samples * self._accumulate * self._data_ranks(),
+            memory=options.memory,
+            top=options.top,
+            model=step_model,
+            choices=Choices(
+                get_args(CubeWeights) if options.cube_weights == "auto" else (options.cube_weights,),
+                _pairs(options.pairs, facts, own),
+                runs_step_once=own.step == "batch",
+                cube_outside=ALL.cube_outside if own.cube_outside == "share" else (own.cube_outside,),
+            ),
+        )
 
     def _data_ranks(self) -> int:
         """Those of the configuration; where it doesn't say how many processes it has, one."""

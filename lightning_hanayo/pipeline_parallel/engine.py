@@ -15,7 +15,6 @@ from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
-from lightning_hanayo.pipeline_parallel.profiling.memory import MemoryTrace
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, action_range, is_profiling
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.stages import Stage
@@ -161,8 +160,6 @@ class Engine:
     """the random streams of steps and blocks; None: torch's own generators are left as they are"""
     values: MadeValues = field(default_factory=MadeValues, kw_only=True)
     """notes what stages make; it is off unless somebody turns it on"""
-    memory: MemoryTrace | None = field(default=None, kw_only=True)
-    """measures what actions hold, which then run one at a time"""
     pairs: Pairs | None = field(default=None, kw_only=True)
     """runs pairs of actions; None: their actions run one after the other"""
     _messages: dict[MessageKey, Message] = field(default_factory=dict, init=False)
@@ -235,18 +232,10 @@ class Engine:
 
     def _compute(self, step: Compute, batch: Batch) -> None:
         reached = self.trace.clock.mark()
-        if self.memory is None:
-            self.trace.add(step.action, reached, *self._run_action(step, batch, self._receive(step)))
-            return
-        received = self._receive(step)
-        with self.memory.action(step.action, received):
-            self.trace.add(step.action, reached, *self._run_action(step, batch, received))
-            made = None if step.output_key is None else self._messages.get(step.output_key)
-            self.memory.note_made(step.action, made, self.stages[step.action.stage].hooks.kept)
-            del received  # nothing holds the message when its bytes are counted
+        self.trace.add(step.action, reached, *self._run_action(step, batch, self._receive(step)))
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
-        if self.pairs is None or self.memory is not None or not self._may_run_at_once(pair):
+        if self.pairs is None or not self._may_run_at_once(pair):
             for one in (pair.first, pair.second):
                 self._compute(one, batch)
             return

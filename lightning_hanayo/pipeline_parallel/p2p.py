@@ -25,10 +25,9 @@ is sent.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -321,28 +320,3 @@ class PointToPointChannel:
             work.wait()
             if isinstance(buffer, SendBuffer):
                 self._headers.recycle(buffer)
-
-
-def most_buffer_bytes(sends: Sequence[tuple[Hashable, int]], num_bytes: Mapping[Any, int], *, keeps_spare: bool) -> int:
-    """The most bytes of buffers that a channel holds if it repeats these sends batch after batch.
-
-    Args:
-        sends: of a batch, in order: which message it is, without its micro-batch, and the other rank.
-        num_bytes: of each such message.
-        keeps_spare: whether buffers are used again, as on the CPU.
-    """
-    in_flight: defaultdict[int, deque[Hashable]] = defaultdict(deque)
-    spare: Counter[Hashable] = Counter()
-    held = most = 0
-    for message, peer in [*sends, *sends, *sends]:
-        if len(in_flight[peer]) >= MAX_IN_FLIGHT:
-            sent = in_flight[peer].popleft()
-            is_kept = keeps_spare and spare[sent] < MAX_SPARE_BUFFERS
-            spare[sent] += is_kept
-            held -= 0 if is_kept else num_bytes[sent]
-        is_new = not spare[message]
-        spare[message] -= not is_new
-        held += num_bytes[message] * is_new
-        most = max(most, held)
-        in_flight[peer].append(message)
-    return most

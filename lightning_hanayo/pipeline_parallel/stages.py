@@ -52,10 +52,6 @@ class StageHooks(Protocol):
     def keeps_weights(self) -> bool:
         """Whether layers gather their weights once a batch, so that its first and last actions differ from others."""
 
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        """Weights that layers keep for later micro-batches of the batch."""
-
     def expect_last_gradients(self) -> None:
         """Called before the stage's action that makes its last weight gradients."""
 
@@ -80,7 +76,6 @@ class NoHooks:
 
     allows_twins = True
     keeps_weights = False
-    kept: Sequence[Tensor] = ()
     expect_last_gradients = finish_gradients = end_batch = begin_batch
 
     def before_forward(self, *sequence_lengths: int) -> None:

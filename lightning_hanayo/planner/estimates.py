@@ -24,7 +24,7 @@ from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts
-from lightning_hanayo.schedule import CostModel, RankMemory, simulate
+from lightning_hanayo.schedule import CostModel, simulate
 from lightning_hanayo.schedule.table import COMPUTE
 
 _WAITS = 3.0
@@ -66,6 +66,31 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """The bytes that one rank holds when it holds the most, by purpose (docs/guides/memory.md)."""
+
+    weights: float
+    """parameters and buffers; in a cube shards"""
+    gradients: float
+    optimizer: float
+    """states, and master weights"""
+    activations: float
+    """what blocks keep for their backward"""
+    gathered: float
+    """what a cube has whole while a batch runs: parameters outside the stack, weights gathered once, their gradients"""
+    suspended: float
+    """what the user's code outside the stack keeps"""
+    messages: float
+    workspace: float
+    """what the running action takes besides"""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True)
 class Estimate:
     """The predicted step of a candidate."""
 
@@ -74,10 +99,19 @@ class Estimate:
     """of an optimizer step"""
     bubble: float
     """the part of a batch in which ranks wait"""
-    memory: RankMemory
-    """bytes of the rank that needs the most"""
+    of_ranks: tuple[RankMemory, ...]
+    """bytes of each pipeline rank; in closed form of the one that needs the most alone"""
     exposed: float = 0.0
     """seconds of the step that wait for sums and gathers over data ranks"""
+
+    @property
+    def memory(self) -> RankMemory:
+        """Bytes of the rank that needs the most."""
+        return _fullest(self.of_ranks)
+
+
+def _fullest(ranks: Sequence[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda one: one.total)
 
 
 @dataclass(frozen=True)
@@ -159,8 +193,8 @@ class StepModel:
         )
         self._kept_shards = cache(lambda mesh, samples: facts.mean(lambda one: one.gathers(samples, mesh)))
         self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
-        self.memory = cache(self._of_fullest)
-        """bytes of a candidate's rank that needs the most"""
+        self.memory = cache(self._closed_form_memory)
+        """bytes of a candidate's rank that needs the most, in closed form"""
 
     def closed_form(self, candidate: Candidate) -> Estimate:
         """The estimate without a simulation."""
@@ -186,7 +220,7 @@ class StepModel:
         if candidate.runs_step_once and candidate.schedule == SPLIT:  # no backward of another stage was waited for
             window = count * work.backward * (stages - 1) / stages
         exposed = max(reduction / stages, reduction - window)
-        return self._estimate(candidate, batch, count * work.mean, exposed, self.memory(candidate))
+        return self._estimate(candidate, batch, count * work.mean, exposed, [self.memory(candidate)])
 
     def simulated(self, candidate: Candidate) -> Estimate:
         """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
@@ -202,9 +236,10 @@ class StepModel:
         timeline = simulate(table, costs)
         batch = max(span.end for span in timeline.spans if span.action.kind in COMPUTE) - timeline.begin
         busy, exposed = sum(timeline.busy) / candidate.pipe, timeline.makespan - batch
-        sizes_of_stages = [float(len(one)) for one in blocks]
-        curves = (timeline.held(rank, sizes_of_stages) for rank in range(candidate.pipe))
-        memory = self._of_fullest(candidate, [max(held for _, held in curve) for curve in curves])
+        sizes_of_stages, ranks = [float(len(one)) for one in blocks], range(candidate.pipe)
+        held = [max(held for _, held in timeline.held(rank, sizes_of_stages)) for rank in ranks]
+        of_ranks = tuple(sum(len(blocks[stage]) for stage in table.stages_of(rank)) for rank in ranks)
+        memory = self._of_ranks(candidate, self._shares(candidate, of_ranks), held)
         return self._estimate(candidate, batch, busy, exposed, memory)
 
     def _is_of_other(self, candidate: Candidate) -> bool:
@@ -216,7 +251,7 @@ class StepModel:
         return StepModel(self.facts.sharing_experts, self.machine, self._measured)
 
     def _estimate(
-        self, candidate: Candidate, batch: float, busy: float, exposed: float, memory: RankMemory
+        self, candidate: Candidate, batch: float, busy: float, exposed: float, of_ranks: Sequence[RankMemory]
     ) -> Estimate:
         """Add what simulations and closed forms of a batch leave out.
 
@@ -225,7 +260,7 @@ class StepModel:
             batch: seconds of a batch whose weights are gathered for each micro-batch, without pairs.
             busy: seconds of it in which the mean rank computes.
             exposed: seconds of its reduction behind the batch.
-            memory: of the fullest rank.
+            of_ranks: the memory of pipeline ranks.
         """
         work, facts = self._work(candidate), self.facts
         paired = candidate.num_microbatches - candidate.pipe
@@ -254,7 +289,7 @@ class StepModel:
         updated = own / (candidate.data if candidate.shard_optimizer else 1)
         optimizer = each * updated / self.machine.memory_bandwidth
         seconds = candidate.accumulate * batch + exposed + optimizer
-        return Estimate(candidate, seconds, 1 - (busy - hidden) / batch, memory, exposed)
+        return Estimate(candidate, seconds, 1 - (busy - hidden) / batch, tuple(of_ranks), exposed)
 
     # a micro-batch's work
 
@@ -418,25 +453,25 @@ class StepModel:
 
     # parameters and memory of ranks
 
-    def _shares(self, candidate: Candidate) -> tuple[_Share, _Share]:
-        """Of pipeline rank 0, and of the rank that holds most of the others."""
+    def _shares(self, candidate: Candidate, blocks: tuple[int, ...] = ()) -> list[_Share]:
+        """Of pipeline ranks that hold so many blocks; else of rank 0, and of the rank that holds most of the others."""
         own, facts = candidate, self.facts
         sharded = (own.cube_outside == "tokens") * (facts.vocabulary_bytes + facts.vocabulary_gradients)
         whole = (own.cube_size > 1) * (facts.outside_bytes - sharded)
-        return self._shares_of(own.pipe, own.stages_per_rank, own.mesh, whole, once=own.runs_step_once)
+        return self._shares_of(own.pipe, own.stages_per_rank, own.mesh, whole, blocks, once=own.runs_step_once)
 
     def _most_updated(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
         return max(share.updated for share in self._shares(candidate))
 
     def _count_shares(
-        self, pipe: int, stages: int, mesh: MeshSizes, whole_outside: float, *, once: bool
-    ) -> tuple[_Share, _Share]:
+        self, pipe: int, stages: int, mesh: MeshSizes, whole_outside: float, blocks: tuple[int, ...], *, once: bool
+    ) -> list[_Share]:
         """`whole_outside`: bytes outside the stack that a cube gathers for a batch."""
         facts = self.facts
         outside, frozen = facts.outside_parameters, facts.outside_frozen
         loads = [one / facts.parameters_per_block for one in (0 if once else facts.computing_parameters, outside)]
-        own, others = _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
+        blocks = blocks or _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
         stored = facts.mean(lambda one: one.parameters_of_a_rank(mesh))
         trained = facts.mean(lambda one: one.trained_by_a_rank(mesh))
         updated = facts.mean(lambda one: one.updated_by_a_rank(mesh))
@@ -454,23 +489,26 @@ class StepModel:
                 has_outside,
             )
 
-        return share(own, has_outside=True), share(others, has_outside=False)
+        return [share(own, has_outside=rank == 0) for rank, own in enumerate(blocks)]
 
-    def _of_fullest(self, candidate: Candidate, held: Sequence[float] = ()) -> RankMemory:
-        """Of the rank that needs the most.
+    def _closed_form_memory(self, candidate: Candidate) -> RankMemory:
+        """Of the rank that needs the most, which holds as many micro-batches as the layout has under way."""
+        if self._is_of_other(candidate):
+            return self._other.memory(candidate)
+        shares = self._shares(candidate)[: candidate.pipe]  # one pipeline rank has no others
+        peak = _under_way(candidate)
+        return _fullest(self._of_ranks(candidate, shares, [peak * share.blocks for share in shares]))
+
+    def _of_ranks(self, candidate: Candidate, shares: Sequence[_Share], held: Sequence[float]) -> list[RankMemory]:
+        """Of pipeline ranks with these shares.
 
         Args:
             candidate: the layout.
-            held: for each rank, of how many blocks it holds activations at most, without pairs; if none is given, of
-                as many micro-batches as there are pipeline ranks, or of all if the step runs once.
+            shares: of the ranks.
+            held: for each, of how many blocks it holds activations at most, without pairs.
         """
-        if self._is_of_other(candidate):
-            return self._other.memory(candidate)
-        own, others = self._shares(candidate)
         once, count = candidate.runs_step_once, candidate.num_microbatches
-        peak = count if once else min(count, candidate.pipe)
-        first, *rest = held or (peak * own.blocks, peak * others.blocks)
-        more = candidate.pairs * (count > peak)  # an order of pairs may have one more micro-batch under way
+        more = candidate.pairs * (count > _under_way(candidate))  # an order of pairs may have one more under way
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
         cast = self._cast(candidate.mesh, samples)
         # layers whose backward is split keep one copy for all micro-batches
@@ -521,9 +559,13 @@ class StepModel:
                 workspace=taken,
             )
 
-        blocks = first + more * own.blocks, max(rest, default=0.0) + more * others.blocks
-        of_ranks = map(memory, (own, others)[: candidate.pipe], blocks)  # one pipeline rank has no others
-        return max(of_ranks, key=lambda one: one.total)
+        return [memory(share, blocks + more * share.blocks) for share, blocks in zip(shares, held, strict=True)]
+
+
+def _under_way(candidate: Candidate) -> int:
+    """Micro-batches at one time: as many as there are pipeline ranks, or all if the step runs once."""
+    count = candidate.num_microbatches
+    return count if candidate.runs_step_once else min(count, candidate.pipe)
 
 
 def _first_and_last_sums(mesh: MeshSizes, samples: int) -> tuple[Callable[[BlockFacts], float], ...]:

@@ -7,10 +7,9 @@ from itertools import islice
 
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.planner.candidates import ALL, Candidate, Choices, candidates
-from lightning_hanayo.planner.estimates import Estimate, StepModel
+from lightning_hanayo.planner.estimates import Estimate, RankMemory, StepModel
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.schedule import RankMemory
 
 TOO_LARGE = "need more memory than a device has"
 """a reason in `Plan.refused`"""

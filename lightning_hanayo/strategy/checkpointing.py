@@ -26,7 +26,6 @@ from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.joining import is_lost_connection
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unwrapped
-from lightning_hanayo.strategy.memory import MemoryReport
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -139,27 +138,6 @@ class CheckpointingStrategy(MeshParallelStrategy):
                 f"got a {type(module).__name__}. What it returns has all parts: gather_model().encoder."
             )
         return self.session.gather_model(self.module)
-
-    def memory_report(self) -> MemoryReport:
-        """Return the peak memory of each rank, predicted by its parts, and measured, in bytes.
-
-        Called by all ranks, with `measure_memory=True`: after `fit`, or in a hook that runs on all of them. Measured is
-        every training batch but the first two of an epoch; reported is the one in which a rank held the most.
-
-        Example:
-            >>> strategy = HanayoStrategy(measure_memory=True)
-            >>> trainer = L.Trainer(devices=4, strategy=strategy, limit_train_batches=3, max_epochs=1)
-            >>> trainer.fit(module)
-            >>> report = strategy.memory_report()
-            >>> if trainer.is_global_zero:
-            ...     print(report)
-
-        Raises:
-            HanayoError: no batch was measured.
-            UnsupportedError: the steps make several passes through the stack, or this is called in a step.
-        """
-        with self._unguarded():
-            return self.session.memory_report()
 
     def _unguarded(self) -> AbstractContextManager[None]:
         """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""

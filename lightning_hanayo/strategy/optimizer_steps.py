@@ -137,11 +137,6 @@ class OptimizerSteps:
         return nullcontext() if self._values is None else self._values.in_use()
 
     @property
-    def master_weights(self) -> Sequence[Tensor]:
-        """The fp32 copies of parameters."""
-        return () if self._values is None else self._values.master_weights
-
-    @property
     def why_no_hooks(self) -> str | None:
         """Why hooks on the optimizers' steps can't run; None: they can."""
         if self._owners is not None:

@@ -46,6 +46,7 @@ _INSTEAD = {
     "auto_wrap_policy": "leave it out, as the stack of blocks is found, or name another stack by blocks='...'",
     "find_unused_parameters|static_graph|gradient_as_bucket_view|bucket_cap_mb": "leave it out: it isn't needed",
     "process_group_backend": "leave it out: GPUs use NCCL, and CPUs gloo",
+    "measure_memory": "hanayo plan --given predicts each rank's memory, and WaveReport tells its peak",
 }
 """what to do instead, by options of DDP, FSDP, DeepSpeed and Megatron"""
 
@@ -108,7 +109,6 @@ class Options:
     load_anyway: Collection[str] = field(compare=False)
     nonfinite: Literal["raise", "skip", "ignore"] = field(compare=False)
     check_replicas: int | None = field(compare=False)
-    measure_memory: bool = field(compare=False)
     restore_module: bool = field(compare=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +235,7 @@ class Options:
 
     def _check_checkpoints(self) -> None:
         flags = ("save_full", "save_async", "verify_checkpoints")
-        for name in (*flags, "pairs", "shard_optimizer", "offload_optimizer", "measure_memory", "restore_module"):
+        for name in (*flags, "pairs", "shard_optimizer", "offload_optimizer", "restore_module"):
             if not isinstance(getattr(self, name), bool):
                 raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.pairs and self.step == "batch":

@@ -4,7 +4,7 @@ The option `layout` of `HanayoStrategy`: the file of a plan takes the place of t
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -17,13 +17,15 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import WHOLE, Candidate, Choices
+from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, Candidate, Choices
 from lightning_hanayo.planner.machine import KNOWN, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import load_plan, strategy_options
 from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
 from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.setup.plan import choose_layout
+from lightning_hanayo.topology import Topology
 
 
 class Planned(NamedTuple):
@@ -80,6 +82,60 @@ def plan_at_start(
         f"{plan.num_considered} layouts"
     )
     return Planned(sizes, said)
+
+
+_COUNTED: Mapping[str, Collection[Any]] = {
+    "recompute": ("none", "blocks"),
+    "cube_memory": ("gathered",),
+    "cube_exclude": (("experts",),),
+    "offload_optimizer": (False,),
+    "activation_budget": (None,),
+    "balance": ("parameters",),
+}
+"""options that change memory -> the values that plans count"""
+
+
+def given_layout(
+    options: Options, topology: Topology, facts: ModelFacts, *, batch_size: int, accumulate: int
+) -> Candidate:
+    """The layout that a run with these options has, whose data ranks get batches of so many samples.
+
+    Raises:
+        HanayoError: the model can't be cut so, or plans don't count one of the options.
+    """
+    if options.layout == AT_START:
+        raise HanayoError(f"layout={AT_START!r} chooses when training starts; there is no layout before")
+    layout = choose_layout(options, topology, len(facts.blocks), steady=True)
+    given = {name: getattr(options, name) for name in _COUNTED} | {"schedule": layout.schedule}
+    given["cube_exclude"] = tuple(options.cube_exclude)
+    accepted = {**_COUNTED, "schedule": (WHOLE, SPLIT) if topology.pipe > 1 else (layout.schedule,)}
+    for name, value in given.items():
+        if value not in accepted[name]:
+            raise HanayoError(
+                f"plans don't count {name}={value!r}, but {' or '.join(map(repr, accepted[name]))}. What ranks held at "
+                f"their peak is told by WaveReport after a short run"
+            )
+    for rule in facts.required:
+        if not rule.holds(topology.cube):
+            raise HanayoError(f"cube={topology.cube}: {rule.what} don't divide over the cube")
+    count, is_cut = layout.num_microbatches, topology.pipe > 1
+    return Candidate(
+        topology.data,
+        topology.pipe,
+        topology.cube,
+        layout.num_waves if is_cut else 1,
+        -(-batch_size // count),  # of the largest micro-batch
+        count,
+        accumulate,
+        layout.schedule if is_cut else ONE_RANK,
+        options.recompute == "blocks",
+        options.shard_optimizer,
+        options.cube_weights,
+        options.pairs,
+        layout.runs_step_once,
+        options.experts,
+        options.cube_outside,
+    )
 
 
 def _best(

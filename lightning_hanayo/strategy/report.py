@@ -7,6 +7,7 @@ at the end         `MeasuredBatches`    the last batches, as they ran: pictures,
 """
 
 import os
+import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -47,7 +48,6 @@ from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, simul
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
 from lightning_hanayo.strategy.lightning.inspection import peak_flops, samples_per_rank, step_flops, whole_on_meta
 from lightning_hanayo.strategy.lightning.state import logged_step
-from lightning_hanayo.strategy.memory import peak_bytes
 from lightning_hanayo.strategy.pipeline import Pipeline
 
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
@@ -201,7 +201,11 @@ def peak_memory(strategy: CheckpointingStrategy) -> dict[int, int]:
     On an accelerator the memory that torch has allocated; on CPUs the memory of the process. Called by all ranks of the
     replica; rank 0 gets the values.
     """
-    own = max(peak_bytes(strategy.root_device), strategy.session.measured_peak)
+    device = strategy.root_device
+    if device.type == "cpu":
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    else:
+        own = torch.get_device_module(device).max_memory_allocated(device)
     if strategy.topology.replica_size == 1:
         return {0: own}
     peaks = gather_objects(strategy.groups.replica, own)

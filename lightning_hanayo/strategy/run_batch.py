@@ -149,9 +149,6 @@ def _run_batch(
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, splitter, trains=trains)
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
 
-    if pipeline.engine.memory is not None:
-        step = pipeline.engine.memory.user_code()(step)
-
     share = state.share_of_step(trainer) / split.num_alike
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     running = Batch(

@@ -1,7 +1,7 @@
 """One run of the Trainer on one rank, for its hooks: the pipeline, and all that is set up with it."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -40,7 +40,6 @@ from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
-from lightning_hanayo.strategy.memory import MemoryReport, RunMemory, not_measured
 from lightning_hanayo.strategy.nonfinite import NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
@@ -127,7 +126,6 @@ class Session(Run):
             self.parts.add(hook(self.guard.note_registration).remove)
         self._prepared = PreparedModel()
         self._loss_weight: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
-        self._memory: RunMemory | None = None
         self._hangs: HangWatch | None = None
         self._has_trained = False
         self._number: int | None = None
@@ -322,7 +320,6 @@ class Session(Run):
             () if values is None else values.names,
             scatters_gradients=not user_hooks.may_see_gradients(trainer) if fits else None,
         )
-        self._memory = RunMemory(self.pipeline, self.device) if options.measure_memory else None
         self.parts.add(lambda: self.pipeline.close(), lambda: self.pipeline.abandon())  # `follow` makes another one
         self.names = prepared.names = {parameter: name for name, parameter in module.named_parameters()}
         if values is not None:
@@ -382,7 +379,6 @@ class Session(Run):
             before.close()
             plan = ModelPlan(before.ownership.stack, before.layout, None)
             self.pipeline = build_pipeline(module, plan, self._prepared, self, before.random_streams)
-            self._memory = RunMemory(self.pipeline, self.device) if options.measure_memory else None
             self.pipeline.engine.trace = before.engine.trace
             self.collections.watch(module, modules_outside(module, before.ownership.stack))
             self.norms.watch([one for one in self.names if isinstance(one, nn.Parameter)])
@@ -437,38 +433,7 @@ class Session(Run):
         if self.has_pipeline:
             self.pipeline.gradients.finish_gather()
 
-    def measured_batch(
-        self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]
-    ) -> AbstractContextManager[None]:
-        """Inside it a training batch runs, whose memory is measured if the options say so."""
-        return nullcontext() if self._memory is None else self._memory.batch(module, self._held_by(optimizers))
-
-    def measured_step(
-        self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]
-    ) -> AbstractContextManager[None]:
-        """Inside it the optimizer steps, and may run the batch before."""
-        if self._memory is None:
-            return nullcontext()
-        return self._memory.step(module, lambda: self._held_by(optimizers), state.batch_idx(module.trainer))
-
-    @property
-    def measured_peak(self) -> int:
-        """The most bytes that measured batches have held; 0 if none was measured."""
-        return 0 if self._memory is None else self._memory.peak
-
-    def memory_report(self) -> MemoryReport:
-        """See `HanayoStrategy.memory_report`."""
-        self.guard.check_all_ranks("memory_report")
-        if self._memory is None:
-            raise not_measured()
-        return self._memory.report(self.groups)
-
-    def _held_by(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """The optimizers' states, and master weights."""
-        values = (value for one in optimizers for state in one.state.values() for value in state.values())
-        return [*self.steps.master_weights, *(value for value in values if isinstance(value, Tensor))]
-
-    def measure_memory(self, module: "pl.LightningModule") -> None:
+    def find_held_bytes(self, module: "pl.LightningModule") -> None:
         """Find how much the fullest rank holds. Called by all ranks, before a training."""
         own = inspection.held_bytes(module)
         held = all_gather_objects(self.groups.replica, own) if self.topology.replica_size > 1 else [own]

@@ -147,8 +147,6 @@ class HanayoStrategy(CheckpointingStrategy):
             forward and backward. Optimizers of whole parameters, such as Muon, step each on one rank instead.
         offload_optimizer: whether the optimizer's states, and master weights, are in host memory, where it steps: for
             each step gradients are copied there, and parameters back.
-        measure_memory: whether training measures how many bytes each action of the schedule takes, which slows it
-            down; `memory_report()` predicts from them what each rank holds, and shows what it held.
         tied_gradients: when the gradients of a weight that embedding and head share are added: "in_order", the two of
             each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
             there; or "at_once", without keeping any, in another order, so that the last bits differ.
@@ -221,7 +219,6 @@ class HanayoStrategy(CheckpointingStrategy):
         load_anyway: Collection[str] = (),
         nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         check_replicas: int | None = None,
-        measure_memory: bool = False,
         restore_module: bool = False,
         layout: str | Path | None = None,
     ) -> None:
@@ -358,7 +355,7 @@ class HanayoStrategy(CheckpointingStrategy):
             self.session.steps.guard_states(self.optimizers)
             self._names_in_fit = self.session.names
             check_saving(trainer, self.module, self.checkpoints)
-            self.session.measure_memory(self.module)
+            self.session.find_held_bytes(self.module)
         self._kept = None
 
     @contextmanager
@@ -432,8 +429,7 @@ class HanayoStrategy(CheckpointingStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step, trainer = self.module.training_step, self.module.trainer
-        measured = self.session.measured_batch(self.module, self.optimizers)
-        with self._unguarded(), self.precision_plugin.train_step_context(), measured:
+        with self._unguarded(), self.precision_plugin.train_step_context():
             self.session.steps.check(trainer, self.module)
             self.checkpoints.poll()
 
@@ -469,11 +465,7 @@ class HanayoStrategy(CheckpointingStrategy):
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
         hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, why_not=self.session.steps.why_no_hooks)
-        with (
-            self._unguarded(),
-            hooks,
-            self.session.measured_step(self.module, self.optimizers),
-        ):  # also from a user's hook
+        with self._unguarded(), hooks:  # also from a user's hook
             step = partial(self.session.votes.step, step)
             result = self.session.nonfinite.step(step, optimizer, closure)
             self.session.steps.end_step()

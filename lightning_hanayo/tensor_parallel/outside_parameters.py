@@ -57,11 +57,6 @@ class OutsideParameters:
             shard = self.shards[parameter] = Shard((DimShard(first, "xyz", as_one=True), *map(DimShard, rest)))
             parameter.data = shard.of(parameter.data, self._mesh)
 
-    @property
-    def gathered_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """The whole shapes of those that are whole while a batch runs."""
-        return {one: self.shards[one].shape for one in self.parameters if one not in self.kept_sharded}
-
     def all_gather(self, *, everything: bool = False) -> None:
         """Before a batch: whole values, and no gradients. Earlier batches' gradients are kept for `reduce_scatter`.
 
@@ -71,7 +66,8 @@ class OutsideParameters:
         for parameter in () if everything else self.kept_sharded:
             vars(parameter)["_source"] = Source(self._mesh, self.shards[parameter])
             parameter.grad = None
-        for bucket in self._buckets(self.parameters if everything else list(self.gathered_shapes)):
+        chosen = [one for one in self.parameters if everything or one not in self.kept_sharded]
+        for bucket in self._buckets(chosen):
             parts = [padded(p.data, 0, -(-self.shards[p].shape[0] // self._axis.size)) for p in bucket]
             gathered = self._axis.all_gather(_joined([part.reshape(-1) for part in parts], 0)).wait()
             columns = gathered.split([part.numel() for part in parts], 1)

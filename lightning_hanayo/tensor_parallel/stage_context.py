@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor_parallel import weights
@@ -158,11 +156,6 @@ class StageContext:
     def keeps_weights(self) -> bool:
         """Whether weights are gathered once a batch."""
         return self.batch_weights.is_on
-
-    @property
-    def kept(self) -> list[Tensor]:
-        """Weights that are kept for later micro-batches."""
-        return self.batch_weights.tensors
 
     def expect_last_gradients(self) -> None:
         """The action that runs next makes the stage's last weight gradients in this batch."""

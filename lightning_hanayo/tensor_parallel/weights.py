@@ -85,12 +85,6 @@ class BatchWeights:
             self._gathered[weight, dtype] = weight.versions, matrices
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that are kept now. Waits for collectives under way."""
-        gathered = [matrix for _, pending in self._gathered.values() for matrix in pending.wait()]
-        return gathered + [matrix for total in self._sums.values() for matrix in total.matrices]
-
-    @property
     def has_gathered(self) -> bool:
         """Whether a forward of this batch has gathered weights."""
         return bool(self._gathered)

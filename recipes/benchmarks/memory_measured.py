@@ -1,10 +1,9 @@
 """Measures the most memory that ranks hold in a training step: ours, DDP and FSDP2, over gloo."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import lightning as L
@@ -13,10 +12,13 @@ from torch import Tensor, UntypedStorage, nn
 from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.pipeline_parallel.profiling.memory import LiveBytes
-from recipes.benchmarks.fits import fit_on_rank, random_batches
+from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.plan_file import strategy_options
+from recipes.benchmarks.fits import random_batches
 from recipes.benchmarks.harness import ORDINARY, run_ranks
+from recipes.benchmarks.live_bytes import LiveBytes, peak_of_fit
 from recipes.gpt.module import GPT
+from recipes.h100 import models
 
 STEPS = 3
 """the third one is measured"""
@@ -40,6 +42,14 @@ class Sizes:
     def heads(self) -> int:
         """One for every 32 features."""
         return max(1, self.width // 32)
+
+    @property
+    def llama(self) -> models.Llama:
+        """The sizes of a Llama; its feed-forward networks have 8/3 of the width, in eights."""
+        features = 8 * self.width // 3 // 8 * 8
+        return models.Llama(
+            "small", self.blocks, self.width, features, self.heads, self.heads, self.words, self.context
+        )
 
 
 class ResizedBytes(LiveBytes):
@@ -81,34 +91,28 @@ def make_model(sizes: Sizes) -> L.LightningModule:
     """The model of these sizes."""
     if sizes.model == "gpt":
         return GPT(sizes.words, sizes.context, sizes.blocks, sizes.width, sizes.heads)
+    return make_llama(sizes.llama)
+
+
+def make_llama(sizes: models.Llama) -> Llama:
+    """A Llama of these sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=sizes.width,
-        intermediate_size=llama_features(sizes.width),
-        num_hidden_layers=sizes.blocks,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.features,
+        num_hidden_layers=sizes.num_blocks,
         num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.heads,
-        max_position_embeddings=sizes.context,
-        vocab_size=sizes.words,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=sizes.length,
+        vocab_size=sizes.vocabulary,
     )
     return Llama(LlamaForCausalLM(config))
 
 
-def llama_features(width: int) -> int:
-    """Of the feed-forward networks: 8/3 of the width, in eights."""
-    return 8 * width // 3 // 8 * 8
-
-
-def world_size(layout: Mapping[str, Any]) -> int:
-    """How many ranks it takes."""
-    sizes = (layout.get("pipeline_parallel_size", 1), layout.get("data_parallel_size", 1))
-    return prod((*sizes, *layout.get("cube", ())))
-
-
-def run_ours(sizes: Sizes, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each rank of a layout held, and was predicted to hold: the fields of a `RankReport`."""
-    ranks: list[dict[str, Any]] = _run(world_size(layout), partial(_fit_ours, sizes=sizes, layout=layout))[0]
+def run_ours(sizes: Sizes, layout: Candidate) -> list[int]:
+    """The most bytes that each rank of a layout holds. `sizes.samples` are those of a data rank's batch."""
+    ranks: list[int] = _run(layout.topology.world_size, partial(_fit_ours, sizes=sizes, layout=layout))
     return ranks
 
 
@@ -122,13 +126,15 @@ def _run(num_ranks: int, work: Any) -> list[Any]:
     return [result for _, result in run_ranks(work, num_ranks, [ORDINARY] * num_ranks, TIMEOUT_S)]
 
 
-def _fit_ours(rank: int, num_ranks: int, *, sizes: Sizes, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _fit_ours(rank: int, num_ranks: int, *, sizes: Sizes, layout: Candidate) -> int:
     torch.manual_seed(0)
-    strategy = HanayoStrategy(measure_memory=True, **layout)
+    options = strategy_options(layout) | {
+        "cube": layout.mesh,
+        "step": "microbatch",
+    }  # without dry runs of whole batches
+    strategy = HanayoStrategy(**options)
     batches = random_batches(STEPS, sizes.samples, sizes.context, sizes.words)
-    fit_on_rank(rank, num_ranks, make_model(sizes), batches, strategy=strategy)
-    names: Sequence[str] = ("predicted", "predicted_peak", "measured_peak", "error", "process")
-    return [{name: getattr(one, name) for name in names} for one in strategy.memory_report().ranks]
+    return peak_of_fit(rank, num_ranks, partial(make_model, sizes), batches, strategy=strategy)
 
 
 def _fit_peer(_: int, num_ranks: int, *, sizes: Sizes, system: str) -> int:

@@ -20,8 +20,8 @@ from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import machine
 from lightning_hanayo.planner.plan_file import strategy_options
 from lightning_hanayo.strategy.model_facts import read_model
-from recipes.benchmarks.fits import fit_on_rank
 from recipes.benchmarks.harness import ORDINARY, run_ranks
+from recipes.benchmarks.live_bytes import peak_of_fit
 from recipes.large.module import CausalLM
 from recipes.large.operations import Operations
 from recipes.large.plans import CASES, FOLDER, PLANS
@@ -86,16 +86,16 @@ class CutLayout:
     def measured(self) -> float:
         """Bytes that the fullest of as many processes held."""
         ranks = self.layout.pipe * self.layout.cube_size
-        return float(max(run_ranks(partial(_fit, own=self), ranks, [ORDINARY] * ranks, TIMEOUT_S)[0][1]))
+        found = run_ranks(partial(_fit, own=self), ranks, [ORDINARY] * ranks, TIMEOUT_S)
+        return float(max(peak for _, peak in found))
 
 
-def _fit(rank: int, num_ranks: int, *, own: CutLayout) -> list[int]:
+def _fit(rank: int, num_ranks: int, *, own: CutLayout) -> int:
     torch.manual_seed(0)
     options = strategy_options(own.layout) | {"cube": own.layout.mesh, "step": "microbatch"}
-    strategy = HanayoStrategy(measure_memory=True, **options)
+    strategy = HanayoStrategy(**options)
     batches = [{"input_ids": torch.randint(WORDS, (own.layout.batch_size, CONTEXT))} for _ in range(STEPS)]
-    fit_on_rank(rank, num_ranks, own.module(), batches, strategy=strategy, precision="bf16-mixed")
-    return [one.measured_peak for one in strategy.memory_report().ranks]
+    return peak_of_fit(rank, num_ranks, own.module, batches, strategy=strategy, precision="bf16-mixed")
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ CASES = {
     "plan-512": ["--devices=512", "--nodes=64", "--global-batch=2048", *LARGER],
 }
 """name of the block -> options of the command above it"""
-KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "suspended", "queue", "messages", "workspace")
+KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "suspended", "messages", "workspace")
 HEAD = (
     "P",
     "W",

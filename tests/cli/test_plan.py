@@ -197,6 +197,27 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["memory"]["total"] <= 1e9
 
 
+HANAYO = [f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.pipeline_parallel_size=2"]
+
+
+def test_the_given_layout_is_predicted_rank_by_rank(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--given", "--device=cpu", "--devices=4", *HANAYO, f"{STRATEGY}.data_parallel_size=2"]
+    argv += [f"{STRATEGY}.num_waves=2", f"{STRATEGY}.schedule=hanayo-zb"]
+    assert run(*argv, "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    layout, ranks = made["layout"], made["ranks"]
+    assert (layout["pipe"], layout["num_waves"], layout["data"], layout["schedule"]) == (2, 2, 2, "hanayo-zb")
+    assert layout["samples"] * layout["num_microbatches"] == 8 and layout["accumulate"] == 2
+    assert len(ranks) == 2 and all(sum(one.values()) == pytest.approx(2 * one["total"]) for one in ranks)
+    weights = 8 * (2 * 16 * 64 + 16 + 64) + 16 * 9  # of 8 blocks and the first layer
+    assert sum(one["weights"] for one in ranks) == pytest.approx(4 * weights)
+    assert run(*argv, "--memory=1KB") == 0
+    output = capsys.readouterr().out
+    assert output.startswith("P=2 x W=2, D=2, B=4 of 2 x 2 batches, hanayo-zb: ")
+    assert "it does not fit into 1.0 KB per device" in output
+    assert not (here / "plan.yaml").exists()
+
+
 @pytest.mark.thorough  # other tests read plans as the strategy's arguments
 @pytest.mark.slow
 def test_hanayo_fit_runs_the_plan(here: Path) -> None:
@@ -248,6 +269,19 @@ WRONG = {
     "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),
     "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),
     "pairs": (["--devices=2", "--device=cpu", "--pairs=on"], "--pairs on: the blocks of blocks aren't registered"),
+    "given": (["--devices=2", "--device=cpu", "--given"], "--given: trainer.strategy is 'auto'; give HanayoStrategy"),
+    "given_batch": (
+        ["--devices=2", "--device=cpu", "--given", "--global-batch=8"],
+        "argument --global-batch: not allowed with argument --given",
+    ),
+    "given_plan": (
+        ["--devices=2", "--device=cpu", "--given", HANAYO[0], f"{STRATEGY}.layout=plan"],
+        "layout='plan' chooses when training starts",
+    ),
+    "given_schedule": (
+        ["--devices=2", "--device=cpu", "--given", *HANAYO, f"{STRATEGY}.schedule=1f1b"],
+        "plans don't count schedule='1f1b', but 'hanayo' or 'hanayo-zb'",
+    ),
     "no_file": (["--devices=2", "--machine=none.json"], "none.json can't be read: No such file"),
     "batch": (["--devices=2", "--device=cpu", "--global-batch=0"], "expected a whole number of at least 1, got '0'"),
 }

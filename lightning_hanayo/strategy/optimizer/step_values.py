@@ -80,11 +80,6 @@ class StepValues:
         """How parameters are sharded inside `in_use`, if not only over a cube."""
         return self.shards if self._has_masters else None
 
-    @property
-    def master_weights(self) -> list[Tensor]:
-        """The fp32 copies of parameters."""
-        return [] if self._masters is None else self._masters.tensors
-
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Inside it, parameters have the master weights' values, own rows of them; values written there are kept."""
@@ -226,11 +221,6 @@ class MasterWeights:
             self._masters[parameter] = parameter.data
             set_values(parameter, low.copy_(parameter.data), gradient)
         self._replaced.clear()
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The master weights that no parameter has now."""
-        return list(self._masters.values())
 
     def close(self) -> None:
         """The run has ended: free gradients, and keep the master weights in host memory, for checkpoints."""

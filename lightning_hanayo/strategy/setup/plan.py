@@ -95,29 +95,8 @@ def plan_model(
     if topology.replica_size > 1:
         check_hooks(stack.named_modules)
         checks.check_cuda_graphs(model, stack)
-    costs, schedule = options.costs, options.schedule
-    if costs is None and options.recompute in ("blocks", "attention"):
-        costs = RECOMPUTING[str(options.recompute)]
-    may_wave = options.num_waves != "auto" or len(stack) >= 2 * topology.pipe
-    if options.recompute != "none" and schedule == AUTO and topology.pipe > 1 and may_wave:
-        schedule = _WHOLE_BACKWARD
-    num_microbatches = options.num_microbatches
-    if options.step == "batch" and topology.replica_size == 1:
-        num_microbatches = 1  # one rank holds the whole stack
     try:
-        layout = choose(
-            num_ranks=topology.pipe,
-            num_blocks=max(1, len(stack)),
-            num_waves=options.num_waves,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            activation_budget=options.activation_budget,
-            costs=costs,
-            steady=steady,
-            separate_loss_stage=prod(topology.cube) > 1,
-            pairs=options.pairs and prod(topology.cube) > 1,
-            runs_step_once=options.step == "batch" and topology.replica_size > 1,
-        )
+        layout = choose_layout(options, topology, len(stack), steady=steady)
     except TooFewBlocks as error:
         raise TooFewBlocks(f"{error}{other_lists(model, stack, longer=True)}") from None
     if topology.replica_size > 1 or layout.num_microbatches > 1:
@@ -129,6 +108,39 @@ def plan_model(
         return ModelPlan(stack, layout, None, pretrained)
     checks.check_not_converted(model)
     return ModelPlan(stack, layout, _plan_conversion(model, stack, options, topology), pretrained)
+
+
+def choose_layout(options: Options, topology: Topology, num_blocks: int, *, steady: bool) -> Layout:
+    """The schedule, stages and micro-batches of a run with these options, for a stack of so many blocks.
+
+    `steady`: whether nothing makes ranks wait for each other between steps.
+
+    Raises:
+        HanayoError: an unknown schedule, or costs of other stages.
+        TooFewBlocks: than stages.
+    """
+    costs, schedule = options.costs, options.schedule
+    if costs is None and options.recompute in ("blocks", "attention"):
+        costs = RECOMPUTING[str(options.recompute)]
+    may_wave = options.num_waves != "auto" or num_blocks >= 2 * topology.pipe
+    if options.recompute != "none" and schedule == AUTO and topology.pipe > 1 and may_wave:
+        schedule = _WHOLE_BACKWARD
+    num_microbatches = options.num_microbatches
+    if options.step == "batch" and topology.replica_size == 1:
+        num_microbatches = 1  # one rank holds the whole stack
+    return choose(
+        num_ranks=topology.pipe,
+        num_blocks=max(1, num_blocks),
+        num_waves=options.num_waves,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        activation_budget=options.activation_budget,
+        costs=costs,
+        steady=steady,
+        separate_loss_stage=prod(topology.cube) > 1,
+        pairs=options.pairs and prod(topology.cube) > 1,
+        runs_step_once=options.step == "batch" and topology.replica_size > 1,
+    )
 
 
 def recomputed_modules(recompute: Recompute, layout: Layout, ownership: Ownership, rank: int) -> list[nn.Module]:

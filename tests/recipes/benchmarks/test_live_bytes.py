@@ -1,12 +1,10 @@
 """Bytes of live tensors: shared memory once, until it is freed, in every thread that counts."""
 
 import threading
-from types import SimpleNamespace
 
-import pytest
 import torch
 
-from lightning_hanayo.pipeline_parallel.profiling.memory import AllocatedBytes, LiveBytes
+from recipes.benchmarks.live_bytes import LiveBytes
 from recipes.benchmarks.memory_measured import ResizedBytes
 
 KB = 1024
@@ -82,15 +80,3 @@ def test_memory_that_is_resized_outside_operations() -> None:
         second = torch.zeros(512)
         assert live.peak == 2 * KB
     del first, second
-
-
-def test_an_accelerators_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset: list[torch.device] = []
-    module = SimpleNamespace(
-        memory_allocated=lambda device: 5, max_memory_allocated=lambda device: 9, reset_peak_memory_stats=reset.append
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    device = torch.device("cuda", 1)
-    held = AllocatedBytes(device)
-    with held.counting():
-        assert (held.num_bytes, held.restart(), reset) == (5, 9, [device])

@@ -1,1 +1,0 @@
-"""Simulates schedules: when each action runs, how much memory each rank holds, how large the bubble is."""

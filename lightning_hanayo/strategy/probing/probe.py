@@ -205,6 +205,8 @@ class Probe:
                     comparison.ROUGH if is_low or torch.is_autocast_enabled(self.device.type) else comparison.EXACT
                 )
                 try:
+                    if not draw:
+                        comparison.check_arguments(whole, runs, sizes, outputs.gaps, tolerance)
                     if not trains:
                         returned: dict[str, list[Rule]] = {}
                         comparison.check_logged(whole, runs, made, logged, tolerance.value)
@@ -217,7 +219,6 @@ class Probe:
                         is_known = True
                         break
                     if not draw:
-                        comparison.check_arguments(whole, runs, sizes, tolerance)
                         self._check_state(step, (pieces[0], sizes[0]), whole, runs)
                     if not whole.ran.tensors:  # no block is cut off: all gradients are there
                         is_known = bool(whole.outside)
@@ -295,7 +296,7 @@ class Probe:
             with self.ready(), self.steps.running(), self._undone():
                 whole = self._run(given.step, union, sum(sizes), lambda _, made: made)
                 part = self._run(given.step, pieces[0], sizes[0], lambda _, made: made)
-                comparison.check_arguments(whole, [part], sizes, comparison.Tolerance(float("inf"), 0.0))
+                comparison.check_arguments(whole, [part], sizes, {}, comparison.Tolerance(float("inf"), 0.0))
         except Exception:
             return None
         shapes = [[tuple(tensor.shape) for tensor in call.tensors] for call in whole.ran.calls]

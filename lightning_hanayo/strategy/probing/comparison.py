@@ -174,30 +174,38 @@ def weights_of(whole: DryRun, parts: Sequence[DryRun], outputs: Outputs, toleran
 
 def check_arguments(
     whole: DryRun, parts: Sequence[DryRun], sizes: Sequence[int], gaps: Mapping[int, float], tolerance: Tolerance
-) -> None:
-    """Check that blocks get the same from the steps of parts, or make the same of it where they get no mask.
+) -> bool:
+    """Check that blocks get the same from the steps of parts; where that can't be compared, that they make the same.
+
+    Returns:
+        Whether all arguments can be cut into those of parts.
 
     Raises:
-        Differs: they don't.
+        Differs: they get, or make, something else.
+        CannotBeCut: it isn't known, as there are no `gaps` of the first block's output.
     """
-    total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
+    total, starts, can_be_cut = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))], True
     for number, part in enumerate(parts):
         if len(part.ran.calls) != len(whole.ran.calls):
             raise Differs("the passes through the stack differ")
+        makes_the_same = gaps.get(number, 0.0) <= tolerance.residual
         for i, (call, own) in enumerate(zip(whole.ran.calls, part.ran.calls, strict=True)):
             of_part = dict(tensors_of_calls(own, first=i % 2 == 0))
             for path, tensor in tensors_of_calls(call, first=i % 2 == 0):
-                if path not in of_part:  # a mask that masks nothing, if the block doesn't attend otherwise without it
-                    if gaps.get(number, 0.0) > tolerance.residual:
+                if path not in of_part:  # a mask that masks nothing, if the block attends likewise without it
+                    if not makes_the_same:
                         raise Differs(f"blocks get an argument {tuple(tensor.shape)} with other samples alone")
                     continue
                 found = of_part[path].detach()
                 try:
                     dim = grown_dim(tensor, found, sizes[number] / total)
-                except UnsupportedError as error:
-                    raise CannotBeCut(
-                        f"an argument of the blocks {tuple(tensor.shape)} has no dimension of the samples"
-                    ) from error
+                except UnsupportedError as error:  # samples in one sequence, say
+                    if number not in gaps or not makes_the_same:
+                        raise CannotBeCut(
+                            f"an argument of the blocks {tuple(tensor.shape)} has no dimension of the samples"
+                        ) from error
+                    can_be_cut = False
+                    continue
                 if dim is not None and tensor.shape[dim] % total:
                     if tolerance.residual < float("inf"):
                         raise Unknown(_OTHER_ROWS)
@@ -207,6 +215,7 @@ def check_arguments(
                 share = min(_difference(one.detach(), found) for one in expected)
                 if share > tolerance.residual:
                     raise Differs(f"an argument of the blocks {tuple(tensor.shape)} differs by {share:.2g}")
+    return can_be_cut
 
 
 def check_outside(

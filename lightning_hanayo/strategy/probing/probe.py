@@ -195,7 +195,7 @@ class Probe:
             possible.append(NAMED)
             made[NAMED] = self.named(pieces, parts.sizes.of(parts.present))
         logged: dict[str, list[Rule]] = {}
-        kept, is_known = possible, False
+        kept, is_known, can_be_cut = possible, False, True
         outputs = comparison.Outputs(sizes)
         try:
             for draw in range(draws):
@@ -206,7 +206,7 @@ class Probe:
                 )
                 try:
                     if not draw:
-                        comparison.check_arguments(whole, runs, sizes, outputs.gaps, tolerance)
+                        can_be_cut = comparison.check_arguments(whole, runs, sizes, outputs.gaps, tolerance)
                     if not trains:
                         returned: dict[str, list[Rule]] = {}
                         comparison.check_logged(whole, runs, made, logged, tolerance.value)
@@ -244,9 +244,10 @@ class Probe:
             if not is_known:
                 raise comparison.Unknown("the loss has no gradient at the stack's output")
         except comparison.Differs as difference:
-            return Verdict(difference=str(difference))
+            return Verdict(difference=str(difference), can_be_cut=can_be_cut)
         except comparison.Unknown as reason:
-            return Verdict(unknown=str(reason), can_be_cut=not isinstance(reason, comparison.CannotBeCut))
+            can_be_cut &= not isinstance(reason, comparison.CannotBeCut)
+            return Verdict(unknown=str(reason), can_be_cut=can_be_cut)
         tried = tuple(rule for rule in possible if made[rule] is not None)
         return Verdict(tuple(kept), {key: tuple(own) for key, own in logged.items()}, tried=tried)
 

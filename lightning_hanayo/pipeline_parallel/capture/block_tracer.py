@@ -404,10 +404,10 @@ class BlockTracer:
             if frame is not None:
                 kind = type(own).__name__.removesuffix("Backward")
                 raise UnsupportedError(
-                    f"{user_line()} calls {self._name}[0] in the forward of an autograd.Function ({kind}). Its backward "
-                    f"may call the blocks again, when other ranks don't run theirs: gradients would be missing. With "
-                    f"torch.utils.checkpoint pass use_reentrant=False, or call it in the block's forward. Reversible "
-                    f"networks can't be cut into stages."
+                    f"{user_line()} calls {self._name}[0] in the forward of an autograd.Function ({kind}). Its "
+                    f"backward may call the blocks again, when other ranks don't run theirs: gradients would be "
+                    f"missing. With torch.utils.checkpoint pass use_reentrant=False, or call it in the block's "
+                    f"forward. Reversible networks can't be cut into stages."
                 )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()

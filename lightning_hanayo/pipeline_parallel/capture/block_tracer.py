@@ -472,7 +472,7 @@ class CacheArgument:
         if pass_number != self._pass_number:
             raise _is_used("a key/value cache again")
 
-    def sent_to(self, block: nn.Module, *, is_last: bool) -> Any:
+    def sent_to(self, block: nn.Module, *, is_last: bool = False) -> Any:
         """The cache for a block on another rank. From then on the step can't use the layers that this block fills.
 
         Those are the layers whose numbers its modules know; all layers that no block has filled here, if it is the last
@@ -481,9 +481,10 @@ class CacheArgument:
         Raises:
             UnsupportedError: the block reads from the cache what other blocks put there besides its layers.
         """
-        numbers = (getattr(part, "layer_idx", None) for part in block.modules())
-        own = {number for number in numbers if isinstance(number, int)}
-        _close(self._cache, self._before, set() if is_last else own)
+        if block not in _layers_of:
+            numbers = (getattr(part, "layer_idx", None) for part in block.modules())
+            _layers_of[block] = frozenset(number for number in numbers if isinstance(number, int))
+        _close(self._cache, self._before, frozenset() if is_last else _layers_of[block])
         by_argument = hasattr(sys.modules["transformers.cache_utils"], "KVSharingDict")
         if not by_argument and any(getattr(part, "is_kv_shared_layer", False) for part in block.modules()):
             raise UnsupportedError(
@@ -493,7 +494,11 @@ class CacheArgument:
         return None if self._is_empty else self._before
 
 
-def _close(cache: Any, before: Any, own: set[int]) -> None:
+_layers_of: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""the numbers of a cache's layers that a block's modules know as their own"""
+
+
+def _close(cache: Any, before: Any, own: frozenset[int]) -> None:
     for name, value in vars(cache).items():
         if name == "layers":
             for index, layer in enumerate(vars(before)[name]):

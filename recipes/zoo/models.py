@@ -139,12 +139,12 @@ def _timm_names() -> list[tuple[str, str]]:
 def _timm(family: str, name: str) -> Candidates:
     timm: Any = import_module("timm")
     options = {key: value for key, value in _OWN["timm"][family].items() if key != "model"}
-    for size in (IMAGE, 2 * IMAGE, 224):
+    for size in (IMAGE, 2 * IMAGE, None):
         try:
             model = timm.create_model(name, num_classes=5, img_size=size, **options)
         except Exception:  # it takes images of all sizes, or none of this one
             model = timm.create_model(name, num_classes=5, **options)
-        yield _Classifier(_noisy(model, 0.01)), inputs.pictures(size)
+        yield _Classifier(_noisy(model, 0.01)), inputs.pictures(size or model.default_cfg["input_size"][-1])
 
 
 def _diffusers_names() -> list[tuple[str, str]]:

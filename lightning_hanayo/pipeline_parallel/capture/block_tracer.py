@@ -363,7 +363,7 @@ class BlockTracer:
 
     def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
         if pytree.is_cache(value):
-            value = self._caches[id(value)].sent_to(self._blocks[index], is_last=index + 1 == len(self._blocks))
+            value = self._caches[id(value)].sent_to(self._blocks[index])
         skeleton = self._flattener.flatten(value, what, is_argument=True)
         position = self._position - 1
         if not self._sends_objects and any(n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)):
@@ -472,11 +472,10 @@ class CacheArgument:
         if pass_number != self._pass_number:
             raise _is_used("a key/value cache again")
 
-    def sent_to(self, block: nn.Module, *, is_last: bool = False) -> Any:
+    def sent_to(self, block: nn.Module) -> Any:
         """The cache for a block on another rank. From then on the step can't use the layers that this block fills.
 
-        Those are the layers whose numbers its modules know; all layers that no block has filled here, if it is the last
-        block, or knows none.
+        Those are the layers whose numbers its modules know; if they know none, all that no block has filled here.
 
         Raises:
             UnsupportedError: the block reads from the cache what other blocks put there besides its layers.
@@ -484,7 +483,7 @@ class CacheArgument:
         if block not in _layers_of:
             numbers = (getattr(part, "layer_idx", None) for part in block.modules())
             _layers_of[block] = frozenset(number for number in numbers if isinstance(number, int))
-        _close(self._cache, self._before, frozenset() if is_last else _layers_of[block])
+        _close(self._cache, self._before, _layers_of[block])
         by_argument = hasattr(sys.modules["transformers.cache_utils"], "KVSharingDict")
         if not by_argument and any(getattr(part, "is_kv_shared_layer", False) for part in block.modules()):
             raise UnsupportedError(

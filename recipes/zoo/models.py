@@ -215,7 +215,7 @@ def _tiny(cls: Any, own: dict[str, Any]) -> Any:
         elif _is_size(value) and (isinstance(value, int) or (field.default is not None and value)):
             sizes[field.name] = _size(field.name, value)
     names = {field.name for field in dataclasses.fields(cls)}
-    own = {"layerdrop": 0.0} | own  # which is refused by name: blocks would be left out at random
+    own = {"layerdrop": 0.0} | own  # at random it leaves out blocks, which an error rejects
     return cls(**sizes | {name: value for name, value in own.items() if name in names})
 
 

@@ -138,8 +138,8 @@ def _timm_names() -> list[tuple[str, str]]:
 
 def _timm(family: str, name: str) -> Candidates:
     timm: Any = import_module("timm")
-    options = {key: value for key, value in _OWN["timm"][family].items() if key != "model"}
-    for size in (IMAGE, 2 * IMAGE, None):
+    options = {key: value for key, value in _OWN["timm"][family].items() if key not in ("model", "size")}
+    for size in (_OWN["timm"][family].get("size", IMAGE), 2 * IMAGE, None):
         try:
             model = timm.create_model(name, num_classes=5, img_size=size, **options)
         except Exception:  # it takes images of all sizes, or none of this one

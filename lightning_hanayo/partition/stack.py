@@ -223,8 +223,8 @@ def is_ambiguous(model: nn.Module) -> bool:
     """Whether it depends on a step's calls which of the model's lists is cut. Small ones don't count."""
     found = _stacks(model)
     best = _best(found)
-    if best is None:
-        return False
+    if best is None or not best.is_uniform:
+        return best is not None  # it may leave out a class
     is_trained, _ = _size(best)
     enough = _MAY_BE_ALL * sum(parameter.numel() for parameter in model.parameters())
     sizes = [_size(one) for one in _outermost(found) if one is not best]

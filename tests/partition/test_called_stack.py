@@ -132,6 +132,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "towers.2.layers",
     ),
     "layer drop": (lambda: Drops([], tower=blocks(5), layers=blocks(4)), "tower", "layers"),
+    "one list of few classes": (
+        lambda: Model(["layers"], layers=blocks(4, [Block, Special])), "layers", "layers",
+    ),
     "blocks of one class are left out": (
         lambda: Alternates([], tower=blocks(5), layers=blocks(6, [Block, Heads])), "tower", "layers[0,2,4]",
     ),
@@ -156,7 +159,6 @@ def test_some_blocks_of_a_list_are_named_by_numbers_that_it_has() -> None:
 
 UNIQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one list": (lambda: Model(["layers"], layers=blocks(4)), "layers"),
-    "one list of few classes": (lambda: Model(["layers"], layers=blocks(4, [Block, Special])), "layers"),
     "lists in its blocks": (lambda: Model(["layers"], layers=blocks(4, [Heads])), "layers"),
     "blocks in a row": (
         lambda: Model(["net"], net=nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks(4), nn.LayerNorm(WIDTH))), "net[1:5]",

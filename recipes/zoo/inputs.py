@@ -142,7 +142,8 @@ def _tokens_per_image(model: Any, pixels: Batch) -> int:
             return int(found.numel() // found.shape[-1] // BATCH)
         except Exception:  # whatever the library raises: the training tells
             continue
-    return int(getattr(model.config, "latent_query_num", 0))
+    names = ("latent_query_num", "num_query_tokens")
+    return next((int(getattr(model.config, name)) for name in names if hasattr(model.config, name)), 0)
 
 
 def pictures(size: int) -> Batches:

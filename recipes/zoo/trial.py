@@ -109,8 +109,9 @@ def _train(module: Tiny, batches: Batches, dtype: torch.dtype) -> None:
 
     Raises:
         Exception: the model can't do it in this process.
-        ValueError: its loss isn't a number, or depends on nothing.
+        ValueError: its loss isn't a number, or depends on no parameter, or not on the images.
     """
+    _check_images(deepcopy(module).eval(), cast(batches[0], dtype))
     module = deepcopy(module)  # steps may leave tensors with gradients in it
     for batch in batches:
         loss: Tensor = module.training_step(cast(batch, dtype), 0)
@@ -119,6 +120,15 @@ def _train(module: Tiny, batches: Batches, dtype: torch.dtype) -> None:
         loss.backward()
     if not any(one.grad is not None for one in module.parameters()):
         raise ValueError("its loss depends on no parameter")
+
+
+def _check_images(module: Tiny, batch: Any) -> None:
+    """Images without tokens in the text, or with other sizes than the model expects, may be left out."""
+    for key in {"pixel_values", "flattened_patches"} & batch.keys():
+        with torch.no_grad():
+            losses = [module.training_step(batch | {key: sign * batch[key]}, 0).item() for sign in (1, -1)]
+        if losses[0] == losses[1]:
+            raise ValueError("its loss doesn't depend on the images")
 
 
 def _checked(module: Tiny, batches: Batches, layout: str, dtype: torch.dtype, timeout: float) -> Row:

@@ -126,7 +126,7 @@ def _check_images(module: Tiny, batch: Any) -> None:
     """Images without tokens in the text, or with other sizes than the model expects, may be left out."""
     for key in {"pixel_values", "flattened_patches"} & batch.keys():
         with torch.no_grad():
-            losses = [module.training_step(batch | {key: sign * batch[key]}, 0).item() for sign in (1, -1)]
+            losses = [module.training_step(batch | {key: by * batch[key]}, 0).item() for by in (1, 2)]
         if losses[0] == losses[1]:
             raise ValueError("its loss doesn't depend on the images")
 

@@ -91,7 +91,7 @@ def examine(mapping: str, kind: str, name: str, layout: str, timeout: float) -> 
                     return {"precision": str(dtype).removeprefix("torch."), "layouts": {layout: found}}
         except Exception as error:  # of the library, while it makes a model
             errors.append(error)
-    reason = f"{type(errors[0]).__name__}: {_first_line(errors[0])}"
+    reason = f"{type(errors[0]).__name__}: {_first_line(errors[0])}" if errors else "it takes none of the batches"
     return {"layouts": {layout: {"verdict": "one process can't", "reason": reason}}}
 
 

@@ -347,8 +347,8 @@ def _whole(module: nn.Module, name: str) -> Stack:
 
 def _some(stack: Stack, numbers: Sequence[int]) -> Stack:
     """The blocks with these numbers."""
-    blocks, names = (tuple(some[i] for i in numbers) for some in (stack.blocks, stack.block_names))
-    return Stack(f"{stack.name}[{','.join(map(str, numbers))}]", blocks, names)
+    name, paths = f"{stack.name}[{','.join(map(str, numbers))}]", stack.block_names
+    return Stack(name, tuple(stack.blocks[i] for i in numbers), tuple(paths[i] for i in numbers))
 
 
 def _in_turn(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> Stack:

@@ -4,9 +4,11 @@ layers = ModuleList(block, block, ...)                  "layers"
 layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
 layers = ModuleList(Sequential(linear, relu), ...)      "layers[*]"      their modules, but only if it is named so
 net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
+layers = ModuleList(block, other, block, ...)           "layers[0,2]"    some of them: those that the step calls
 two lists of as many modules                            "a+b"            a[0], b[0], a[1], b[1], ...: lists in turn
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -108,6 +110,13 @@ class Calls:
                 hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             yield
 
+    def called(self, stack: Stack) -> Stack:
+        """The stack without classes of blocks that aren't called, such as cross-attention to images in a text."""
+        kinds = {type(module) for module, _, _ in self._calls if module in stack.blocks}
+        if len(kinds) in (0, len(stack._classes)) or stack.name.endswith("]"):
+            return stack
+        return _some(stack, [i for i, block in enumerate(stack.blocks) if type(block) in kinds])
+
     def pass_through(self, stack: Stack) -> bool:
         """Whether the blocks are called in order, each on what becomes of the output of the one before, once or often.
 
@@ -160,6 +169,11 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
     if name is not None and "+" in name:
         stack = _in_turn(model, name, lists)
+    elif name is not None and (some := re.fullmatch(r"(.*)\[(\d+(?:,\d+)*)\]", name)) and some[1] in lists:
+        numbers, whole = list(map(int, some[2].split(","))), _whole(lists[some[1]], some[1])
+        if max(numbers) >= len(whole):
+            raise HanayoError(f"blocks={name!r}: {some[1]} has {len(whole)} modules")
+        stack = _some(whole, numbers)
     elif name is not None and (of := name.removesuffix("[*]")) in lists:
         stack = _whole(lists[of], of)
         if name != of and name != stack.name:  # of Sequentials, whose modules the step calls
@@ -209,8 +223,8 @@ def is_ambiguous(model: nn.Module) -> bool:
     """Whether it depends on a step's calls which of the model's lists is cut. Small ones don't count."""
     found = _stacks(model)
     best = _best(found)
-    if best is None:
-        return False
+    if best is None or not best.is_uniform:
+        return best is not None  # it may leave out a class
     is_trained, _ = _size(best)
     enough = _MAY_BE_ALL * sum(parameter.numel() for parameter in model.parameters())
     sizes = [_size(one) for one in _outermost(found) if one is not best]
@@ -271,7 +285,7 @@ def _size(stack: Stack) -> tuple[bool, int]:
 
 def passed_stacks(model: nn.Module, calls: Calls) -> list[Stack]:
     """The outermost stacks that the calls pass through."""
-    return _outermost([one for one in _stacks(model) if calls.pass_through(one)])
+    return _outermost([one for one in map(calls.called, _stacks(model)) if calls.pass_through(one)])
 
 
 def _best(found: Sequence[Stack], *, is_passed: bool = False) -> Stack | None:
@@ -329,6 +343,12 @@ def _whole(module: nn.Module, name: str) -> Stack:
         parts = [_children(*one[::-1]) if isinstance(one[1], nn.ModuleList) else [one] for one in named]
         named, name = list(chain.from_iterable(parts)), f"{name.removesuffix('[*]')}[*]"
     return Stack(name, tuple(block for _, block in named), tuple(path for path, _ in named))
+
+
+def _some(stack: Stack, numbers: Sequence[int]) -> Stack:
+    """The blocks with these numbers."""
+    name, paths = f"{stack.name}[{','.join(map(str, numbers))}]", stack.block_names
+    return Stack(name, tuple(stack.blocks[i] for i in numbers), tuple(paths[i] for i in numbers))
 
 
 def _in_turn(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> Stack:

@@ -150,18 +150,27 @@ def compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     if is_of_part or not all(isinstance(part, OnUse) and part._source is not None for part in parts):
         return partial_values.compute_on_parts(func, args, kwargs)
     if name in _ALIASES:
-        return alias(args[0], None, args[0]._source)
+        return alias(args[0], None, args[0]._source, counts=name != "data")
     args, kwargs = _whole_leaves((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def alias(
-    part: Any, parameter: nn.Parameter | None, source: Source | None, kind: type[OnUse] = WholeValuesOnUse
+    part: Any,
+    parameter: nn.Parameter | None,
+    source: Source | None,
+    kind: type[OnUse] = WholeValuesOnUse,
+    *,
+    counts: bool = True,
 ) -> OnUse:
-    """The memory of a part, gathered from `source` when it is used; the `parameter` gets the gradient, if any."""
+    """The memory of a part, gathered from `source` when it is used; the `parameter` gets the gradient, if any.
+
+    `counts`: whether changes in place count as changes of the part, too.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        made: Any = partial_values.plain_alias(part).as_subclass(kind)
+        plain = partial_values.plain_alias(part)
+        made: Any = (plain if counts else plain.data).as_subclass(kind)
         made._part, made._source, made._parameter = vars(part).get("_part"), source, parameter
         made.requires_grad_(parameter is not None and parameter.requires_grad)
         return made  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
 """Trains all models of a mapping on two ranks, and writes the verdicts: `python -m recipes.zoo --mapping causal-lm`.
 
-Takes half an hour for the largest mapping on two cores. The page is rebuilt at the end, and by `--page` alone.
+Takes half an hour for the largest mapping on two cores. The page is rebuilt at the end, and by `--page` alone. Verdicts
+of the other layout stay as they are.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def main() -> None:
     """Train, and write the mapping's JSON after each model."""
     parser = argparse.ArgumentParser(prog="python -m recipes.zoo", description=__doc__)
     parser.add_argument("--mapping", choices=tuple(MAPPINGS), help="whose models to train")
-    parser.add_argument("--cube", action="store_true", help="also on a cube (1, 2, 1)")
+    parser.add_argument("--cube", action="store_true", help="on a cube (1, 2, 1) in place of two pipeline ranks")
     parser.add_argument("--continue", dest="goes_on", action="store_true", help="keep the rows that the JSON has")
     parser.add_argument("--only", nargs="+", default=(), help="types of models, whose rows are made anew")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each model (default: %(default)s)")
@@ -47,15 +48,15 @@ def train(arguments: argparse.Namespace) -> None:
 
     path, console = FOLDER / f"{arguments.mapping}.json", Console()
     known = json.loads(path.read_text("utf-8"))["models"] if path.exists() else []
-    rows = {(row["model"], row["class"]): row for row in known if arguments.goes_on or arguments.only}
-    wanted = [one for one in mapping.names() if not arguments.only or one[0] in arguments.only]
-    wanted = [one for one in wanted if one not in rows or arguments.only]
-    layouts = ["P=2", "cube"] if arguments.cube else ["P=2"]
+    names, layout = mapping.names(), "cube" if arguments.cube else "P=2"
+    rows = {key: row for row in known if (key := (row["model"], row["class"])) in names}
+    wanted = [one for one in names if not arguments.only or one[0] in arguments.only]
+    wanted = [one for one in wanted if not (arguments.goes_on and layout in rows.get(one, {"layouts": ()})["layouts"])]
     for kind, name in track(wanted, arguments.mapping, console=console):
-        row = trial.run(arguments.mapping, kind, name, layouts, arguments.timeout)
-        rows[kind, name] = row
-        verdicts = ", ".join(f"{layout}: {one['verdict']}" for layout, one in row["layouts"].items())
-        console.print(f"{kind} {name}: {verdicts}", highlight=False)
+        row = trial.run(arguments.mapping, kind, name, layout, arguments.timeout)
+        before = rows.get((kind, name), row)["layouts"]
+        rows[kind, name] = row | {"layouts": before | row["layouts"]}
+        console.print(f"{kind} {name}: {layout}: {row['layouts'][layout]['verdict']}", highlight=False)
         told = {
             "date": datetime.now(UTC).date().isoformat(),
             "versions": {library: version(library) for library in (*LIBRARIES, mapping.library)},

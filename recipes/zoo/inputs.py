@@ -15,8 +15,11 @@ IMAGES = 8
 """of a batch, so that no micro-batch has a single one, of which BatchNorm has no variance"""
 VOCABULARY = 99
 IMAGE = 64
+_TILES = 4
+"""of an image, in models that cut it"""
 Batch = dict[str, Tensor]
 Batches = list[dict[str, Tensor]]
+_ENCODERS = ("audio_config", "encoder_config")
 Maker = Callable[[nn.Module, int], Iterator[Batch]]
 """yields batches for a model and a length of sequences"""
 
@@ -48,12 +51,14 @@ def waves(model: nn.Module, length: int) -> Iterator[Batch]:
 def features(model: nn.Module, length: int) -> Iterator[Batch]:
     """Frames of sound's features, as the last dimension and before it, with labels."""
     config: Any = model.config
-    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel")
-    count = next((getattr(config, name) for name in names if hasattr(config, name)), 80)
-    frames = 2 * getattr(config, "max_source_positions", 4 * length)
-    for shape in ((frames, count), (count, frames)):
+    encoder = next((one for name in _ENCODERS if (one := getattr(config, name, None)) is not None), config)
+    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim")
+    count = next((getattr(encoder, name) for name in names if hasattr(encoder, name)), 80)
+    frames = 2 * getattr(encoder, "max_source_positions", 4 * length)
+    for shape in ((frames, count), (count, frames), (frames, getattr(config, "d_model", count))):
         batch = {"input_features": _normal(BATCH, *shape), "labels": _integers(3, 20, BATCH, 4)}
         yield _known(batch, model.forward)
+        yield _known(batch | {"attention_mask": torch.ones(BATCH, frames).long()}, model.forward)
 
 
 def images_and_text(model: nn.Module, length: int) -> Iterator[Batch]:
@@ -61,18 +66,31 @@ def images_and_text(model: nn.Module, length: int) -> Iterator[Batch]:
     config: Any = model.config
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     for pixels in _pixels(getattr(config, "vision_config", None) or config):
-        if not pixels.keys() <= inspect.signature(model.forward).parameters.keys():
-            continue
-        count = 0 if token is None else _tokens_per_image(model, pixels)
-        ids = _integers(3, 60, BATCH, length + count)
-        ids[:, 2 : 2 + count] = token or 0
-        types = torch.zeros_like(ids)
-        types[:, 2 : 2 + count] = 1
-        mask, labels = torch.ones_like(ids), ids.where(types == 0, -100)
-        mask[1, -2:], labels[1, -2:] = 0, -100
-        rest = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        types_ids = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), types)
-        yield _known(pixels | rest | types_ids, model.forward)
+        if pixels.keys() <= inspect.signature(model.forward).parameters.keys():
+            yield _with_text(model, pixels, token, length)
+            yield pixels | {"labels": _integers(3, 20, BATCH, length)}
+
+
+def _with_text(model: nn.Module, pixels: Batch, token: int | None, length: int) -> Batch:
+    """Images with sequences in which they have tokens, and of which the second one ends in padding."""
+    count = 0 if token is None else _tokens_per_image(model, pixels)
+    ids = _integers(3, 60, BATCH, length + count)
+    ids[:, 2 : 2 + count] = token or 0
+    types = torch.zeros_like(ids)
+    types[:, 2 : 2 + count] = 1
+    mask, labels = torch.ones_like(ids), ids.where(types == 0, -100)
+    mask[1, -2:], labels[1, -2:] = 0, -100
+    names = inspect.signature(model.forward).parameters
+    others = {
+        "bbox": torch.rand(*ids.shape, 4, generator=_generator),
+        "image_attention_mask": torch.ones(*ids.shape, 1).long(),
+        "cross_attention_mask": torch.ones(*ids.shape, 1, _TILES).long(),
+        "image_embeds_position_mask": types,
+        "qformer_input_ids": ids[:, :8],
+    }
+    rest = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    rest |= {key: value for key, value in others.items() if key in names}
+    return _known(pixels | rest | dict.fromkeys(("mm_token_type_ids", "token_type_ids"), types), model.forward)
 
 
 def _pixels(config: Any) -> Iterator[Batch]:
@@ -82,9 +100,16 @@ def _pixels(config: Any) -> Iterator[Batch]:
     if isinstance(patch := getattr(config, "patch_size", None), int):
         numbers = channels * patch * patch
         shapes = torch.tensor([[1, 4, 4]] * BATCH)
-        for values in {numbers * getattr(config, "temporal_patch_size", 1), numbers}:
+        for values in {numbers * getattr(config, "temporal_patch_size", 1), numbers, 2 * numbers}:
             yield {"pixel_values": _normal(16 * BATCH, values), "image_grid_thw": shapes}
+            merges = torch.full((BATCH,), 2)
+            yield {"pixel_values": _normal(16 * BATCH, values), "image_grid_thw": shapes, "image_merge_sizes": merges}
         yield {"pixel_values": _normal(16 * BATCH, channels, patch, patch), "image_grid_thw": shapes}
+        yield {
+            "pixel_values": _normal(BATCH, 16, numbers),
+            "spatial_shapes": shapes[:, 1:],
+            "pixel_attention_mask": torch.ones(BATCH, 16).long(),
+        }
     one = _normal(BATCH, channels, height, width)
     several = one[:, None].repeat(1, 2, 1, 1, 1)
     sizes = torch.tensor([[height, width]] * BATCH)
@@ -93,10 +118,17 @@ def _pixels(config: Any) -> Iterator[Batch]:
         "pixel_attention_mask": torch.ones(BATCH, 1, height, width, dtype=torch.long),
     }
     yield {"pixel_values": several, "image_sizes": sizes}
+    yield {
+        "pixel_values": one[:, None, None].repeat(1, 1, _TILES, 1, 1, 1),
+        "aspect_ratio_ids": torch.ones(BATCH, 1).long(),
+        "aspect_ratio_mask": torch.ones(BATCH, 1, _TILES).long(),
+    }
+    yield {"pixel_values": one, "high_res_pixel_values": one.clone()}
     yield {"pixel_values": one, "image_sizes": sizes}
     yield {"pixel_values": one}
     yield {"pixel_values": several[:, :1]}
-    yield {"flattened_patches": _normal(BATCH, 16, channels * 256 + 2).abs()}
+    width = getattr(config, "patch_embed_hidden_size", channels * 256) + 2
+    yield {"flattened_patches": _normal(BATCH, 16, width).abs().clamp(max=15)}
 
 
 def _tokens_per_image(model: Any, pixels: Batch) -> int:
@@ -110,7 +142,8 @@ def _tokens_per_image(model: Any, pixels: Batch) -> int:
             return int(found.numel() // found.shape[-1] // BATCH)
         except Exception:  # whatever the library raises: the training tells
             continue
-    return 0
+    names = ("latent_query_num", "num_query_tokens")
+    return next((int(getattr(model.config, name)) for name in names if hasattr(model.config, name)), 0)
 
 
 def pictures(size: int) -> Batches:

@@ -138,13 +138,13 @@ def _timm_names() -> list[tuple[str, str]]:
 
 def _timm(family: str, name: str) -> Candidates:
     timm: Any = import_module("timm")
-    options = {key: value for key, value in _OWN["timm"][family].items() if key != "model"}
-    for size in (IMAGE, 2 * IMAGE, 224):
+    options = {key: value for key, value in _OWN["timm"][family].items() if key not in ("model", "size")}
+    for size in (_OWN["timm"][family].get("size", IMAGE), 2 * IMAGE, None):
         try:
             model = timm.create_model(name, num_classes=5, img_size=size, **options)
         except Exception:  # it takes images of all sizes, or none of this one
             model = timm.create_model(name, num_classes=5, **options)
-        yield _Classifier(_noisy(model, 0.01)), inputs.pictures(size)
+        yield _Classifier(_noisy(model, 0.01)), inputs.pictures(size or model.default_cfg["input_size"][-1])
 
 
 def _diffusers_names() -> list[tuple[str, str]]:
@@ -215,6 +215,7 @@ def _tiny(cls: Any, own: dict[str, Any]) -> Any:
         elif _is_size(value) and (isinstance(value, int) or (field.default is not None and value)):
             sizes[field.name] = _size(field.name, value)
     names = {field.name for field in dataclasses.fields(cls)}
+    own = {"layerdrop": 0.0} | own  # at random it leaves out blocks, which an error rejects
     return cls(**sizes | {name: value for name, value in own.items() if name in names})
 
 

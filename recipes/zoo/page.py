@@ -32,23 +32,25 @@ def blocks() -> dict[str, str]:
 def _totals(found: Mapping[str, Any]) -> str:
     rows = []
     for mapping, one in found.items():
-        counts = Counter(row["layouts"]["P=2"]["verdict"] for row in one["models"])
         versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
-        numbers = [str(counts[verdict]) for verdict in VERDICTS]
-        rows.append((mapping, str(len(one["models"])), *numbers, f"{one['date']}: {versions}"))
-    return markdown(("mapping", "models", *VERDICTS, "run"), rows)
+        for layout in ("P=2", "cube"):
+            counts = Counter(row["layouts"][layout]["verdict"] for row in one["models"] if layout in row["layouts"])
+            if counts:
+                numbers = [str(counts[verdict]) for verdict in VERDICTS]
+                rows.append((mapping, layout, str(counts.total()), *numbers, f"{one['date']}: {versions}"))
+    return markdown(("mapping", "layout", "models", *VERDICTS, "run"), rows)
 
 
 def _others(found: Mapping[str, Any]) -> str:
     rows = []
     for mapping, one in found.items():
         for row in one["models"]:
-            verdict = row["layouts"]["P=2"]
-            if verdict["verdict"] != "exact":
-                reason = ". ".join([*verdict.get("notes", ()), verdict["reason"]]).replace("|", "/")
-                reason = reason.replace("<", "&lt;").replace("](", "] (")  # no link
-
-                shown = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN].rstrip()} ..."
-                rows.append((f"{row['class']} ({row['model']})", mapping, verdict["verdict"], shown))
+            for layout, verdict in row["layouts"].items():
+                is_known = layout != "P=2" and verdict["verdict"] == VERDICTS[-1]
+                if verdict["verdict"] != "exact" and not is_known:
+                    reason = ". ".join([*verdict.get("notes", ()), verdict["reason"]]).replace("|", "/")
+                    reason = reason.replace("<", "&lt;").replace("](", "] (")  # no link
+                    shown = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN].rstrip()} ..."
+                    rows.append((f"{row['class']} ({row['model']})", f"{mapping}, {layout}", verdict["verdict"], shown))
     rows.sort(key=lambda row: (VERDICTS.index(row[2]), row[1], row[0]))
-    return markdown(("model", "mapping", "verdict", "reason"), rows)
+    return markdown(("model", "mapping, layout", "verdict", "reason"), rows)

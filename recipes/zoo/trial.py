@@ -25,7 +25,7 @@ from recipes.zoo.models import MAPPINGS, Tiny
 LAYOUTS: dict[str, dict[str, Any]] = {"P=2": {}, "cube": {"cube": (1, 2, 1), "pipeline_parallel_size": 1}}
 """options of the strategy on two ranks"""
 Row = dict[str, Any]
-"""of one architecture: model, class, precision, and for each layout its verdict, reason and largest difference"""
+"""of one architecture: model, class, precision, and by layout its verdict, reason and largest difference"""
 
 
 class _WithoutFloat32(ModuleType):
@@ -37,41 +37,41 @@ class _WithoutFloat32(ModuleType):
         return getattr(torch, name)
 
 
-def run(mapping: str, kind: str, name: str, layouts: list[str], timeout: float) -> Row:
-    """The row of an architecture. Its processes end with this call."""
+def run(mapping: str, kind: str, name: str, layout: str, timeout: float) -> Row:
+    """The row of an architecture on one layout. Its processes end with this call."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(sender, mapping, kind, name, layouts, timeout / 2))
+    process = context.Process(target=_main, args=(sender, mapping, kind, name, layout, timeout / 2))
     start_forks([process])
     sender.close()
     try:
-        row = receiver.recv() if receiver.poll(timeout) else _unknown(f"no answer within {timeout:g} s")
+        row = receiver.recv() if receiver.poll(timeout) else _unknown(layout, f"no answer within {timeout:g} s")
     except EOFError:
         process.join()
-        row = _unknown(f"its process ended with exit code {process.exitcode}")
+        row = _unknown(layout, f"its process ended with exit code {process.exitcode}")
     finally:
         process.kill()
         process.join()
     return {"model": kind, "class": name} | row
 
 
-def _unknown(reason: str) -> Row:
-    return {"layouts": {"P=2": {"verdict": "no answer", "reason": reason}}}
+def _unknown(layout: str, reason: str) -> Row:
+    return {"layouts": {layout: {"verdict": "no answer", "reason": reason}}}
 
 
-def _main(sender: Connection, mapping: str, kind: str, name: str, layouts: list[str], timeout: float) -> None:
+def _main(sender: Connection, mapping: str, kind: str, name: str, layout: str, timeout: float) -> None:
     begin_fork()
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sender.send(examine(mapping, kind, name, layouts, timeout))
+    sender.send(examine(mapping, kind, name, layout, timeout))
     os._exit(0)
 
 
-def examine(mapping: str, kind: str, name: str, layouts: list[str], timeout: float) -> Row:
-    """Train in this process, in fp64 if the model can, and then compare layouts with one process."""
+def examine(mapping: str, kind: str, name: str, layout: str, timeout: float) -> Row:
+    """Train in this process, in fp64 if the model can, and then compare a layout with one process."""
     library, _, candidates = MAPPINGS[mapping]
     errors: list[Exception] = []
     for dtype in (torch.float64, torch.float32):
@@ -87,12 +87,12 @@ def examine(mapping: str, kind: str, name: str, layouts: list[str], timeout: flo
                     errors.append(error)
                 else:
                     torch.set_default_dtype(torch.float32)
-                    found = {layout: _checked(module, batches, layout, dtype, timeout) for layout in layouts}
-                    return {"precision": str(dtype).removeprefix("torch."), "layouts": found}
+                    found = _checked(module, batches, layout, dtype, timeout)
+                    return {"precision": str(dtype).removeprefix("torch."), "layouts": {layout: found}}
         except Exception as error:  # of the library, while it makes a model
             errors.append(error)
-    reason = f"{type(errors[0]).__name__}: {_first_line(errors[0])}"
-    return {"layouts": {layout: {"verdict": "one process can't", "reason": reason} for layout in layouts}}
+    reason = f"{type(errors[0]).__name__}: {_first_line(errors[0])}" if errors else "it takes none of the batches"
+    return {"layouts": {layout: {"verdict": "one process can't", "reason": reason}}}
 
 
 def _lift_roundings(library: str, dtype: torch.dtype) -> None:
@@ -109,8 +109,9 @@ def _train(module: Tiny, batches: Batches, dtype: torch.dtype) -> None:
 
     Raises:
         Exception: the model can't do it in this process.
-        ValueError: its loss isn't a number, or depends on nothing.
+        ValueError: its loss isn't a number, or depends on no parameter, or not on the images.
     """
+    _check_images(deepcopy(module).eval(), cast(batches[0], dtype))
     module = deepcopy(module)  # steps may leave tensors with gradients in it
     for batch in batches:
         loss: Tensor = module.training_step(cast(batch, dtype), 0)
@@ -119,6 +120,15 @@ def _train(module: Tiny, batches: Batches, dtype: torch.dtype) -> None:
         loss.backward()
     if not any(one.grad is not None for one in module.parameters()):
         raise ValueError("its loss depends on no parameter")
+
+
+def _check_images(module: Tiny, batch: Any) -> None:
+    """Images without tokens in the text, or with other sizes than the model expects, may be left out."""
+    for key in {"pixel_values", "flattened_patches"} & batch.keys():
+        with torch.no_grad():
+            losses = [module.training_step(batch | {key: by * batch[key]}, 0).item() for by in (1, 2)]
+        if losses[0] == losses[1]:
+            raise ValueError("its loss doesn't depend on the images")
 
 
 def _checked(module: Tiny, batches: Batches, layout: str, dtype: torch.dtype, timeout: float) -> Row:

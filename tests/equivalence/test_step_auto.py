@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.equivalence import test_whole_step as whole
@@ -88,6 +88,53 @@ class Preferred(models.MLP):
         return -functional.logsigmoid(chosen.logsumexp(1) - rejected.logsumexp(1)).mean()
 
 
+class Within(models.Block):
+    """Compares the rows of each sample, which follow on each other."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return super().forward(x - x.unflatten(0, (len(ends) - 1, -1)).mean(1).repeat_interleave(int(ends[1]), 0))
+
+
+class Packed(models.MLP):
+    """All samples are one sequence, as patches of images are: where they end has one number more than samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Within() for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(torch.stack([x, x.square()], 1)).flatten(0, 1)
+        ends = torch.arange(0, len(x) + 1, 2)
+        for block in self.blocks:
+            x = block(x, ends)
+        return self.head(x.unflatten(0, (-1, 2)).sum(1))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return functional.cross_entropy(self(batch["x"]), batch["y"], ignore_index=1)
+
+
+class Attends(models.Block):
+    """Without a mask it computes something else than with one that masks nothing."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(2 * x if mask is None else x * mask)
+
+
+class Masks(models.MLP):
+    """Gives blocks a mask only where there is something to mask, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attends() for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, :1] > -1.0
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, None if mask.all() else mask)
+        return self.head(x)
+
+
 def auto(training: Training, layout: Layout) -> tuple[Outcome, dict[str, Any]]:
     found: dict[str, Any] = {}
     from lightning_hanayo.strategy.probing import step_choice
@@ -111,13 +158,13 @@ RULES: list[tuple[Any, str]] = [
     (models.MLP, "samples"), (Summed, "nothing: the losses are added up"),
     (whole.Constant, "nothing: the losses are added up"),
     (Ignores, "the values of batch['y'] other than 1"), (models.Skip, "samples"), (Dropped, "samples"),
-    (Preferred, "samples"),
+    (Preferred, "samples"), (Packed, "the values of batch['y'] other than 1"),
     (models.gpt2, "the values of batch['labels'] other than -100, without the first of each sequence"),
     (models.llama, "the values of batch['labels'] other than -100, without the first of each sequence"),
 ]  # fmt: skip
 WHOLE: list[Any] = [
     whole.Contrastive, whole.Whitened, whole.TwoDenominators, whole.Normalized, whole.Counts,
-    Weighted, Perplexity, Penalised,
+    Weighted, Perplexity, Penalised, Masks,
 ]  # fmt: skip
 
 
@@ -370,7 +417,7 @@ def test_halves_of_micro_batches_tell_rules(pool: Pool, model: Any, rule: str) -
     assert_close(outcome.weights, expected.weights, 1e-4 if is_text else 1e-10)
 
 
-LARGE = [one for one in WHOLE if one is not whole.Counts]
+LARGE = [one for one in WHOLE if one not in (whole.Counts, Masks)]
 
 
 @pytest.mark.parametrize("model", covered(LARGE, by=LARGE[:2]), ids=lambda v: v.__name__)

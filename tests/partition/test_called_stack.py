@@ -91,6 +91,15 @@ class Drops(Model):
         return x
 
 
+class Alternates(Model):
+    """Leaves out the blocks of one class, as those of cross-attention to images in a text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.get_submodule("layers"):
+            x = x if type(layer) is Heads else layer(x)
+        return x
+
+
 def blocks(count: int, kinds: Sequence[Callable[[], nn.Module]] = (Block,)) -> nn.ModuleList:
     return nn.ModuleList(kinds[i % len(kinds)]() for i in range(count))
 
@@ -123,6 +132,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "towers.2.layers",
     ),
     "layer drop": (lambda: Drops([], tower=blocks(5), layers=blocks(4)), "tower", "layers"),
+    "one list of few classes": (
+        lambda: Model(["layers"], layers=blocks(4, [Block, Special])), "layers", "layers",
+    ),
+    "blocks of one class are left out": (
+        lambda: Alternates([], tower=blocks(5), layers=blocks(6, [Block, Heads])), "tower", "layers[0,2,4]",
+    ),
     "two passes": (lambda: Model(["layers", "layers"], tower=blocks(5), layers=blocks(4)), "tower", "layers"),
     "nothing is passed through": (lambda: Model([], tower=blocks(5), layers=blocks(4)), "tower", "tower"),
 }  # fmt: skip
@@ -134,12 +149,16 @@ def test_the_stack_is_what_is_called(kind: str) -> None:
     model = factory()
     assert find_stack(model).name == static
     assert is_ambiguous(model)
-    assert named_by_calls(model) == expected
+    assert named_by_calls(model) == expected == find_stack(model, expected).name
+
+
+def test_some_blocks_of_a_list_are_named_by_numbers_that_it_has() -> None:
+    with pytest.raises(HanayoError, match=r"layers\[0,4\].*layers has 4 modules"):
+        find_stack(Model([], layers=blocks(4)), "layers[0,4]")
 
 
 UNIQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one list": (lambda: Model(["layers"], layers=blocks(4)), "layers"),
-    "one list of few classes": (lambda: Model(["layers"], layers=blocks(4, [Block, Special])), "layers"),
     "lists in its blocks": (lambda: Model(["layers"], layers=blocks(4, [Heads])), "layers"),
     "blocks in a row": (
         lambda: Model(["net"], net=nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks(4), nn.LayerNorm(WIDTH))), "net[1:5]",

@@ -25,11 +25,11 @@ def test_the_page_is_what_the_runs_have_written() -> None:
 def test_a_tiny_model_is_exact_on_two_ranks(mapping: str) -> None:
     kind, name = ONE_OF_EACH[mapping]
     assert (kind, name) in models.MAPPINGS[mapping].names()
-    row = trial.run(mapping, kind, name, ["P=2"], real_seconds(60.0))
+    row = trial.run(mapping, kind, name, "P=2", real_seconds(60.0))
     assert row["layouts"]["P=2"]["verdict"] == "exact" and row["precision"] == "float64", row
     assert row["layouts"]["P=2"]["gap"] < 1e-9
 
 
 def test_what_one_process_cannot_train_is_told_apart() -> None:
-    row = trial.run("causal-lm", "no_such_model", "LlamaForNothing", ["P=2"], real_seconds(60.0))
+    row = trial.run("causal-lm", "no_such_model", "LlamaForNothing", "P=2", real_seconds(60.0))
     assert row["layouts"]["P=2"]["verdict"] == "one process can't"

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
@@ -399,16 +399,23 @@ class BlockTracer:
         self.has_gradients = torch.is_grad_enabled()
         if self._grad_mode and not self.has_gradients:
             frame: FrameType | None = sys._getframe()
-            while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+            while frame is not None and not isinstance(own := _first_argument(frame), FunctionCtx):
                 frame = frame.f_back
             if frame is not None:
+                kind = type(own).__name__.removesuffix("Backward")
                 raise UnsupportedError(
-                    f"{user_line()} calls {self._name}[0] in torch.utils.checkpoint with use_reentrant=True. It calls "
-                    f"the blocks again in the backward, when other ranks don't run theirs: gradients would be missing. "
-                    f"Pass use_reentrant=False, or call checkpoint in the block's forward."
+                    f"{user_line()} calls {self._name}[0] in the forward of an autograd.Function ({kind}). Its "
+                    f"backward may call the blocks again, when other ranks don't run theirs: gradients would be "
+                    f"missing. With torch.utils.checkpoint pass use_reentrant=False, or call it in the block's "
+                    f"forward. Reversible networks can't be cut into stages."
                 )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()
+
+
+def _first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
 
 
 def _without_tensors(output: Any) -> Any:
@@ -455,7 +462,6 @@ class CacheArgument:
         self._before = as_now(cache)
         self._pass_number = pass_number
         self._is_empty = not _holds_values(self._before)
-        self._is_sent = False
 
     def check(self, pass_number: int) -> None:
         """Check that it is in the pass that first used it.
@@ -467,14 +473,17 @@ class CacheArgument:
             raise _is_used("a key/value cache again")
 
     def sent_to(self, block: nn.Module) -> Any:
-        """The cache for a block on another rank. From then on the step can't use layers that no block has filled here.
+        """The cache for a block on another rank. From then on the step can't use the layers that this block fills.
+
+        Those are the layers whose numbers its modules know; if they know none, all that no block has filled here.
 
         Raises:
             UnsupportedError: the block reads from the cache what other blocks put there besides its layers.
         """
-        if not self._is_sent:
-            _close(self._cache, self._before)
-            self._is_sent = True
+        if block not in _layers_of:
+            numbers = (getattr(part, "layer_idx", None) for part in block.modules())
+            _layers_of[block] = frozenset(number for number in numbers if isinstance(number, int))
+        _close(self._cache, self._before, _layers_of[block])
         by_argument = hasattr(sys.modules["transformers.cache_utils"], "KVSharingDict")
         if not by_argument and any(getattr(part, "is_kv_shared_layer", False) for part in block.modules()):
             raise UnsupportedError(
@@ -484,15 +493,23 @@ class CacheArgument:
         return None if self._is_empty else self._before
 
 
-def _close(cache: Any, before: Any) -> None:
+_layers_of: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""the numbers of a cache's layers that a block's modules know as their own"""
+
+
+def _close(cache: Any, before: Any, own: frozenset[int]) -> None:
     for name, value in vars(cache).items():
         if name == "layers":
             for index, layer in enumerate(vars(before)[name]):
-                if all(now is vars(layer).get(key) for key, now in vars(value[index]).items()):
+                is_filled = isinstance(value[index], FilledElsewhere) or any(
+                    now is not vars(layer).get(key) for key, now in vars(value[index]).items()
+                )
+                if not is_filled and (not own or index in own):
                     value[index] = FilledElsewhere(index)
-            value.append(FilledElsewhere(len(value)))
+            if not isinstance(value[-1] if value else None, FilledElsewhere):
+                value.append(FilledElsewhere(len(value)))
         elif hasattr(value, "layers"):
-            _close(value, vars(before)[name])
+            _close(value, vars(before)[name], own)
 
 
 def _holds_values(value: Any) -> bool:

@@ -79,6 +79,8 @@ class Outputs:
         """of each tensor, along which the samples are"""
         self._by_view: set[int] = set()
         """the tensors that have one view of all samples after the other, and not all views of a sample together"""
+        self.gaps: dict[int, float] = {}
+        """by part: how much its first block's output differs from that of the same samples among all"""
 
     def of_union(self, draw: int) -> Any:
         """Makes them for the samples together: in later draws samples have each other's, with noise."""
@@ -97,7 +99,9 @@ class Outputs:
         """Makes them for a part: what its samples had together with the others."""
 
         def given(start: int, made: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [self.part(self.union[start + i], start + i, number, one) for i, one in enumerate(made)]
+            first = [self.part(self._first[start + i], start + i, number, one) for i, one in enumerate(made)]
+            self.gaps[number] = max([self.gaps.get(number, 0.0) if start else 0.0, *map(_difference, first, made)])
+            return [self.part(self.union[start + i], start + i, number) for i in range(len(made))]
 
         return given
 
@@ -168,28 +172,40 @@ def weights_of(whole: DryRun, parts: Sequence[DryRun], outputs: Outputs, toleran
     return weights
 
 
-def check_arguments(whole: DryRun, parts: Sequence[DryRun], sizes: Sequence[int], tolerance: Tolerance) -> None:
-    """Check that blocks get the same from the steps of parts.
+def check_arguments(
+    whole: DryRun, parts: Sequence[DryRun], sizes: Sequence[int], gaps: Mapping[int, float], tolerance: Tolerance
+) -> bool:
+    """Check that blocks get the same from the steps of parts; where that can't be compared, that they make the same.
+
+    Returns:
+        Whether all arguments can be cut into those of parts.
 
     Raises:
-        Differs: they don't.
+        Differs: they get, or make, something else.
+        CannotBeCut: it isn't known, as there are no `gaps` of the first block's output.
     """
-    total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
+    total, starts, can_be_cut = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))], True
     for number, part in enumerate(parts):
         if len(part.ran.calls) != len(whole.ran.calls):
             raise Differs("the passes through the stack differ")
+        makes_the_same = gaps.get(number, 0.0) <= tolerance.residual
         for i, (call, own) in enumerate(zip(whole.ran.calls, part.ran.calls, strict=True)):
             of_part = dict(tensors_of_calls(own, first=i % 2 == 0))
             for path, tensor in tensors_of_calls(call, first=i % 2 == 0):
-                if path not in of_part:
-                    continue  # a mask that masks nothing
+                if path not in of_part:  # a mask that masks nothing, if the block attends likewise without it
+                    if not makes_the_same:
+                        raise Differs(f"blocks get an argument {tuple(tensor.shape)} with other samples alone")
+                    continue
                 found = of_part[path].detach()
                 try:
                     dim = grown_dim(tensor, found, sizes[number] / total)
-                except UnsupportedError as error:
-                    raise CannotBeCut(
-                        f"an argument of the blocks {tuple(tensor.shape)} has no dimension of the samples"
-                    ) from error
+                except UnsupportedError as error:  # samples in one sequence, say
+                    if number not in gaps or not makes_the_same:
+                        raise CannotBeCut(
+                            f"an argument of the blocks {tuple(tensor.shape)} has no dimension of the samples"
+                        ) from error
+                    can_be_cut = False
+                    continue
                 if dim is not None and tensor.shape[dim] % total:
                     if tolerance.residual < float("inf"):
                         raise Unknown(_OTHER_ROWS)
@@ -199,6 +215,7 @@ def check_arguments(whole: DryRun, parts: Sequence[DryRun], sizes: Sequence[int]
                 share = min(_difference(one.detach(), found) for one in expected)
                 if share > tolerance.residual:
                     raise Differs(f"an argument of the blocks {tuple(tensor.shape)} differs by {share:.2g}")
+    return can_be_cut
 
 
 def check_outside(

@@ -195,7 +195,7 @@ class Probe:
             possible.append(NAMED)
             made[NAMED] = self.named(pieces, parts.sizes.of(parts.present))
         logged: dict[str, list[Rule]] = {}
-        kept, is_known = possible, False
+        kept, is_known, can_be_cut = possible, False, True
         outputs = comparison.Outputs(sizes)
         try:
             for draw in range(draws):
@@ -205,6 +205,8 @@ class Probe:
                     comparison.ROUGH if is_low or torch.is_autocast_enabled(self.device.type) else comparison.EXACT
                 )
                 try:
+                    if not draw:
+                        can_be_cut = comparison.check_arguments(whole, runs, sizes, outputs.gaps, tolerance)
                     if not trains:
                         returned: dict[str, list[Rule]] = {}
                         comparison.check_logged(whole, runs, made, logged, tolerance.value)
@@ -217,7 +219,6 @@ class Probe:
                         is_known = True
                         break
                     if not draw:
-                        comparison.check_arguments(whole, runs, sizes, tolerance)
                         self._check_state(step, (pieces[0], sizes[0]), whole, runs)
                     if not whole.ran.tensors:  # no block is cut off: all gradients are there
                         is_known = bool(whole.outside)
@@ -243,9 +244,10 @@ class Probe:
             if not is_known:
                 raise comparison.Unknown("the loss has no gradient at the stack's output")
         except comparison.Differs as difference:
-            return Verdict(difference=str(difference))
+            return Verdict(difference=str(difference), can_be_cut=can_be_cut)
         except comparison.Unknown as reason:
-            return Verdict(unknown=str(reason), can_be_cut=not isinstance(reason, comparison.CannotBeCut))
+            can_be_cut &= not isinstance(reason, comparison.CannotBeCut)
+            return Verdict(unknown=str(reason), can_be_cut=can_be_cut)
         tried = tuple(rule for rule in possible if made[rule] is not None)
         return Verdict(tuple(kept), {key: tuple(own) for key, own in logged.items()}, tried=tried)
 
@@ -295,7 +297,7 @@ class Probe:
             with self.ready(), self.steps.running(), self._undone():
                 whole = self._run(given.step, union, sum(sizes), lambda _, made: made)
                 part = self._run(given.step, pieces[0], sizes[0], lambda _, made: made)
-                comparison.check_arguments(whole, [part], sizes, comparison.Tolerance(float("inf"), 0.0))
+                comparison.check_arguments(whole, [part], sizes, {}, comparison.Tolerance(float("inf"), 0.0))
         except Exception:
             return None
         shapes = [[tuple(tensor.shape) for tensor in call.tensors] for call in whole.ran.calls]

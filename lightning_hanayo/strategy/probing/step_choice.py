@@ -317,9 +317,10 @@ class StepChoice:
         if not difference and not unknown:
             self._num_unknown = 0
             difference = self.rules.take(verdicts)
-        if not all(one.can_be_cut for one in verdicts):
+        can_be_cut = all(one.can_be_cut for one in verdicts)
+        if unknown and not can_be_cut:
             self._give_up(f"whether losses of micro-batches add up to that of the whole batch isn't known: {unknown}")
-        elif difference and fits and self.may_run_once:
+        elif difference and fits and self.may_run_once and can_be_cut:
             self.runs_once = True
             rank_zero_info(
                 f"{self._differs(difference)}. So from now on the step runs once on whole batches, and only the stack "
@@ -328,8 +329,9 @@ class StepChoice:
             )
         elif difference:
             self._give_up("")
+            why = self._why_in_parts if can_be_cut else "Blocks get the samples of a whole batch in one sequence"
             warnings.warn(
-                f"{self._differs(difference)}. {self._why_in_parts}, so the training depends on num_microbatches.",
+                f"{self._differs(difference)}. {why}, so the training depends on num_microbatches.",
                 stacklevel=2,
             )
         elif unknown:
@@ -366,7 +368,7 @@ class StepChoice:
         self._num_unknown += any(one.unknown for one in verdicts)
         wrong = next((one for one in verdicts if not one.unknown and NAMED not in one.rules), None)
         if wrong is None:
-            self._has_given_up = not all(one.can_be_cut for one in verdicts)
+            self._has_given_up = any(one.unknown and not one.can_be_cut for one in verdicts)
             return
         self._has_given_up = True
         why = wrong.difference or f"they are weighed by {wrong.rules[0]}"

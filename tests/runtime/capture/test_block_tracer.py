@@ -1,21 +1,40 @@
 """What the block tracer refuses.
 
 checkpoint(block, x, use_reentrant=True)      runs the block without gradients, and again in the backward
+Reversible.apply(x, block)                    likewise
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer
 
 
-def test_a_block_isnt_called_in_a_reentrant_checkpoint() -> None:
-    """Its gradients would be missing, as of a pass without gradients."""
+class Reversible(torch.autograd.Function):
+    """Computes its input from its output in the backward, so that it keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + block(x)
+
+
+@pytest.mark.parametrize(
+    ("within", "said"),
+    [
+        (lambda block, x: checkpoint(block, x, use_reentrant=True), "CheckpointFunction.* use_reentrant=False"),
+        (lambda block, x: Reversible.apply(x, block), "Reversible.*can't be cut"),
+    ],
+    ids=["a checkpoint", "a reversible network"],
+)
+def test_a_block_isnt_called_where_its_gradients_would_be_missing(within: Any, said: str) -> None:
+    """As of a pass without gradients."""
     blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
     tracer = BlockTracer(blocks, 1, "blocks")
-    x = torch.ones(1, 2, requires_grad=True)
-    with pytest.raises(UnsupportedError, match=r"blocks\[0\] .* use_reentrant=False"):
-        checkpoint(lambda y: tracer.on_call(blocks[0], (y,), {}), x, use_reentrant=True)
+    with pytest.raises(UnsupportedError, match=rf"blocks\[0\] .*{said}"):
+        within(lambda y: tracer.on_call(blocks[0], (y,), {}), torch.ones(1, 2, requires_grad=True))

@@ -58,6 +58,16 @@ def test_a_second_forward_with_the_cache_is_refused(cache: DynamicCache) -> None
         cache.update(new_keys(), new_keys(), 0)
 
 
+def test_the_step_may_look_at_layers_of_blocks_that_it_has_not_called() -> None:
+    cache = DynamicCache(config=MistralConfig(num_hidden_layers=3))
+    argument, block = CacheArgument(cache, 0), nn.Sequential(nn.Identity())
+    block[0].layer_idx = 1
+    argument.sent_to(block)
+    assert not cache.layers[2].is_initialized
+    with pytest.raises(UnsupportedError, match="layer 1 of a key/value cache"):
+        _ = cache.layers[1].is_initialized
+
+
 def test_a_block_that_reads_keys_of_others_from_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("transformers.cache_utils.KVSharingDict", raising=False)  # as in transformers 5.4
     block = nn.Module()

@@ -138,7 +138,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
                 f"gather_model takes the LightningModule of the Trainer's last run, a {type(self.module).__name__}; "
                 f"got a {type(module).__name__}. What it returns has all parts: gather_model().encoder."
             )
-        return self.session.gather_model(self.module)
+        return self.session.gather_model()
 
     def memory_report(self) -> MemoryReport:
         """Return the peak memory of each rank, predicted by its parts, and measured, in bytes.
@@ -222,10 +222,10 @@ class CheckpointingStrategy(MeshParallelStrategy):
         with self._unguarded():
             session = self.session
             resumes = "optimizer_states" in checkpoint and session.is_running
-            state = resume_state(self.module.trainer, session) if resumes else None
+            state = resume_state(session) if resumes else None
 
             def own_part(content: Mapping[str, Any]) -> RankPart:
-                return parts.rank_part(content, self.module, session, self.optimizers, self._names, state)
+                return parts.rank_part(content, session, self.optimizers, self._names, state)
 
             if resumes and self._restarts is not None:
                 self._restarts.note(filepath)
@@ -281,7 +281,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
             load_optimizers(self.module, self.optimizers, checkpoint, self._names, self.session.steps, self.options)
             move_optimizers(self.optimizers, self._states_device)
-        self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
+        self._resume = Resume(self.session, saved_run(checkpoint))
 
     @property
     def _states_device(self) -> torch.device:

@@ -396,17 +396,24 @@ class ProcessGroups:
         return self.cube.mesh.axis(partial_axes).group
 
 
+def broadcast_bytes(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
+    """Give all ranks of the group the values of rank `source`, in place; None: the world. The tensor is contiguous.
+
+    They are sent as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
+    """
+    if tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
+
+
 def broadcast_values(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give all ranks of the world rank 0's values, as if the model had been built once.
 
-    They pass over `device`, one tensor at a time, wherever they are stored: links of GPUs are faster. They
-    are sent as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
+    They pass over `device`, one tensor at a time, wherever they are stored: links of GPUs are faster.
     """
     for tensor in tensors:
-        if tensor.numel():
-            whole = tensor.detach().to(device).contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
-            tensor.detach().copy_(whole)
+        whole = tensor.detach().to(device).contiguous()
+        broadcast_bytes(whole)
+        tensor.detach().copy_(whole)
 
 
 class AllGather(torch.autograd.Function):

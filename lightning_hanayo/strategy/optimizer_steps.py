@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -66,9 +65,9 @@ class OptimizerSteps:
         """How parameters are sharded inside `master_values`."""
         return (None if self._values is None else self._values.sharding) or self.cube
 
-    def prepare(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> None:
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the optimizers update own rows of parameters, and fp32 copies, if the options say so."""
-        options = self.run.options
+        options, module = self.run.options, self.run.module
         has_masters, offloads = options.master_weights is not None, options.offload_optimizer
         is_cut = self.shards is not None or self.cube is not None
         if is_cut and not all(map(is_elementwise, optimizers)):
@@ -88,7 +87,7 @@ class OptimizerSteps:
                 in_host_memory=offloads,
             )
             self.run.parts.add(self._values.close, self._values.abandon)
-            averages = bool(user_hooks.averaging_callbacks(module.trainer))
+            averages = bool(user_hooks.averaging_callbacks(self.run.trainer))
             self._gathers_at_once = averages or not module.automatic_optimization
 
     def guard_states(self, optimizers: Sequence[Any]) -> None:
@@ -103,11 +102,12 @@ class OptimizerSteps:
                 for one in plain
             ]
 
-    def check(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+    def check(self) -> None:
         """Refuse parameters of optimizers that the run doesn't know. Called before each training batch.
 
         Looks through them in an epoch's first batch, and when there are more or fewer.
         """
+        trainer = self.run.trainer
         self.guard_states(trainer.optimizers)
         groups = [group["params"] for one in trainer.optimizers for group in one.param_groups]
         number = sum(map(len, groups))
@@ -117,7 +117,7 @@ class OptimizerSteps:
         self._num_optimized = number
         unknown = next((one for group in groups for one in group if one not in self.names), None)
         if unknown is not None:
-            names = {parameter: name for name, parameter in module.named_parameters()}
+            names = {parameter: name for name, parameter in self.run.module.named_parameters()}
             name = names.get(unknown, "which isn't one of the LightningModule's")
             raise UnsupportedError(
                 f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, which this run can't train: "

@@ -244,7 +244,7 @@ class Restarts:
         for one in broken:
             rank_zero_warn(f"Restart: {one.path} is skipped, it isn't whole: {one.problem}")
 
-        def load(original: Load, given: Any, weights_only: bool | None) -> None:
+        def load(original: Load, given: Any = None, weights_only: bool | None = None) -> None:
             if not _load_newest(trainer, topology, original, whole):
                 start = f"the given checkpoint, {given}" if given else "its beginning"
                 rank_zero_info(f"Restart: the run has saved no checkpoint so far, and starts from {start}")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+import lightning.pytorch as pl
 import torch
 
 from lightning_hanayo.errors import available
@@ -55,6 +56,7 @@ class RunParts:
 class Run:
     """The state that the parts of a run share."""
 
+    trainer: "pl.Trainer"
     options: Options
     topology: Topology
     _open_groups: ProcessGroups | None
@@ -76,6 +78,11 @@ class Run:
         is_cube = prod(self.topology.cube) > 1
         self.replica_relay = self._relay(self.groups.replica_ranks) if is_cube else self.pipe_relay
         """from the first of the ranks that train one copy of the model to the others"""
+
+    @property
+    def module(self) -> "pl.LightningModule":
+        """The user's module."""
+        return self.trainer.lightning_module
 
     @property
     def groups(self) -> ProcessGroups:

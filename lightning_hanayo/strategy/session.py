@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import lightning.pytorch as pl
@@ -41,7 +39,7 @@ from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighti
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
 from lightning_hanayo.strategy.memory import MemoryReport, RunMemory, not_measured
-from lightning_hanayo.strategy.nonfinite import NonFiniteCheck
+from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -55,16 +53,10 @@ from lightning_hanayo.strategy.setup.checks import run_uncompiled, warn_of_batch
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
-from lightning_hanayo.strategy.setup.step_checks import (
-    gradient_check,
-    gradient_norms,
-    own_parameters,
-    replica_check,
-)
 from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
-from lightning_hanayo.strategy.user_code.collectives import Progress, connect_collectives
+from lightning_hanayo.strategy.user_code.collectives import Progress, UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import ReplicaCheck, StepVotes
 from lightning_hanayo.tensor_parallel.on_use import whole_arguments
@@ -101,7 +93,7 @@ class Session(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options, topology = self.options, self.topology
+        options = self.options
         self.generators = SharedGenerators(self.replica_relay, self.device)
         self.votes = StepVotes(self.replica_relay, self.rank, self.guard.off)
         self.samples = SampleCount()
@@ -116,10 +108,7 @@ class Session(Run):
         """of the module's parameters, and of those that it had and optimizers may still have"""
         self.progress = Progress(self.failures)
         self.guard.after_step = self._after_step
-        self.collectives = connect_collectives(
-            self.guard, self.groups, self.failures, topology.world_size, cube_size=prod(topology.cube)
-        )
-        self.parts.add(lambda: None, self.collectives.forget)
+        self.collectives = UserCollectives(self)
         for hook in (
             torch_module.register_module_parameter_registration_hook,
             torch_module.register_module_module_registration_hook,
@@ -137,6 +126,7 @@ class Session(Run):
         """the parameters that were guarded after the run before this one"""
         self._for_summaries: object = None
         self._is_open = True
+        self._watch_hangs()
 
     if not TYPE_CHECKING:  # a type checker would believe that any attribute exists
 
@@ -149,7 +139,7 @@ class Session(Run):
         """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
         return self
 
-    def watch_hangs(self, trainer: "pl.Trainer") -> None:
+    def _watch_hangs(self) -> None:
         """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""
         if self.topology.world_size > 1:
 
@@ -161,21 +151,20 @@ class Session(Run):
                 self.rank,
                 progress=lambda: self.guard.num_entered + (self.pipeline.engine.num_steps if self.has_pipeline else 0),
                 action=lambda: self.pipeline.engine.action if self.has_pipeline else None,
-                at=lambda: state.place_in_run(trainer) if self.has_pipeline else "set-up",
+                at=lambda: state.place_in_run(self.trainer) if self.has_pipeline else "set-up",
                 transports=transports,
             )
             self._hangs = watch = HangWatch(self.failures, own, self.options.timeout)
             self.parts.add(watch.finish, watch.stop)
 
-    def begin_training(self, module: "pl.LightningModule", split: SplitBatch, *, is_whole: bool) -> None:
+    def begin_training(self, split: SplitBatch, *, is_whole: bool) -> None:
         """Warn in the first training batch: hooks at the start of a run may have changed modes."""
         if not self._has_trained:
             self._has_trained = True
-            stack = self.pipeline.ownership.stack
-            once = modules_outside(module, stack) if is_whole else ()
-            warn_of_batch_statistics(module, split.num_microbatches, except_of=once)
+            once = modules_outside(self.module, self.pipeline.ownership.stack) if is_whole else ()
+            warn_of_batch_statistics(self.module, split.num_microbatches, except_of=once)
             if self.cube is not None and self.cube.shares_samples:
-                suggest_tokens(module, split.pieces, self.cube.mesh.num_ranks)
+                suggest_tokens(self.module, split.pieces, self.cube.mesh.num_ranks)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""
@@ -187,14 +176,7 @@ class Session(Run):
         warn_of_parts(new, num_microbatches)
 
     def split(
-        self,
-        trainer: "pl.Trainer",
-        batch: Any,
-        source: BatchSource,
-        step: Callable[[Any], Any],
-        *,
-        trains: bool,
-        is_first: bool,
+        self, batch: Any, source: BatchSource, step: Callable[[Any], Any], *, trains: bool, is_first: bool
     ) -> tuple[SplitBatch, bool]:
         """The batch in micro-batches, and whether only the stack gets them, as the step runs once on the whole batch.
 
@@ -207,7 +189,7 @@ class Session(Run):
         if trains:
             once = self.choice.trains_once(Sample(batch, split, source, step), is_first=is_first)
         else:
-            may = not trainer.predicting and len(split.present) > 1
+            may = not self.trainer.predicting and len(split.present) > 1
             once = may and self.choice.evaluates_once(Sample(batch, split, source, step))
         if once and self.pipeline.runs_whole_steps:
             return self.pipeline.splitter.split(batch, 1, source), False
@@ -223,8 +205,8 @@ class Session(Run):
         weighting = LossWeighting(self._loss_weight, self.topology.data, self.groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
 
-    def _step_choice(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> StepChoice | None:
-        pipeline, cube = self.pipeline, self.cube
+    def _step_choice(self) -> StepChoice | None:
+        pipeline, cube, module = self.pipeline, self.cube, self.module
         ends = pipeline.ends.get(False)
         probes = self.options.step == "auto" and not pipeline.runs_whole_batches and module.automatic_optimization
         if ends is None or not probes:
@@ -248,7 +230,7 @@ class Session(Run):
                 None if cube is None else cube.first_block(ends.stages[0]),
                 pipeline.gather_in_cube,
             ),
-            trainer,
+            self.trainer,
             WholeSplitter(self.options.batch_rule),
             outside,
             self.device,
@@ -283,17 +265,18 @@ class Session(Run):
         """Whether the model is set up, and the run has not ended."""
         return self._is_open and self.has_pipeline
 
-    def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule", values: KeptValues | None = None) -> None:
+    def set_up(self, values: KeptValues | None = None) -> None:
         """Build the pipeline and adapt Trainer and module to it. Called by all ranks of the world.
 
         The module is whole, and the same on all ranks, unless an earlier run has cut or converted it. Each rank reads
         its part of the `values`.
         """
-        prepared = self._prepared = self._prepare(module)
+        trainer, module = self.trainer, self.module
+        prepared = self._prepared = self._prepare()
         options, several = self.options, self.topology.replica_size > 1
         if not was_read(module):
             check_same_folders(options.init_folders.values(), verify=options.verify_checkpoints)
-        called = self._called_stacks(trainer, module) if several else ()
+        called = self._called_stacks() if several else ()
         named = replace(options, blocks=called[0]) if called else options
         plan = plan_for(trainer, module, prepared, named, self.topology)  # raises alike on all ranks
         if prepared.ownership is None:  # later runs of a module leave the same stacks whole
@@ -331,7 +314,7 @@ class Session(Run):
         self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._loss_weight = for_model(rule, module, options.batch_dim)
-        self.choice = self._step_choice(trainer, module)
+        self.choice = self._step_choice()
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(
             self.pipe_relay,
@@ -344,13 +327,12 @@ class Session(Run):
         )
         if fits and module.automatic_optimization:
             examine_first_batch(self, self.pipeline, cube)
-        adapt(self, trainer, module, lambda: self.pipeline, self.generators, self.progress, self.hand_over)
+        adapt(self)
         if several:
             callbacks.compare_whole_parameters(trainer, self.guard, self.attributes, cube)
-        self.norms = gradient_norms(self, module, cube, shards)
-        raw = collectives.Run(self.collectives, self.topology.pipe, prod(self.topology.cube))
-        collectives.start(raw)
-        self.parts.add(lambda: collectives.stop(raw))
+        self.norms = GradientNorms.of_run(self, cube, shards)
+        collectives.PATCHES.start(self.collectives)
+        self.parts.add(lambda: collectives.PATCHES.stop(self.collectives))
         if cube is not None:
             ranks, is_required = cube.mesh.axis("xyz"), options.cube_outside == "tokens"
             arguments = whole_arguments if cube.outside.kept_sharded else nullcontext
@@ -359,19 +341,21 @@ class Session(Run):
             )
             self.token_losses.start(self.attributes.set)
             self.parts.add(self.token_losses.stop)
-        self.replica_check = replica_check(self, module, cube, self.pipeline)
-        self.parts.add(lambda: self.replica_check.close())
-        self.nonfinite = gradient_check(self, trainer, self.pipeline, self.names, self.norms)
-        self.guard.after_registering = partial(self.follow, module)
+        names = BlockNames(plan.stack.block_names, self.pipeline.ownership.stages)
+        self.replica_check = ReplicaCheck(
+            self, lambda one: "" if cube is None else str(cube.region(one)), names.stage_of
+        )
+        self.nonfinite = NonFiniteCheck(self, self._own_parameters(), names, self.norms)
+        self.guard.after_registering = self.follow
 
     def _after_step(self) -> None:
         self.progress.end_step()
         if self.cube is not None:
             self.cube.outside.check_steps()
 
-    def follow(self, module: "pl.LightningModule") -> None:
+    def follow(self) -> None:
         """Build the pipeline anew if a hook has given the module other parameters. Called by all ranks of the world."""
-        options, before = self.options, self.pipeline
+        options, before, module = self.options, self.pipeline, self.module
         is_special = options.shard_optimizer or options.offload_optimizer or options.master_weights is not None
         if is_special or not self._prepared.is_outdated(module):  # new parameters couldn't be treated as the others are
             return
@@ -386,11 +370,15 @@ class Session(Run):
             self.pipeline.engine.trace = before.engine.trace
             self.collections.watch(module, modules_outside(module, before.ownership.stack))
             self.norms.watch([one for one in self.names if isinstance(one, nn.Parameter)])
-            self.nonfinite.parameters = own_parameters(self.pipeline, self.names)
-            self.replica_check = replica_check(self, module, self.cube, self.pipeline)
+            self.nonfinite.parameters = self._own_parameters()
 
-    def _prepare(self, module: "pl.LightningModule") -> PreparedModel:
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank trains, by name."""
+        return {self.names[one]: one for one in self.pipeline.parameters if one in self.names}
+
+    def _prepare(self) -> PreparedModel:
         """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
+        module = self.module
         prepared = PreparedModel.of(module)
         prepared.check(module)
         prepared.between_runs.restore()
@@ -405,11 +393,12 @@ class Session(Run):
         self._released = []
         return PreparedModel()
 
-    def _called_stacks(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> Sequence[str]:
+    def _called_stacks(self) -> Sequence[str]:
         """The names of the stack to cut, and of all that a step calls; empty where they needn't or can't be known.
 
         Called by all ranks of the world.
         """
+        trainer, module = self.trainer, self.module
         if self.options.blocks is not None or not is_ambiguous(module):
             return ()
         if self._prepared.ownership is not None:
@@ -420,17 +409,15 @@ class Session(Run):
         names = broadcast_object(names)
         return names
 
-    def prepare_steps(
-        self, module: "pl.LightningModule", optimizers: Sequence[Optimizer], values: KeptValues | None
-    ) -> None:
+    def prepare_steps(self, optimizers: Sequence[Optimizer], values: KeptValues | None) -> None:
         """Prepare the values that the optimizers update. Called by all ranks, once the model is set up.
 
         Master weights take from the `values` the bits that the parameters' dtype has no room for.
         """
-        self.steps.prepare(module, optimizers)
+        self.steps.prepare(optimizers)
         if values is not None and self.options.master_weights is not None:
             with self.steps.master_values():
-                values.put_in(module, self.steps.sharding_in_use)
+                values.put_in(self.module, self.steps.sharding_in_use)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather that follows an optimizer step."""
@@ -474,22 +461,25 @@ class Session(Run):
         held = all_gather_objects(self.groups.replica, own) if self.topology.replica_size > 1 else [own]
         self.held_bytes = max(held)
 
-    def say_what_runs(self, trainer: "pl.Trainer") -> None:
+    def say_what_runs(self) -> None:
         """On rank 0, at the start of a training: layout, schedule, samples and memory."""
         if self.topology.replica_size > 1 and self.rank == 0:
             layout, ownership = self.pipeline.layout, self.pipeline.ownership
-            lines = inspection.describe_run(trainer, layout, ownership, self.topology, self.held_bytes, self.pictures)
+            lines = inspection.describe_run(
+                self.trainer, layout, ownership, self.topology, self.held_bytes, self.pictures
+            )
             rank_zero_info(lines)
 
-    def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":
+    def gather_model(self) -> "pl.LightningModule | None":
         """See `HanayoStrategy.gather_model`."""
         self.guard.check_all_ranks("gather_model")
         self.finish_gather()
+        prepared = PreparedModel.of(self.module)
         with self.guard.off():
-            PreparedModel.of(module).check_loads()
+            prepared.check_loads()
             if self.data_rank > 0:  # the first pipeline sends to rank 0
                 return None
-            return PreparedModel.of(module).gather_model(module, self.attributes, is_wanted=self.rank == 0)
+            return prepared.gather_model(self.module, self.attributes, is_wanted=self.rank == 0)
 
     def close(self) -> None:
         """End the run, once the other ranks have received this one's messages. After `abandon`: do nothing."""
@@ -527,10 +517,10 @@ class Session(Run):
         if self.cube is not None:
             self.cube.drop_transfers()
 
-    def guard_module(self, module: "pl.LightningModule | None") -> None:
+    def guard_module(self) -> None:
         """The last act of a run: user code may use the whole tensors of the module on this rank, and no others."""
         is_cut = self._prepared.ownership is not None and self.topology.replica_size > 1
-        cut, released = module if is_cut else None, self.guard.end() or self._released
+        cut, released = self.module if is_cut else None, self.guard.end() or self._released
         if cut is not None and self.options.restore_module and self._prepared.groups is not None:  # it hasn't failed
             self._prepared.restore_whole(cut)
         else:

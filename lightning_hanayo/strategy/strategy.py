@@ -306,12 +306,11 @@ class HanayoStrategy(CheckpointingStrategy):
         if self._session is not None:
             self._session.stop_watching()
         trainer, topology, rank, device = self.module.trainer, self.topology, self.global_rank, self.root_device
-        self._session = Session(self.options, topology, self.groups, self.failures, rank=rank, device=device)
+        self._session = Session(trainer, self.options, topology, self.groups, self.failures, rank=rank, device=device)
         attributes = self._session.attributes
-        self._session.watch_hangs(trainer)
         if self.world_size > 1:
             vars(trainer).setdefault("save_checkpoint", partial(self._save, trainer))
-            agree_on_counts(trainer, attributes, rank, lambda: self.groups)
+            agree_on_counts(trainer, attributes)
             end_searches_on_failure(trainer, attributes, rank)
             validate_together(trainer, attributes)
         self._checkpoints = Checkpoints(self.options, topology, rank, self.groups, self.checkpoint_io)
@@ -341,7 +340,7 @@ class HanayoStrategy(CheckpointingStrategy):
                 self.synchronize_batchnorm(self.model)
         self._check(trainer)  # again, for a model that `configure_model` has built since
         with showing("planning and building the stages") if self.global_rank == 0 else nullcontext():
-            self.session.set_up(trainer, self.module, self._kept)
+            self.session.set_up(self._kept)
         if self.topology.replica_size > 1:
             self.session.averages.cut(self.module, self.session.cube, self._state_of)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -354,7 +353,7 @@ class HanayoStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self._states_device)
-            self.session.prepare_steps(self.module, list(map(unwrapped, self.optimizers)), self._kept)
+            self.session.prepare_steps(list(map(unwrapped, self.optimizers)), self._kept)
             self.session.steps.guard_states(self.optimizers)
             self._names_in_fit = self.session.names
             check_saving(trainer, self.module, self.checkpoints)
@@ -431,18 +430,18 @@ class HanayoStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        step, trainer = self.module.training_step, self.module.trainer
+        step = self.module.training_step
         measured = self.session.measured_batch(self.module, self.optimizers)
         with self._unguarded(), self.precision_plugin.train_step_context(), measured:
-            self.session.steps.check(trainer, self.module)
+            self.session.steps.check()
             self.checkpoints.poll()
 
             def user_step(part: Any) -> Any:
                 return step(part, *args, **kwargs)
 
             if not self.module.automatic_optimization:
-                return run_batch.train_manually(self.session, trainer, batch, user_step)
-            return run_batch.train(self.session, trainer, batch, user_step, steps=not self._accumulates)
+                return run_batch.train_manually(self.session, batch, user_step)
+            return run_batch.train(self.session, batch, user_step, steps=not self._accumulates)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -481,13 +480,11 @@ class HanayoStrategy(CheckpointingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unguarded():
-            return run_batch.evaluate(
-                self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs)
-            )
+            return run_batch.evaluate(self.session, batch, lambda part: step(part, *args, **kwargs))
 
     @override
     def on_train_start(self) -> None:
-        self.session.say_what_runs(self.module.trainer)
+        self.session.say_what_runs()
         if self._resume is not None:
             self._resume.start(self.options.load_anyway)
             self._resume = None
@@ -585,7 +582,7 @@ class HanayoStrategy(CheckpointingStrategy):
                 with self._unguarded():  # placeholders, and stand-ins for buffers of other ranks, stay as they are
                     self.lightning_module._apply(_to_host)
         if self._session is not None:
-            self._session.guard_module(self.lightning_module)
+            self._session.guard_module()
         self.precision_plugin.teardown()
         available(self.accelerator, "the accelerator is set by the Trainer").teardown()
         self.checkpoint_io.teardown()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,7 +32,6 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_hanayo.errors import HanayoError, PeerFailed, ReplicasDifferError, UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
@@ -41,8 +40,12 @@ from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to, overrides
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to
+from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.session import Session
 
 Closure = Callable[[], Any]
 Unguarded = Callable[[], AbstractContextManager[None]]
@@ -73,7 +76,9 @@ class StepVotes:
         self._num_closures: int | None = None
         """how often the user's `optimizer_step` has run the closure; None: it doesn't run"""
 
-    def run_override(self, hook: Callable[[Closure], None], closure: Closure, optimizer: Optimizer) -> None:
+    def run_override(
+        self, hook: Callable[..., None], epoch: int, batch_idx: int, optimizer: Any, closure: Closure
+    ) -> None:
         """Run the user's `optimizer_step`. Called by all ranks.
 
         Raises:
@@ -94,7 +99,7 @@ class StepVotes:
         register = getattr(unwrapped(optimizer), "register_step_post_hook", None)  # Lightning takes other classes, too
         counter = None if register is None else register(note_step)
         try:
-            hook(run_closure)
+            hook(epoch, batch_idx, optimizer, run_closure)
         finally:
             num_closures, self._num_closures = self._num_closures, None
             if counter is not None:
@@ -146,46 +151,23 @@ class StepVotes:
         return [(int(one[0]), int(one[1])) for one in votes]
 
 
-def vote_on_steps(module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:
-    """Let the ranks agree, until `attributes` are restored, if the module overrides `optimizer_step`."""
-    if overrides(module, "optimizer_step"):
-        hook = partial(_optimizer_step, module, vars(module).get("optimizer_step"))  # can be pickled, as no closure can
-        attributes.set(module, "optimizer_step", hook)
-
-
-def _optimizer_step(
-    module: "pl.LightningModule",
-    instance_hook: Callable[..., None] | None,
-    epoch: int,
-    batch_idx: int,
-    optimizer: Any,
-    closure: Closure,
-) -> None:
-    """Takes the place of the module's hook. It holds nothing of the run, so that the module can be copied."""
-    hook = instance_hook or partial(type(module).optimizer_step, module)
-    votes: StepVotes = module.trainer.strategy.session.votes  # type: ignore[attr-defined]
-    votes.run_override(partial(hook, epoch, batch_idx, optimizer), closure, optimizer)
-
-
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 """where users look at gradients and remove them; the module's own hook runs after those of the callbacks"""
 
 
-def agree_after_hooks(trainer: "pl.Trainer", module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:
-    """Let the ranks agree after each hook that is defined, until `attributes` are restored."""
+def agree_after_hooks(session: "Session") -> None:
+    """Let the ranks agree after each hook that is defined, for the time of the run."""
     for name in _HOOKS:
-        if is_listened_to(trainer, name):
-            attributes.set(module, name, partial(_hook, module, name, vars(module).get(name)))
+        if is_listened_to(session.trainer, name):
+            session.attributes.wrap(session.module, name, partial(_agree, session, name))
 
 
-def _hook(module: "pl.LightningModule", name: str, instance_hook: Callable[..., Any] | None, *args: Any) -> None:
-    """Takes the place of the module's hook. It holds nothing of the run, so that the module can be copied.
+def _agree(session: "Session", name: str, hook: Callable[..., Any], *args: Any) -> None:
+    """Takes the place of the module's hook.
 
     Raises:
         UnsupportedError: the hook has removed all gradients on some ranks only.
     """
-    hook = instance_hook or partial(getattr(type(module), name), module)
-    session: Any = module.trainer.strategy.session  # type: ignore[attr-defined]
     parameters = session.pipeline.parameters  # no groups in local variables: a traceback would keep them alive
     had_gradients = _any_gradient(parameters)
     hook(*args)
@@ -225,16 +207,12 @@ Key = tuple[str, str]
 class ReplicaCheck:
     """One rank's part in comparing copies of parameters. Its methods are called by all ranks."""
 
-    every: int | None
-    """how many optimizer steps there are from one comparison to the next; None: it is never done"""
-    parameters: Mapping[Key, nn.Parameter]
-    """of this rank, by name and part"""
-    groups: Sequence[dist.ProcessGroup]
-    """gloo groups whose ranks must have equal values under equal names and parts"""
+    run: Run
+    """of the Trainer"""
+    part_of: Callable[[Tensor], str]
+    """names the part of a parameter that this rank has"""
     stage_of: Callable[[str], int]
     """the stage of a parameter, by its name"""
-    place_of: Callable[[int], str]
-    """where a rank is, for messages"""
     _last: int = field(default=0, init=False)
 
     def after(self, step: int) -> None:
@@ -243,23 +221,22 @@ class ReplicaCheck:
         Raises:
             ReplicasDifferError: a parameter isn't the same on all ranks that hold it.
         """
-        if self.every is None or step % self.every or step == self._last or not self.groups:
+        run, every = self.run, self.run.options.check_replicas
+        if every is None or step % every or step == self._last:
             return
         self._last = step
-        hashes = hashes_of(self.parameters)
-        for group in self.groups:
-            found = all_gather_objects(group, (dist.get_rank(), hashes))
-            differing = first_difference(found)
-            if differing is not None:
+        named = ((name, one) for name, one in run.module.named_parameters() if not one.is_meta)
+        hashes = hashes_of({(name, self.part_of(one)): one for name, one in named})
+        data, cube = run.groups.data_control, run.groups.cube
+        for group in (data, None if cube is None else cube.whole):
+            found = [] if group is None else all_gather_objects(group, (run.rank, hashes))
+            if (differing := first_difference(found)) is not None:
                 raise ReplicasDifferError(self._message(step, *differing))
 
-    def close(self) -> None:
-        """Forget the other ranks: the run has ended."""
-        self.groups = ()
-
     def _message(self, step: int, name: str, ranks_by_hash: Mapping[int, Sequence[int]]) -> str:
+        place = self.run.topology.place
         held = "; ".join(
-            f"{value % 2**64:016x} on {' and '.join(f'rank {rank} ({self.place_of(rank)})' for rank in ranks)}"
+            f"{value % 2**64:016x} on {' and '.join(f'rank {rank} ({place(rank)})' for rank in ranks)}"
             for value, ranks in ranks_by_hash.items()
         )
         return (
@@ -337,9 +314,9 @@ class SavesOnException:
         """Let the callbacks that save ask all ranks before, and show errors in all of them."""
         for owner in (*callbacks_of(self.trainer), getattr(self.trainer, "datamodule", None)):
             if isinstance(owner, Checkpoint) and self.failures.monitor.num_ranks > 1:
-                attributes.set(owner, "on_exception", Substitute(owner.on_exception, self._save))
+                attributes.wrap(owner, "on_exception", self._save)
             elif owner is not None and not isinstance(owner, Checkpoint):
-                attributes.set(owner, "on_exception", Substitute(owner.on_exception, _show_error))
+                attributes.wrap(owner, "on_exception", _show_error)
 
     def _save(
         self,

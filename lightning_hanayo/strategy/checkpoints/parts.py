@@ -44,7 +44,6 @@ from importlib.metadata import version
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -91,12 +90,12 @@ class RankTensors:
     """Collects what one rank writes.
 
     Args:
-        module: is cut into stages; its parameters are not guarded.
-        session: of this rank.
+        session: of this rank; the module is cut into stages, and its parameters are not guarded.
         names: of the parameters.
     """
 
-    def __init__(self, module: nn.Module, session: "Session", names: Mapping[Tensor, str]) -> None:
+    def __init__(self, session: "Session", names: Mapping[Tensor, str]) -> None:
+        module = session.module
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
         self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
@@ -241,7 +240,6 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def rank_part(
     checkpoint: Mapping[str, Any],
-    module: "pl.LightningModule",
     session: "Session",
     optimizers: Sequence[Optimizer],
     names: Mapping[Tensor, str],
@@ -251,8 +249,7 @@ def rank_part(
 
     Args:
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
-        module: is cut into stages; its parameters are not guarded.
-        session: of this rank.
+        session: of this rank; the module is cut into stages, and its parameters are not guarded.
         optimizers: of the run.
         names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
@@ -262,8 +259,8 @@ def rank_part(
     """
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
     named_optimizers = [(one, named_parameters_of(one, names)) for one in map(unwrapped, optimizers)]
-    tied, rank = tied_names(module, checkpoint[MODEL]), session.rank
-    tensors = RankTensors(module, session, names)
+    tied, rank = tied_names(session.module, checkpoint[MODEL]), session.rank
+    tensors = RankTensors(session, names)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
@@ -292,7 +289,7 @@ def rank_part(
     def complete() -> RankPart:
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
-        part = RankPart(tensors.parts, texts, about(checkpoint, module, session, tied) if rank == 0 else {})
+        part = RankPart(tensors.parts, texts, about(checkpoint, session, tied) if rank == 0 else {})
         return part if resume is None else with_resume(part, resume)
 
     return with_common_errors(complete)
@@ -341,11 +338,10 @@ def state_document(
     )
 
 
-def about(
-    checkpoint: Mapping[str, Any], module: nn.Module, session: "Session", tied: Mapping[str, str]
-) -> dict[str, Any]:
+def about(checkpoint: Mapping[str, Any], session: "Session", tied: Mapping[str, str]) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
-    layout, shapes = session.pipeline.layout, {} if session.cube is None else session.cube.whole_shapes
+    module, layout = session.module, session.pipeline.layout
+    shapes = {} if session.cube is None else session.cube.whole_shapes
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),

@@ -72,8 +72,8 @@ Read = Callable[[str, Region], Tensor]
 class AccumulatedGradients:
     """The gradients of one rank between two batches."""
 
-    def __init__(self, module: nn.Module, session: "Session") -> None:
-        named = module.named_parameters()
+    def __init__(self, session: "Session") -> None:
+        named = session.module.named_parameters()
         self._parameters = {name: one for name, one in named if not one.is_meta and one.requires_grad}
         self._cube = session.cube
         self._data_rank, self._num_data = session.data_rank, session.topology.data
@@ -193,12 +193,12 @@ class SavedRun:
         return {name.removeprefix(prefix): self.read(name, None) for name in self.names if name.startswith(prefix)}
 
 
-def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
+def resume_state(session: "Session") -> ResumeState:
     """Collect what this rank adds to a checkpoint of a run of `fit`. Called by all ranks; no rank waits for another."""
-    rank = session.rank
+    trainer, rank = session.trainer, session.rank
     document = {
         "seed": session.seed,
-        "samples": vars(_samples(trainer, session)),
+        "samples": vars(_samples(session)),
         "layout": _layout(session),
         "metrics": resumed_loops.metrics(trainer),
         "runs_once": session.choice is not None and session.choice.runs_once,
@@ -212,7 +212,7 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         random = {"now": generator_states(session.device) | of_loaders, "before": before}
     with session.guard.off():
         accumulates = resumed_loops.num_accumulated(trainer) and not resumed_loops.was_in_batch(trainer)
-        gradients = list(AccumulatedGradients(trainer.lightning_module, session).parts()) if accumulates else []
+        gradients = list(AccumulatedGradients(session).parts()) if accumulates else []
     tensors = [
         TensorPart.whole(f"random/{rank}/{when}/{name}", state, "state")
         for when in random
@@ -229,8 +229,8 @@ class Resume:
         saved: None: a plain Trainer's checkpoint, or one of an earlier version.
     """
 
-    def __init__(self, trainer: "pl.Trainer", session: "Session", saved: SavedRun | None) -> None:
-        self._trainer = trainer
+    def __init__(self, session: "Session", saved: SavedRun | None) -> None:
+        self._trainer = trainer = session.trainer
         self._session = session
         self._saved = saved
         # Read now: a Tuner removes its checkpoint before training starts.
@@ -254,7 +254,7 @@ class Resume:
         """
         trainer, session, saved = self._trainer, self._session, self._saved
         self._is_scheduled = resumed_loops.follow_accumulation_schedule(trainer)
-        lines = list(_lines(trainer, session, saved, has_position=bool(self._loader_states)))
+        lines = list(_lines(session, saved, has_position=bool(self._loader_states)))
         if self._is_after_last_batch:
             lines.append(
                 "the checkpoint was saved after the last batch of an epoch, before its end: its validation, "
@@ -293,7 +293,7 @@ class Resume:
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, session = self._trainer, self._session
-        before, now = saved.samples, _samples(trainer, session)
+        before, now = saved.samples, _samples(session)
         moved = _scale_position(trainer, saved, now)
         if moved:
             yield moved
@@ -318,8 +318,7 @@ class Resume:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
         if before == now and resumed_loops.num_accumulated(self._trainer):
             with self._session.guard.off():
-                gradients = AccumulatedGradients(self._trainer.lightning_module, self._session)
-                gradients.restore(saved.names, saved.read)
+                AccumulatedGradients(self._session).restore(saved.names, saved.read)
         elif before != now and saved.has_gradients:
             yield (
                 f"the gradients of the batches since the last optimizer step are left out: accumulate_grad_batches was "
@@ -327,8 +326,9 @@ class Resume:
             )
 
 
-def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
+def _lines(session: "Session", saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
     """What can't be as in the uninterrupted run. `has_position`: the checkpoint holds the loaders' states."""
+    trainer = session.trainer
     accumulated, in_epoch = resumed_loops.num_accumulated(trainer), resumed_loops.is_in_epoch(trainer)
     has_state = bool(stateful_loaders(trainer))
     if saved is None:
@@ -385,10 +385,10 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
     )
 
 
-def _samples(trainer: "pl.Trainer", session: "Session") -> StepSamples:
+def _samples(session: "Session") -> StepSamples:
     """What an optimizer step takes; the batch is known from the loader, or from batches that were read."""
-    size = batch_size(trainer) or session.samples.largest
-    return StepSamples(size, session.topology.data, trainer.accumulate_grad_batches)
+    size = batch_size(session.trainer) or session.samples.largest
+    return StepSamples(size, session.topology.data, session.trainer.accumulate_grad_batches)
 
 
 def _layout(session: "Session") -> dict[str, Any]:

@@ -14,7 +14,7 @@ by its own clock.
 `load_instead`: a run starts from another checkpoint than the one that `fit` was given.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
 from lightning_hanayo.errors import HanayoError, listed
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
-from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 
@@ -37,7 +37,7 @@ def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) 
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         if loop.inference_mode:
-            attributes.set(loop, "run", partial(_in_inference_mode, loop.run))
+            attributes.wrap(loop, "run", _in_inference_mode)
 
 
 def _in_inference_mode(run: Callable[[], Any]) -> Any:
@@ -45,46 +45,32 @@ def _in_inference_mode(run: Callable[[], Any]) -> Any:
         return run()
 
 
-def agree_on_counts(
-    trainer: "pl.Trainer", attributes: TemporaryAttributes, rank: int, get_groups: Callable[[], ProcessGroups]
-) -> None:
-    """Compare the numbers of loaders whenever a loop asks for its loaders. Called by all ranks of several.
-
-    Args:
-        trainer: whose loops ask.
-        attributes: restored at the end of the run.
-        rank: this process's, in the world.
-        get_groups: returns its process groups. None is kept: it would outlive a failure.
-    """
+def agree_on_counts(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
+    """Compare the numbers of loaders whenever a loop asks for its loaders. Called by all ranks of several."""
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     for loop in (*loops, trainer.predict_loop):
-        source = loop._data_source
-        attributes.set(source, "dataloader", partial(_request, source.dataloader, source.name, rank, get_groups))
+        attributes.wrap(loop._data_source, "dataloader", partial(_request, loop._data_source.name))
 
 
-def check_counts(name: str, counts: dict[int, int]) -> None:
+def check_counts(name: str, counts: Sequence[int]) -> None:
     """Check that all ranks have the same number of loaders. `counts`: by rank.
 
     Raises:
         HanayoError: they don't.
     """
-    if len(set(counts.values())) > 1:
-        found = listed([f"{count} on rank {rank}" for rank, count in sorted(counts.items())], 4)
+    if len(set(counts)) > 1:
+        found = listed([f"{count} on rank {rank}" for rank, count in enumerate(counts)], 4)
         raise HanayoError(
             f"{name} gives ranks different numbers of loaders: {found}. All ranks go through the loaders together: "
             f"return as many on each rank, whatever data they read."
         )
 
 
-def _request(request: Callable[[], Any], name: str, rank: int, get_groups: Callable[[], ProcessGroups]) -> Any:
+def _request(name: str, request: Callable[[], Any]) -> Any:
     """Lightning's request for loaders, and the check."""
     loaders = request()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    counts = {rank: len(combined.flattened)}
-    for axis in ("replica", "data_control"):  # the ranks that share this one's data, then all data ranks
-        if (group := getattr(get_groups(), axis)) is not None:
-            counts = {rank: count for part in all_gather_objects(group, counts) for rank, count in part.items()}
-    check_counts(name, counts)
+    check_counts(name, on_all_ranks(lambda: len(combined.flattened)))
     return loaders
 
 
@@ -139,23 +125,8 @@ def validate_together(trainer: "pl.Trainer", attributes: TemporaryAttributes) ->
     """Validate as soon as one rank would: its vote is asked for after each batch. Called by all ranks of several."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
-        decide = partial(_as_one_rank, epoch_loop._should_check_val_fx, trainer)
-        attributes.set(epoch_loop, "_should_check_val_fx", decide)
-
-
-def before_validations(trainer: "pl.Trainer", attributes: TemporaryAttributes, call: Callable[[], object]) -> None:
-    """Call `call` at the start of each validation of `fit`, until `attributes` are restored."""
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    attributes.set(loop, "run", partial(_after, call, loop.run))
-
-
-def _after(call: Callable[[], object], run: Callable[[], Any]) -> Any:
-    call()
-    return run()
-
-
-def _as_one_rank(decide: Any, trainer: "pl.Trainer", fetcher: Any) -> bool:
-    return trainer.strategy.reduce_boolean_decision(decide(fetcher), all=False)
+        agree = trainer.strategy.reduce_boolean_decision
+        attributes.wrap(epoch_loop, "_should_check_val_fx", lambda own, fetcher: agree(own(fetcher), all=False))
 
 
 Load = Callable[[Any, bool | None], None]
@@ -172,13 +143,7 @@ def load_instead(
         attributes: restored at the end of the run.
         load: gets Lightning's own function, which it may call with other arguments, and the user's path.
     """
-    connector = trainer._checkpoint_connector
-    original = connector.resume_start
-
-    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        load(original, checkpoint_path, weights_only)
-
-    attributes.set(connector, "resume_start", resume_start)
+    attributes.wrap(trainer._checkpoint_connector, "resume_start", load)
 
 
 def loaded(trainer: "pl.Trainer") -> Mapping[str, Any]:

@@ -227,7 +227,7 @@ class RankBuilder:
         run, cube = self.run, self.cube
         shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, {})
         run.guard.watch(parameters, owners, shapes, in_steps)
-        return FullParameters(parameters, owners, run.pipe_rank, run.groups, cube, run.guard)
+        return FullParameters(run, parameters, owners, cube)
 
     def build_stages(self, layout: Layout) -> tuple[dict[int, Stage], dict[bool, Ends]]:
         """This rank's stages by number, and those with user code by whether the step runs once.

@@ -65,10 +65,10 @@ class Averages:
 
     def adapt_callbacks(self, trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
         """Let callbacks copy and load a module that ranks hold parts of, until `attributes` are restored."""
-        let_callbacks_copy(trainer, attributes)
         for callback in user_hooks.averaging_callbacks(trainer):
+            attributes.wrap(callback, "setup", _set_up)
             for name in ("on_load_checkpoint", "load_state_dict"):
-                attributes.set(callback, name, partial(self._load, getattr(callback, name), trainer))
+                attributes.wrap(callback, name, partial(self._load, trainer))
 
     def loaded(self, module: nn.Module) -> KeptValues | None:
         """The values that a callback has loaded into the module before it was cut; None without any."""
@@ -100,7 +100,7 @@ class Averages:
             one.close()
         self._copies.clear()
 
-    def _load(self, hook: Callable[..., Any], trainer: "pl.Trainer", *args: Any) -> None:
+    def _load(self, trainer: "pl.Trainer", hook: Callable[..., Any], *args: Any) -> None:
         """Takes the place of a hook that loads whole values into module and copies: each rank reads its part."""
         module: nn.Module = trainer.lightning_module
         copies, models = user_hooks.averaged_copies(trainer), user_hooks.averaging_models(trainer)
@@ -225,12 +225,6 @@ def _own_part(copied: nn.Parameter, own: nn.Parameter, cube: Cube | None) -> nn.
     return nn.Parameter(cube.shard(copied.detach(), own).clone(), copied.requires_grad)
 
 
-def let_callbacks_copy(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
-    """Adapt the `setup` of averaging callbacks, until `attributes` are restored. Called before they are set up."""
-    for callback in user_hooks.averaging_callbacks(trainer):
-        attributes.set(callback, "setup", partial(_set_up, callback.setup))
-
-
 def _set_up(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of the callback's `setup`. A method of the module is its copy's in the copy."""
     with replaced(module, "to", MethodType(_move, module)), guards.released(module):
@@ -254,12 +248,11 @@ def compare_whole_parameters(
     for callback in user_hooks.callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             guard_hook(callback, "finetune_function", guard, attributes)
-            hook = callback.on_train_epoch_start
-            attributes.set(callback, "on_train_epoch_start", partial(_hook, hook, guard, cube))
+            attributes.wrap(callback, "on_train_epoch_start", partial(_compare_whole, guard, cube))
 
 
-def _hook(
-    hook: Callable[..., Any], guard: ParameterGuard, cube: Cube | None, trainer: "pl.Trainer", module: Any
+def _compare_whole(
+    guard: ParameterGuard, cube: Cube | None, hook: Callable[..., Any], trainer: "pl.Trainer", module: Any
 ) -> None:
     """Takes the place of the callback's hook."""
     with WholeComparison(dict(module.named_parameters()), guard, cube):

@@ -8,6 +8,7 @@ Hooks stay overridden in Lightning's eyes, and copies of module and callbacks ar
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.guards import MissingValues, ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings
-from lightning_hanayo.strategy.patches import TemporaryAttributes, itself
+from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
 
 _STAGES = ("train", "validation", "test", "predict")
 _TIMES = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
@@ -62,45 +63,26 @@ def _skip(*_: Any) -> None:
     """Called where another rank writes the predictions: files with one name would replace each other."""
 
 
-class _GuardedHook:
-    """Takes the place of a hook on an instance.
+def _guarded(
+    name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], None] = _ignore
+) -> Substitute:
+    """Takes the place of a hook on an instance."""
 
-    One that a class defines is bound by `MethodType`, as pickle and deepcopy know it. One that the user has set on the
-    instance isn't, and copies have the user's again.
-    """
-
-    def __init__(
-        self, name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], None]
-    ) -> None:
-        self.__wrapped__ = hook  # Lightning compares it with its own hook to see whether that is overridden
-        self.__name__ = name
-        self._guard = guard
-        self._scope = scope
-        self._at_end = at_end
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = tuple(arg.content if isinstance(arg, PlaceholderBatch) else arg for arg in args)
-        with self._guard.hook(self._scope, self.__name__):
-            result = self.__wrapped__(*args, **kwargs)
-        self._at_end()
+        with guard.hook(scope, name):
+            result = hook(*args, **kwargs)
+        at_end()
         return result
 
-    def __reduce__(self) -> Any:
-        return itself, (self.__wrapped__,)
+    return Substitute(hook, run, name)
 
 
-class _CheckedLog:
+def _checked_log(has_metrics: bool, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of `log`: logged values are needed on pipeline rank 0, whose metrics all ranks get."""
-
-    __name__ = "log"
-
-    def __init__(self, *, has_metrics: bool) -> None:
-        self._has_metrics = has_metrics
-
-    def __call__(self, module: "pl.LightningModule", name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, MissingValues):
-            value = value.item() if self._has_metrics else torch.zeros(value.shape)
-        type(module).log(module, name, value, *args, **kwargs)
+    if isinstance(value, MissingValues):
+        value = value.item() if has_metrics else torch.zeros(value.shape)
+    log(name, value, *args, **kwargs)
 
 
 def guard_hooks(
@@ -115,7 +97,7 @@ def guard_hooks(
     """Enter the guard in all hooks that the user has defined. `end_hook` is called after the module's on all ranks."""
     module = trainer.lightning_module
     if num_pipe_ranks > 1:
-        attributes.set(module, "log", MethodType(_CheckedLog(has_metrics=pipe_rank == 0), module))
+        attributes.wrap(module, "log", partial(_checked_log, pipe_rank == 0))
     for owner in (module, *callbacks_of(trainer)):
         for name in _HOOKS:
             is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
@@ -164,7 +146,7 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, why_not: str | 
                         f"{why_not}. Use the LightningModule's on_before_optimizer_step, or on_train_batch_end."
                     )
                 replaced.append((hooks, key, hook))
-                hooks[key] = _GuardedHook("a hook on the optimizer's steps", hook, guard, "hook", _ignore)
+                hooks[key] = _guarded("a hook on the optimizer's steps", hook, guard, "hook")
     try:
         yield
     finally:
@@ -181,9 +163,13 @@ def guard_hook(
     scope: Scope = "hook",
     at_end: Callable[[], None] = _ignore,
 ) -> None:
-    """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning."""
+    """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning.
+
+    One that a class defines is bound by `MethodType`, as pickle and deepcopy know it. One that the user has set on the
+    instance isn't, and copies have the user's again.
+    """
     is_on_instance = vars(owner).get(name) is not None
     hook = vars(owner)[name] if is_on_instance else getattr(type(owner), name, None)
     if callable(hook) and not is_lightnings(hook):
-        guarded = _GuardedHook(name, hook, guard, scope, at_end)
+        guarded = _guarded(name, hook, guard, scope, at_end)
         attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))

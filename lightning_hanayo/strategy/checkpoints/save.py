@@ -44,7 +44,7 @@ from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
 
 
@@ -267,14 +267,9 @@ def _warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
 
 def adapt_callbacks(trainer: "pl.Trainer", checkpoints: Checkpoints, attributes: TemporaryAttributes) -> None:
     """Let callbacks look for a name once the save in flight has ended. Their questions are asked by all ranks."""
-
-    def ask(file_exists: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        checkpoints.wait()
-        return file_exists(*args, **kwargs)
-
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelCheckpoint) and checkpoints.in_background:
-            attributes.set(callback, "file_exists", Substitute(callback.file_exists, ask))
+            attributes.before(callback, "file_exists", checkpoints.wait)
 
 
 def ends_job(path: str | os.PathLike[str]) -> bool:

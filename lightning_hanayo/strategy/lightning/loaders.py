@@ -35,7 +35,7 @@ from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast
 from lightning_hanayo.pipeline_parallel.rng import SharedGenerators, generator_states
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy.lightning.loops import SameLength
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.user_code.collected import Missing
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
@@ -345,7 +345,7 @@ def after_new_iterators(trainer: "pl.Trainer", attributes: TemporaryAttributes, 
             if loop._data_fetcher is not fetcher:
                 call()
 
-        attributes.set(loop, name, Substitute(getattr(loop, name), then_call))
+        attributes.wrap(loop, name, then_call)
 
 
 def source_of(trainer: "pl.Trainer") -> BatchSource:

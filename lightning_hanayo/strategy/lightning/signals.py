@@ -39,7 +39,7 @@ from lightning_hanayo.strategy import stopping
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -253,15 +253,15 @@ class StopsOnSignal:
 
     def _add_to_loops(self, attributes: TemporaryAttributes) -> None:
         trainer: Any = self._trainer
-        self._before(attributes, trainer.fit_loop.epoch_loop, "run", self._begin_epoch)
-        self._before(attributes, trainer.fit_loop.epoch_loop, "advance", self._train)
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        self._before(attributes, validation, "run", self._begin_validation)
-        for loop in (validation, trainer.validate_loop, trainer.test_loop):
-            self._before(attributes, loop, "_evaluation_step", self._evaluate)
-            self._before(attributes, loop, "_store_dataloader_outputs", self._end_loader)
-        self._before(attributes, trainer.predict_loop, "_predict_step", self._evaluate)
-        self._before(attributes, trainer.predict_loop, "on_run_end", self._end_loader)
+        training = trainer.fit_loop.epoch_loop
+        attributes.before(training, "run", self._begin_epoch)
+        attributes.before(training, "advance", self._train)
+        attributes.before(training.val_loop, "run", self._begin_validation)
+        for loop in (training.val_loop, trainer.validate_loop, trainer.test_loop):
+            attributes.before(loop, "_evaluation_step", self._evaluate)
+            attributes.before(loop, "_store_dataloader_outputs", self._end_loader)
+        attributes.before(trainer.predict_loop, "_predict_step", self._evaluate)
+        attributes.before(trainer.predict_loop, "on_run_end", self._end_loader)
 
     @contextmanager
     def _as_after_batch(self) -> Iterator[None]:
@@ -344,14 +344,6 @@ class StopsOnSignal:
                 for one in self._trainer.lightning_module.parameters()
                 if not one.is_meta and one.is_floating_point()
             ]
-
-    @staticmethod
-    def _before(attributes: TemporaryAttributes, loop: Any, name: str, ask: Callable[[], None]) -> None:
-        def ask_first(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            ask()
-            return method(*args, **kwargs)
-
-        attributes.set(loop, name, Substitute(getattr(loop, name), ask_first))
 
     def _end(self, decision: stopping.Decision) -> None:
         trainer = self._trainer

@@ -38,6 +38,7 @@ from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy.optimizer.shards import CubeSharding, OptimizerShards
 from lightning_hanayo.strategy.patches import PatchedFunction, PatchedInRuns
 from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.topology import AXES
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 
@@ -121,7 +122,7 @@ class GradientNorms:
         groups = (run.groups.replica, run.groups.replica_tensors) if several else None
         num_replicas, own_part = None if cube is None else cube.num_replicas, None
         if shards is not None and scatters:
-            world = run.groups.factory.control(run.topology.groups("data", "pipe", "x", "y", "z"))
+            world = run.groups.factory.control(run.topology.groups(*AXES))
             groups = world, available(dist.group.WORLD, "several ranks")
             num_replicas, own_part = shards.num_replicas, shards.own_rows
         made = GradientNorms(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -18,23 +19,24 @@ from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
-from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
-from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
-from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
 from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
-from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.callbacks import Averages
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
 from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
+from lightning_hanayo.strategy.lightning.batch_size_search import end_searches_on_failure
 from lightning_hanayo.strategy.lightning.loaders import first_batch
+from lightning_hanayo.strategy.lightning.loops import agree_on_counts, validate_together
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
+from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
@@ -43,9 +45,10 @@ from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.probing.probe import Probe, Sample
+from lightning_hanayo.strategy.probing.probe import Sample
 from lightning_hanayo.strategy.probing.step_choice import StepChoice
-from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.strategy.restarts import Restarts
+from lightning_hanayo.strategy.run import Run, RunParts
 from lightning_hanayo.strategy.setup.adapt import adapt
 from lightning_hanayo.strategy.setup.build_pipeline import build_pipeline, examine_first_batch, whole_values
 from lightning_hanayo.strategy.setup.called_stacks import called_stacks
@@ -58,7 +61,7 @@ from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
 from lightning_hanayo.strategy.user_code.collectives import Progress, UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
-from lightning_hanayo.strategy.votes import ReplicaCheck, StepVotes
+from lightning_hanayo.strategy.votes import ReplicaCheck, SavesOnException, StepVotes
 from lightning_hanayo.tensor_parallel.on_use import whole_arguments
 
 
@@ -71,6 +74,14 @@ class Session(Run):
         NotAvailableError: an attribute is read before the model is set up.
     """
 
+    checkpoints: Checkpoints
+    """saves and removes those of this run"""
+    saves_on_exception: SavesOnException
+    """lets callbacks save if all ranks have stopped at the same step"""
+    stops: StopsOnSignal
+    """stops all ranks after the same batch"""
+    restarts: Restarts | None
+    """None if nobody starts this run again"""
     pipeline: Pipeline
     """this rank's part of it"""
     norms: GradientNorms
@@ -88,12 +99,16 @@ class Session(Run):
     """gives the other pipeline ranks the values that steps have set"""
     steps: OptimizerSteps
     """of the optimizers"""
+    _loss_weight: LossWeight
+    """by which losses are weighed where no probe decides"""
     held_bytes: int
     """by the rank that holds the most, before a training"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         options = self.options
+        self._first_parts = RunParts()
+        """end before the others, while it still counts as a failure if another rank ends"""
         self.generators = SharedGenerators(self.replica_relay, self.device)
         self.votes = StepVotes(self.replica_relay, self.rank, self.guard.off)
         self.samples = SampleCount()
@@ -115,7 +130,6 @@ class Session(Run):
         ):
             self.parts.add(hook(self.guard.note_registration).remove)
         self._prepared = PreparedModel()
-        self._loss_weight: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._memory: RunMemory | None = None
         self._hangs: HangWatch | None = None
         self._has_trained = False
@@ -138,6 +152,25 @@ class Session(Run):
     def __deepcopy__(self, memo: object) -> Self:
         """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
         return self
+
+    def begin(self, io: CheckpointIO) -> None:
+        """Adapt loops and callbacks before the model is set up. Called by all ranks of the world.
+
+        `io`: the user's way to write files.
+        """
+        trainer, attributes = self.trainer, self.attributes
+        if self.topology.world_size > 1:
+            agree_on_counts(trainer, attributes)
+            end_searches_on_failure(trainer, attributes, self.rank)
+            validate_together(trainer, attributes)
+        self.checkpoints = Checkpoints(self, io)
+        self.saves_on_exception = SavesOnException(self)
+        if self.topology.replica_size > 1:
+            self.averages.adapt_callbacks(trainer, attributes)
+        self.stops = StopsOnSignal(self, self.checkpoints.finish)
+        self._first_parts.add(self.stops.close)
+        self._first_parts.add(self.checkpoints.finish, self.checkpoints.abandon)
+        self.restarts = Restarts.begin(self)
 
     def _watch_hangs(self) -> None:
         """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""
@@ -205,50 +238,6 @@ class Session(Run):
         weighting = LossWeighting(self._loss_weight, self.topology.data, self.groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
 
-    def _step_choice(self) -> StepChoice | None:
-        pipeline, cube, module = self.pipeline, self.cube, self.module
-        ends = pipeline.ends.get(False)
-        probes = self.options.step == "auto" and not pipeline.runs_whole_batches and module.automatic_optimization
-        if ends is None or not probes:
-            return None
-        is_single = pipeline.runs_whole_steps
-        user = ends.user_step
-        if cube is None and not is_single:  # no block may run in the step
-            user = pipeline.ends[True].user_step
-            assert isinstance(user, WholeStep)
-            user = user.user
-        assert isinstance(user, UserStep)
-        outside = list(module.modules()) if is_single else modules_outside(module, pipeline.ownership.stack)
-        own = [pipeline.ownership.blocks(stage) for stage in pipeline.ownership.stages_of(pipeline.rank)]
-        weighting = LossWeighting(self._loss_weight, 1, None)
-        names = self.options.loss_weight != "auto"
-        probe = Probe(
-            DrySteps(
-                user,
-                module,
-                outside,
-                None if cube is None else cube.first_block(ends.stages[0]),
-                pipeline.gather_in_cube,
-            ),
-            self.trainer,
-            WholeSplitter(self.options.batch_rule),
-            outside,
-            self.device,
-            pipeline.gradients.dry_runs,
-            sum(map(len, own)) if self.options.recompute == "none" else 1,
-            (lambda pieces, sizes: weighting.for_training(pieces, sizes).in_loss) if names else None,
-        )
-        named = repr(getattr(self.options.loss_weight, "__name__", self.options.loss_weight)) if names else ""
-        return StepChoice(
-            probe,
-            self.topology.data,
-            self.groups.data_control,
-            pipeline.gather_in_cube,
-            self.device,
-            may_run_once=pipeline.may_run_once or is_single,
-            named=named,
-        )
-
     def reseed(self, seed: int) -> None:
         """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
         self.seed = seed
@@ -314,7 +303,7 @@ class Session(Run):
         self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._loss_weight = for_model(rule, module, options.batch_dim)
-        self.choice = self._step_choice()
+        self.choice = StepChoice.of_run(self, self.pipeline, cube, self._loss_weight)
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(
             self.pipe_relay,
@@ -485,6 +474,7 @@ class Session(Run):
         """End the run, once the other ranks have received this one's messages. After `abandon`: do nothing."""
         if not self._is_open:
             return
+        self._first_parts.end()
         self._is_open = False
         if self._number == next_number():  # no loader has drawn from it, and the next run needs other numbers
             torch.randint(1, ())
@@ -504,6 +494,7 @@ class Session(Run):
         Drops the process groups, and nothing that a traceback keeps alive may hold one: gloo wakes the ranks that wait
         for this one only when its connections are closed.
         """
+        self._first_parts.abandon()
         self._is_open = False
         self.forget_groups()
         self.failures.stop()

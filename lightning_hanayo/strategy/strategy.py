@@ -27,28 +27,23 @@ from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
-from lightning_hanayo.strategy.checkpoints import save
 from lightning_hanayo.strategy.checkpoints.load import check_start
-from lightning_hanayo.strategy.checkpoints.save import Checkpoints, check_plugin, check_saving
+from lightning_hanayo.strategy.checkpoints.save import check_plugin, check_saving
 from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
-from lightning_hanayo.strategy.lightning.batch_size_search import end_searches_on_failure
 from lightning_hanayo.strategy.lightning.inspection import record_all_threads
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
-from lightning_hanayo.strategy.lightning.loops import agree_on_counts, validate_together
-from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
 from lightning_hanayo.strategy.report import LoggedReport
-from lightning_hanayo.strategy.restarts import Restarts, write_error_file
+from lightning_hanayo.strategy.restarts import write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.stopping import report_of
-from lightning_hanayo.strategy.votes import SavesOnException
 
 
 class HanayoStrategy(CheckpointingStrategy):
@@ -229,18 +224,13 @@ class HanayoStrategy(CheckpointingStrategy):
         name = "+".join(blocks) if is_list and blocks is not None else blocks
         arguments = with_layout(locals() | {"costs": costs_from(costs), "blocks": name})
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
-        self._stops_on_signal: StopsOnSignal | None = None
         self._accumulates = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Leave out threads, groups and connections of this process and its run: a run makes them anew."""
         state: dict[str, Any] = super().__getstate__()
-        of_run = (
-            "_groups", "_failures", "_session", "_checkpoints", "_saves_on_exception", "_stops_on_signal", "_resume",
-            "_restarts",
-        )  # fmt: skip
-        return state | dict.fromkeys(of_run) | {"_names_in_fit": {}}
+        return state | dict.fromkeys(("_groups", "_failures", "_session", "_resume")) | {"_names_in_fit": {}}
 
     # set-up
 
@@ -305,28 +295,13 @@ class HanayoStrategy(CheckpointingStrategy):
         self.connect_processes()
         if self._session is not None:
             self._session.stop_watching()
-        trainer, topology, rank, device = self.module.trainer, self.topology, self.global_rank, self.root_device
-        self._session = Session(trainer, self.options, topology, self.groups, self.failures, rank=rank, device=device)
-        attributes = self._session.attributes
+        trainer, rank, device = self.module.trainer, self.global_rank, self.root_device
+        self._session = Session(
+            trainer, self.options, self.topology, self.groups, self.failures, rank=rank, device=device
+        )
         if self.world_size > 1:
             vars(trainer).setdefault("save_checkpoint", partial(self._save, trainer))
-            agree_on_counts(trainer, attributes)
-            end_searches_on_failure(trainer, attributes, rank)
-            validate_together(trainer, attributes)
-        self._checkpoints = Checkpoints(self.options, topology, rank, self.groups, self.checkpoint_io)
-        finish = self._checkpoints.finish
-        self._saves_on_exception = SavesOnException(
-            trainer=trainer,
-            failures=self.failures,
-            finish=finish,
-            newest=lambda: self.checkpoints.newest,
-        )
-        self._saves_on_exception.adapt_callbacks(attributes)
-        if topology.replica_size > 1:
-            self._session.averages.adapt_callbacks(trainer, attributes)
-        save.adapt_callbacks(trainer, self._checkpoints, attributes)
-        self._stops_on_signal = StopsOnSignal(trainer, self.failures, device, attributes, finish=finish)
-        self._restarts = Restarts.begin(trainer, topology, rank, attributes)
+        self._session.begin(self.checkpoint_io)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -356,7 +331,7 @@ class HanayoStrategy(CheckpointingStrategy):
             self.session.prepare_steps(list(map(unwrapped, self.optimizers)), self._kept)
             self.session.steps.guard_states(self.optimizers)
             self._names_in_fit = self.session.names
-            check_saving(trainer, self.module, self.checkpoints)
+            check_saving(trainer, self.module, self.session.checkpoints)
             self.session.measure_memory(self.module)
         self._kept = None
 
@@ -434,7 +409,7 @@ class HanayoStrategy(CheckpointingStrategy):
         measured = self.session.measured_batch(self.module, self.optimizers)
         with self._unguarded(), self.precision_plugin.train_step_context(), measured:
             self.session.steps.check()
-            self.checkpoints.poll()
+            self.session.checkpoints.poll()
 
             def user_step(part: Any) -> Any:
                 return step(part, *args, **kwargs)
@@ -508,8 +483,8 @@ class HanayoStrategy(CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._stops_on_signal is not None and report_of(exception) is not None:
-            self._stops_on_signal.say(exception)  # all ranks are between two batches: the run ends in order
+        if self._session is not None and report_of(exception) is not None:
+            self._session.stops.say(exception)  # all ranks are between two batches: the run ends in order
             return
         is_consequence = False
         try:
@@ -531,7 +506,7 @@ class HanayoStrategy(CheckpointingStrategy):
         """`Trainer.save_checkpoint`. After a run an error of one rank, of a hook, ends it on all, as in a run."""
 
         def save() -> None:
-            with self.checkpoints.one_file() if weights_only else nullcontext():
+            with self.session.checkpoints.one_file() if weights_only else nullcontext():
                 type(trainer).save_checkpoint(trainer, filepath, weights_only, storage_options)
 
         failures = self._failures
@@ -553,10 +528,6 @@ class HanayoStrategy(CheckpointingStrategy):
     def _abandon(self) -> None:
         """Leave the run after a failure. A script that catches the error may start the next one."""
         self.abort_transfers()  # first: all else may wait for the device
-        if self._checkpoints is not None:
-            self._checkpoints.abandon()
-        if self._stops_on_signal is not None:
-            self._stops_on_signal.close()
         if self._session is not None:
             self._session.abandon()
         if self.lightning_module is not None:
@@ -569,10 +540,6 @@ class HanayoStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         self._kept = None
-        if self._checkpoints is not None:
-            self._checkpoints.finish()
-        if self._stops_on_signal is not None:
-            self._stops_on_signal.close()
         if self._session is not None:
             self._session.close()
         # After a failure Lightning shows the error of this method, if there is one, instead of the first error.

@@ -38,10 +38,8 @@ from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy import failure
-from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to
-from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
 
 if TYPE_CHECKING:
@@ -293,27 +291,22 @@ def _show_error(hook: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         print(f"{owner}.{name} failed, too: {type(error).__name__}: {line}", file=sys.stderr)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class SavesOnException:
     """One rank's part in the agreement on saves after an error, for one run.
 
     The ranks' monitors agree: a rank that waits for another one's message can't take part in a collective.
     """
 
-    trainer: "pl.Trainer"
-    """whose callbacks save"""
-    failures: Failures
-    """this rank's; have the monitor"""
-    finish: Callable[[], object]
-    """called once a callback has saved; waits until the checkpoint is there"""
-    newest: Callable[[], str | None]
-    """returns the path of the last checkpoint that this run has saved, None without one"""
+    session: "Session"
+    """the run, whose callbacks save"""
     _decision: str | None = field(default=None, init=False)
 
-    def adapt_callbacks(self, attributes: TemporaryAttributes) -> None:
+    def __post_init__(self) -> None:
         """Let the callbacks that save ask all ranks before, and show errors in all of them."""
-        for owner in (*callbacks_of(self.trainer), getattr(self.trainer, "datamodule", None)):
-            if isinstance(owner, Checkpoint) and self.failures.monitor.num_ranks > 1:
+        trainer, attributes = self.session.trainer, self.session.attributes
+        for owner in (*callbacks_of(trainer), getattr(trainer, "datamodule", None)):
+            if isinstance(owner, Checkpoint) and self.session.topology.world_size > 1:
                 attributes.wrap(owner, "on_exception", self._save)
             elif owner is not None and not isinstance(owner, Checkpoint):
                 attributes.wrap(owner, "on_exception", _show_error)
@@ -335,7 +328,7 @@ class SavesOnException:
         try:
             self._agree()
             hook(trainer, module, exception)
-            self.finish()
+            self.session.checkpoints.finish()
         except Exception as error:
             print(f"No checkpoint is saved on this {type(exception).__name__}: {error}", file=sys.stderr)
 
@@ -345,8 +338,9 @@ class SavesOnException:
         Raises:
             HanayoError: not all ranks have stopped at the same step.
         """
-        is_after_error = sys.exception() is not None and self.trainer.state.status == TrainerStatus.INTERRUPTED
-        if is_after_error and self.failures.monitor.num_ranks > 1:
+        status = self.session.trainer.state.status
+        is_after_error = sys.exception() is not None and status == TrainerStatus.INTERRUPTED
+        if is_after_error and self.session.topology.world_size > 1:
             self._agree()
 
     def _agree(self) -> None:
@@ -357,15 +351,15 @@ class SavesOnException:
 
     def _decide(self) -> str:
         """Agree with all ranks that come here in time. The decision of the first of them counts for all."""
-        monitor, topic = self.failures.monitor, f"on_exception/{self.failures.run}"
-        place = [self.trainer.global_step, *self.failures.position[:3]]
-        monitor.answer(topic, lambda _: place)
-        return str(monitor.settle(topic, self._judge, within=failure.GRACE / 2))
+        failures = self.session.failures
+        topic, place = f"on_exception/{failures.run}", [self.session.trainer.global_step, *failures.position[:3]]
+        failures.monitor.answer(topic, lambda _: place)
+        return str(failures.monitor.settle(topic, self._judge, within=failure.GRACE / 2))
 
     def _judge(self, places: dict[int, list[int]]) -> str:
         """Whether all have stopped at the same place; if not, why that is refused."""
-        name = self.failures.name
-        missing = [rank for rank in range(self.failures.monitor.num_ranks) if rank not in places]
+        name = self.session.failures.name
+        missing = [rank for rank in range(self.session.topology.world_size) if rank not in places]
         if missing:
             return (
                 f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
@@ -381,5 +375,5 @@ class SavesOnException:
         )
 
     def _way_out(self) -> str:
-        newest = self.newest()
+        newest = self.session.checkpoints.newest
         return "No checkpoint was saved before." if newest is None else f"Resume from {newest}, which was saved before."

@@ -36,10 +36,10 @@ from torch.utils.data import get_worker_info
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy import stopping
-from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -211,23 +211,12 @@ class StopsOnSignal:
     """One rank's part in stopping a run by a signal: asks before each batch whether it goes on. Made by all ranks.
 
     Args:
-        trainer: whose run may be stopped.
-        failures: this rank's; have the monitor.
-        device: this rank's.
-        attributes: restored at the end of the run.
+        run: may be stopped.
         finish: waits until a checkpoint is there.
     """
 
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        failures: Failures,
-        device: torch.device,
-        attributes: TemporaryAttributes,
-        *,
-        finish: Callable[[], object],
-    ) -> None:
-        self._trainer, self._failures, self._device, self._finish = trainer, failures, device, finish
+    def __init__(self, run: Run, finish: Callable[[], object]) -> None:
+        self._trainer, self._failures, self._device, self._finish = run.trainer, run.failures, run.device, finish
         self._place: stopping.Place = (0, 0)
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
@@ -235,10 +224,11 @@ class StopsOnSignal:
         self._weights_before: list[Tensor] = []
         self._is_epoch_start = False
         self._goes_on: bool | None = None
-        self._stop = stopping.StopTogether(failures)
-        self._signals = Signals(trainer, self._stop, failures.monitor if failures.monitor.num_ranks > 1 else None)
-        self._signals.listen(attributes)
-        self._add_to_loops(attributes)
+        self._stop = stopping.StopTogether(run.failures)
+        monitor = run.failures.monitor if run.topology.world_size > 1 else None
+        self._signals = Signals(self._trainer, self._stop, monitor)
+        self._signals.listen(run.attributes)
+        self._add_to_loops(run.attributes)
 
     def close(self) -> None:
         """The run has ended on this rank."""

@@ -5,13 +5,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -21,8 +19,6 @@ from typing_extensions import override
 from lightning_hanayo.dist_checkpointing.export import open_weights
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition.stack import is_ambiguous
-from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
-from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import run_batch
@@ -356,28 +352,13 @@ class HanayoStrategy(CheckpointingStrategy):
         check_sampler(dataloader, num_data=self.topology.data, num_ranks=self.topology.world_size)
         if self._session is not None:  # user code may ask a loop for its loaders before any run
             end_workers_with_process(dataloader, self.global_rank, self._session.attributes)
-        get_cube = self._cube_group if prod(self.topology.cube) > 1 else None
         is_shortened = self._processes_training_loaders and self.topology.data > 1
-        get_data_ranks = self._data_ranks if is_shortened else None
         with self._unguarded():
-            get_relay = self._pipe_relay if self.topology.pipe > 1 else None
-            return wrap_loader(dataloader, self.pipe_rank, get_relay, get_cube, self._generators, get_data_ranks)
+            return wrap_loader(dataloader, self._get_run, self.topology, self.pipe_rank, is_shortened=is_shortened)
 
-    # Loaders ask for these when they are iterated, also in a copied Trainer: there may be no run before.
-
-    def _pipe_relay(self) -> Relay:
-        return self.session.pipe_relay
-
-    def _generators(self) -> SharedGenerators:
-        return self.session.generators
-
-    def _cube_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = available(self.groups.cube, "there is a cube group only with a cube").whole
-        return group
-
-    def _data_ranks(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = available(self.groups.data_control, "there is a data group with several data ranks")
-        return group
+    def _get_run(self) -> Session:
+        """For loaders, when they are iterated, also in a copied Trainer: there may be no run before."""
+        return self.session
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
-from lightning_hanayo.errors import HanayoError, listed
+from lightning_hanayo.errors import HanayoError, available, listed
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 
 
 def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
@@ -86,13 +87,12 @@ class SameLength:
     Args:
         own: the number of this rank's batches; None: not known.
         is_certain: whether the loader surely gives as many.
-        get_group: returns the data ranks with this rank's place, over gloo. No group is kept: it would outlive a
-            failure.
+        get_run: returns the run under way.
     """
 
-    def __init__(self, own: int | None, is_certain: bool, get_group: Callable[[], dist.ProcessGroup]) -> None:
-        self._get_group = get_group
-        found = all_gather_objects(get_group(), (own, is_certain))
+    def __init__(self, own: int | None, is_certain: bool, get_run: Callable[[], Run]) -> None:
+        self._get_run = get_run
+        found = all_gather_objects(self._group, (own, is_certain))
         lengths = [length for length, _ in found if length is not None]
         self.length = min(lengths) if len(lengths) == len(found) else None
         """the number of batches on all data ranks; None if one of them doesn't know its own"""
@@ -104,10 +104,15 @@ class SameLength:
     def all_have_one_more(self, has_one: bool, num_read: int) -> bool:
         """Whether all data ranks have a batch, after `num_read` that all had. Waits for the slowest of them."""
         have_one = torch.tensor(int(has_one))
-        dist.all_reduce(have_one, dist.ReduceOp.MIN, self._get_group())
+        dist.all_reduce(have_one, dist.ReduceOp.MIN, self._group)
         if not have_one:
-            _warn([num_read + int(one) for one in all_gather_objects(self._get_group(), has_one)], or_more=True)
+            _warn([num_read + int(one) for one in all_gather_objects(self._group, has_one)], or_more=True)
         return bool(have_one)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The data ranks. Not kept: the group would outlive a failure."""
+        return available(self._get_run().groups.data_control, "there are several data ranks")
 
 
 def _warn(lengths: list[int], *, or_more: bool = False) -> None:

@@ -38,7 +38,7 @@ from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.ownership import Placeholder, exchange
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from lightning_hanayo.strategy.guarded_hooks import guard_hook
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import user_hooks

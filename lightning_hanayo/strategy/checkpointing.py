@@ -19,8 +19,7 @@ from lightning_hanayo.partition import guards
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.callbacks import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints import parts, save
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
-from lightning_hanayo.strategy.checkpoints.load import Checkpoint, load_optimizers, read_checkpoint
+from lightning_hanayo.strategy.checkpoints.load import Checkpoint, KeptValues, load_optimizers, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
 from lightning_hanayo.strategy.joining import is_lost_connection
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy

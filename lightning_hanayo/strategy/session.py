@@ -27,14 +27,13 @@ from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.callbacks import Averages
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
 from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
-from lightning_hanayo.strategy.lightning.batch_size_search import end_searches_on_failure
 from lightning_hanayo.strategy.lightning.loaders import first_batch
-from lightning_hanayo.strategy.lightning.loops import agree_on_counts, validate_together
+from lightning_hanayo.strategy.lightning.loops import agree_on_counts, end_searches_on_failure, validate_together
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
@@ -51,12 +50,12 @@ from lightning_hanayo.strategy.restarts import Restarts
 from lightning_hanayo.strategy.run import Run, RunParts
 from lightning_hanayo.strategy.setup.adapt import adapt
 from lightning_hanayo.strategy.setup.build_pipeline import build_pipeline, examine_first_batch, whole_values
-from lightning_hanayo.strategy.setup.called_stacks import called_stacks
 from lightning_hanayo.strategy.setup.checks import run_uncompiled, warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
+from lightning_hanayo.strategy.uncut_step import called_stacks
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
 from lightning_hanayo.strategy.user_code.collectives import Progress, UserCollectives

@@ -101,7 +101,7 @@ def test_hooks_on_the_optimizers_steps_are_guarded_but_for_our_own() -> None:
     before = optimizer.register_step_pre_hook(lambda *_: scopes.append(GUARD.scope))
     optimizer.register_step_post_hook(lambda *_: (scopes.append(GUARD.scope), before.remove()))
     own = lambda *_: scopes.append(GUARD.scope)  # noqa: E731
-    own.__module__ = "lightning_hanayo.strategy.optimizer.step_values"
+    own.__module__ = "lightning_hanayo.strategy.optimizer_steps"
     optimizer.register_step_post_hook(own)
     for _ in range(2):
         with guarded_step_hooks(optimizer, GUARD):

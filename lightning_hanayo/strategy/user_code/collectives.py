@@ -16,7 +16,6 @@ Calls of `torch.distributed` over the whole world are checked, too (`PATCHES`):
 
 import functools
 import inspect
-import json
 import sys
 import time
 import warnings
@@ -36,7 +35,7 @@ from torch.distributed import distributed_c10d
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.strategy.failure import Failures, meet
 from lightning_hanayo.strategy.groups import AllGather
 from lightning_hanayo.strategy.patches import PatchedFunction, PatchedInRuns
 from lightning_hanayo.strategy.run import Run
@@ -125,7 +124,6 @@ class Agreement:
         self.ranks = list(ranks)
         self._failures = failures
         self._depth = depth
-        self._store = failures.store
         self._count = 0
 
     def on(self, call: Call) -> list[Call]:
@@ -147,33 +145,23 @@ class Agreement:
         return calls
 
     def _exchange(self, call: Call) -> list[Call]:
-        self._count += 1
-        key, earlier = f"{self._key}/{self._count}", f"{self._key}/{self._count - 1}"
-        try:
-            self._store.set(f"{key}/{self._failures.rank}", json.dumps(asdict(call)))
-            if self._store.add(f"{key}/arrived", 1) == len(self.ranks):
-                self._store.set(f"{key}/all", "")
-            with Waiting(call, self):
-                self._wait(f"{key}/all", call)
-            calls = [_call_of(json.loads(self._store.get(f"{key}/{rank}"))) for rank in self.ranks]
-            for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
-                self._store.delete_key(f"{earlier}/{name}")
-        except RuntimeError as error:
-            self._failures.on_transfer(error)
-        return calls
+        deadline, ahead = time.monotonic() + _LOOK, None
 
-    def _wait(self, key: str, call: Call) -> None:
-        """Wait for the key, while no rank of the group is further than this one."""
-        deadline, pause = time.monotonic() + _LOOK, 1e-4
-        ahead: int | None = None
-        while not self._store.check([key]):
-            time.sleep(pause)
-            pause = min(1.5 * pause, 2e-3)
+        def look() -> None:
+            """Wait as long as no rank of the group is further than this one."""
+            nonlocal deadline, ahead
             if time.monotonic() > deadline:
                 earlier, ahead = ahead, self._rank_ahead()
                 if ahead is not None and ahead == earlier:
                     raise UnsupportedError(f"rank {ahead} has not called {call}, for which others wait. {WAY_OUT}.")
                 deadline = time.monotonic() + _LOOK
+
+        self._count += 1
+        own = asdict(call)
+        calls = meet(self._failures, f"{self._key}/{self._count}", self.ranks, own, Waiting(call, self), look)
+        for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
+            self._failures.store.delete_key(f"{self._key}/{self._count - 1}/{name}")
+        return [_call_of(one) for one in calls]
 
     def _rank_ahead(self) -> int | None:
         """A rank that has passed this point of the run.

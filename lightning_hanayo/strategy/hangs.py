@@ -18,12 +18,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import takewhile
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward
@@ -31,13 +31,18 @@ from torch.autograd.graph import _engine_run_backward
 from lightning_hanayo.monitor.waiting import Waiting, stated
 from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCall
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import Broadcast, numbers
+from lightning_hanayo.pipeline_parallel.engine import Engine
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transfer, Transport
 from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.strategy import patches
 from lightning_hanayo.strategy.failure import STOPPED_TIME, Failures
+from lightning_hanayo.strategy.lightning import state
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collectives import Agreement
 from lightning_hanayo.strategy.waits import Mismatch, Standstill, Status, Wait, find_mismatch, named, report, summary
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.session import Session
 
 _LIBRARIES = {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_hanayo", "torchmetrics",
@@ -244,36 +249,39 @@ def _world_number() -> int | None:
     return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
-@dataclass
 class OwnStatus:
-    """Reads the status of a rank, in any thread. Made in the thread that runs the Trainer.
+    """Reads the status of a rank in its run, in any thread. Made in the thread that runs the Trainer."""
 
-    Args:
-        rank: of this process.
-        progress: returns a number that grows with all that the rank does.
-        action: returns the action of the schedule that runs; None between batches.
-        at: returns the step and the phase, as "step 12 (training)".
-        transports: returns those of the run.
-    """
+    def __init__(self, session: "Session") -> None:
+        self._session, self._thread = session, threading.get_ident()
+        self.rank = session.rank
 
-    rank: int
-    progress: Callable[[], int]
-    action: Callable[[], Action | None]
-    at: Callable[[], str]
-    transports: Callable[[], Iterable[Transport]]
-    _thread: int = field(default_factory=threading.get_ident, init=False)
+    def progress(self) -> int:
+        """A number that grows with all that the rank does."""
+        engine = self._engine
+        return self._session.guard.num_entered + (0 if engine is None else engine.num_steps)
 
     def read(self, still: float, channels: Collection[str] = ()) -> Status:
         """The status of this rank, which hasn't moved for so many seconds, and its operations on the channels.
 
         It holds no tensor and no process group.
         """
-        progress, stack = self.progress(), read_stack(self._thread)
+        session, engine = self._session, self._engine
+        progress, stack, transports = self.progress(), read_stack(self._thread), [r.transport for r in session.relays]
+        at, action = "set-up", None
+        if engine is not None:
+            at, action = state.place_in_run(session.trainer), engine.action
+            transports.append(engine.channel.transport)
         wait = find_wait(self.rank, stack)
-        text, source = doing(stack.frames, self.action())
-        done = operations_done(self.rank, self.transports()) if channels else {}
+        text, source = doing(stack.frames, action)
+        done = operations_done(self.rank, transports) if channels else {}
         done = {channel: number for channel, number in done.items() if channel in channels}
-        return Status(self.rank, progress, still, self.at(), wait, text, source, done)
+        return Status(self.rank, progress, still, at, wait, text, source, done)
+
+    @property
+    def _engine(self) -> Engine | None:
+        """None before the model is set up."""
+        return self._session.pipeline.engine if self._session.has_pipeline else None
 
 
 _QUESTION = "hang status"

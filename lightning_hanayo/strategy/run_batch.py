@@ -1,6 +1,6 @@
 """Runs one batch for a hook: cuts it, runs the pipeline on it, merges results and logs, and defers gradients.
 
-hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
+hook  ->  train / run  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
 
 `MicrobatchSteps` follows the steps on pipeline rank 0:
 
@@ -92,13 +92,12 @@ def train(session: Session, batch: Any, step: UserStep, *, steps: bool) -> Any:
     return {**result, "loss": surrogate} if isinstance(result, Mapping) else surrogate
 
 
-def train_manually(session: Session, batch: Any, step: UserStep) -> Any:
-    """Run a step of manual optimization, with its backwards and optimizer steps. Called by all ranks, which are single.
+def run(session: Session, batch: Any, step: UserStep, *, is_manual: bool = False) -> Any:
+    """Run the forward of a batch, or a step of manual optimization, with its backwards and optimizer steps.
 
-    Returns:
-        The result of the step.
+    Called by all ranks, which are single if `is_manual`. Returns the merged results, or their stand-ins.
     """
-    return _hand_over(session, _run_batch(session, batch, step, trains=True, has_loss=False), batch)
+    return _hand_over(session, _run_batch(session, batch, step, trains=is_manual, has_loss=not is_manual), batch)
 
 
 def average_gradients(session: Session) -> None:
@@ -109,10 +108,6 @@ def average_gradients(session: Session) -> None:
         for gradient in (parameter.grad for parameter in trained if parameter.grad is not None):
             gradient.div_(session.topology.data)
 
-
-def evaluate(session: Session, batch: Any, step: UserStep) -> Any:
-    """Run the forward of a batch. Called by all ranks; returns the merged results, or their stand-ins."""
-    return _hand_over(session, _run_batch(session, batch, step, trains=False), batch)
 
 
 def _run_batch(

@@ -21,7 +21,6 @@ from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
-from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
@@ -130,7 +129,6 @@ class Session(Run):
             self.parts.add(hook(self.guard.note_registration).remove)
         self._prepared = PreparedModel()
         self._memory: RunMemory | None = None
-        self._hangs: HangWatch | None = None
         self._has_trained = False
         self._number: int | None = None
         """the next number of torch's generator when the run began, if its random streams depend on that"""
@@ -139,7 +137,11 @@ class Session(Run):
         """the parameters that were guarded after the run before this one"""
         self._for_summaries: object = None
         self._is_open = True
-        self._watch_hangs()
+        self._hangs: HangWatch | None = None
+        """of several ranks: reports from now on until the run ends if none of them moves"""
+        if self.topology.world_size > 1:
+            self._hangs = HangWatch(self.failures, OwnStatus(self), options.timeout)
+            self.parts.add(self._hangs.finish, self._hangs.stop)
 
     if not TYPE_CHECKING:  # a type checker would believe that any attribute exists
 
@@ -170,24 +172,6 @@ class Session(Run):
         self._first_parts.add(self.stops.close)
         self._first_parts.add(self.checkpoints.finish, self.checkpoints.abandon)
         self.restarts = Restarts.begin(self)
-
-    def _watch_hangs(self) -> None:
-        """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""
-        if self.topology.world_size > 1:
-
-            def transports() -> list[Transport]:
-                engine = [self.pipeline.engine.channel.transport] if self.has_pipeline else []
-                return [relay.transport for relay in self.relays] + engine
-
-            own = OwnStatus(
-                self.rank,
-                progress=lambda: self.guard.num_entered + (self.pipeline.engine.num_steps if self.has_pipeline else 0),
-                action=lambda: self.pipeline.engine.action if self.has_pipeline else None,
-                at=lambda: state.place_in_run(self.trainer) if self.has_pipeline else "set-up",
-                transports=transports,
-            )
-            self._hangs = watch = HangWatch(self.failures, own, self.options.timeout)
-            self.parts.add(watch.finish, watch.stop)
 
     def begin_training(self, split: SplitBatch, *, is_whole: bool) -> None:
         """Warn in the first training batch: hooks at the start of a run may have changed modes."""

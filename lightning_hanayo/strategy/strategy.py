@@ -396,7 +396,7 @@ class HanayoStrategy(CheckpointingStrategy):
                 return step(part, *args, **kwargs)
 
             if not self.module.automatic_optimization:
-                return run_batch.train_manually(self.session, batch, user_step)
+                return run_batch.run(self.session, batch, user_step, is_manual=True)
             return run_batch.train(self.session, batch, user_step, steps=not self._accumulates)
 
     @override
@@ -436,7 +436,7 @@ class HanayoStrategy(CheckpointingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unguarded():
-            return run_batch.evaluate(self.session, batch, lambda part: step(part, *args, **kwargs))
+            return run_batch.run(self.session, batch, lambda part: step(part, *args, **kwargs))
 
     @override
     def on_train_start(self) -> None:

@@ -38,6 +38,7 @@ from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy import failure
+from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to
 from lightning_hanayo.strategy.run import Run
@@ -143,10 +144,7 @@ class StepVotes:
     def _exchange(self, vote: int, num_steps: int) -> list[tuple[int, int]]:
         """All ranks' votes, and how often each has stepped."""
         self._relay.broadcast("vote")
-        own = torch.tensor([vote, num_steps])
-        votes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(votes, own)
-        return [(int(one[0]), int(one[1])) for one in votes]
+        return on_all_ranks(lambda: (vote, num_steps))
 
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")

@@ -88,7 +88,7 @@ def read_stack(thread: int) -> Stack:
     if thread != threading.get_ident():
         del stacks[threading.get_ident()]  # a frame that holds itself would keep all others until gc runs
     threads, frames = [thread], list(_outwards(stacks.get(thread)))
-    starts = _trainer_starts(frames)
+    starts = [index for index, frame in enumerate(frames) if name_of(frame)[0] == _TRAINER]
     frames = frames[: starts[-1]] if starts else frames
     for frame in frames:
         if frame.f_code is SuspendedCall._wait.__code__:
@@ -100,10 +100,6 @@ def read_stack(thread: int) -> Stack:
         for other in stacks.keys() - python:
             threads, frames = [other, *threads], [*_outwards(stacks[other]), *frames]
     return Stack(threads, frames)
-
-
-def _trainer_starts(frames: Sequence[FrameType]) -> list[int]:
-    return [index for index, frame in enumerate(frames) if name_of(frame)[0] == _TRAINER]
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

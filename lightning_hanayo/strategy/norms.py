@@ -207,15 +207,13 @@ class GradientNorms:
         """
         return [self._parameters[i] for i, norm in self._first_norms.items() if not norm.isfinite()]
 
-    def by_parameter(
-        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
-    ) -> Mapping[Tensor, Tensor]:
+    def by_parameter(self, gradients: Sequence[OwnGradient], norm_type: float) -> Mapping[Tensor, Tensor]:
         """The norm of each parameter that has a gradient on some rank, other ranks' placeholders included."""
-        norms = self.each(gradients, norm_type, foreach=foreach)
+        norms = self.each(gradients, norm_type)
         return {self._parameters[i]: norm.to(gradient_dtype(self._parameters[i])) for i, norm in norms}
 
     def each(
-        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None
+        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
     ) -> list[tuple[int, Tensor]]:
         """The index and the norm of each gradient, in the user's order; on the device, in one dtype."""
         if self._relay is not None:

@@ -59,7 +59,8 @@ class OptimizerSteps:
     def __post_init__(self) -> None:
         self._values: StepValues | None = None
         self._owners: OptimizerOwners | None = None
-        self._all_ranks: ProcessGroupTransport | None = None
+        self.all_ranks: ProcessGroupTransport | None = None
+        """to all ranks of the world, if each parameter's states are on one of them alone"""
         self._states: list[GuardedStates | RefusedStates] = []
         self._is_read = False
         self._gathers_at_once = False
@@ -167,11 +168,6 @@ class OptimizerSteps:
         """Whether this rank has states of the parameter, or its part of them."""
         return not parameter.is_meta and (self._owners is None or self._owners.owns(parameter))
 
-    @property
-    def all_ranks(self) -> ProcessGroupTransport | None:
-        """To all ranks of the world, if each parameter's states are on one of them alone."""
-        return self._all_ranks
-
     @contextmanager
     def states_in_use(self) -> Iterator[None]:
         """Inside it, `optimizer.state_dict()` returns the states that this rank has; outside it is refused."""
@@ -203,7 +199,7 @@ class OptimizerSteps:
                     f"{type(one).__name__} makes states when it is constructed, of parameters of which each rank has a "
                     f"part, and it works on whole ones. Let it make them in its first step."
                 )
-        transport = self._all_ranks = ProcessGroupTransport(
+        transport = self.all_ranks = ProcessGroupTransport(
             range(topology.world_size),
             control=groups.factory.control(topology.groups(*AXES)),
             channels={},

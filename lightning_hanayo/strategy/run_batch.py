@@ -109,7 +109,6 @@ def average_gradients(session: Session) -> None:
             gradient.div_(session.topology.data)
 
 
-
 def _run_batch(
     session: Session,
     batch: Any,

@@ -277,11 +277,6 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             trainer._teardown()
             trainer.state.stage = None
 
-    def end_launched_processes(self) -> None:
-        """After a failure: end the processes that this one has started."""
-        if isinstance(self._launcher, CheckingLauncher):
-            self._launcher.end()
-
     def connect_processes(self) -> None:
         """Join the process group, and create those of the topology unless an earlier run of this Trainer did."""
         self.set_world_ranks()
@@ -400,16 +395,6 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         with nullcontext() if sync_grads else torch.no_grad():
             gathered: Tensor = AllGather.apply(tensor, group)
         return gathered
-
-    @property
-    def synchronizes_batchnorm(self) -> bool:
-        """Whether the user asked for BatchNorm statistics over all processes."""
-        return self._layer_sync is not None
-
-    def synchronize_batchnorm(self, model: torch.nn.Module) -> None:
-        """Let BatchNorm use statistics over all data ranks, if the user asked for it; ranks are single then."""
-        if self._layer_sync is not None:
-            self._layer_sync.apply(model)
 
 
 def _nodes_found(environment: ClusterEnvironment, wanted: int, num_processes: int) -> int:

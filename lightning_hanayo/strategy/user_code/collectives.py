@@ -56,7 +56,7 @@ class Call:
     """of the function, with options that must be the same"""
     place: str
     """where: the hook, or the step and its micro-batch"""
-    shape: tuple[int, ...] | None = None
+    shape: Sequence[int] | None = None
     dtype: str = ""
     num_samples: int = 1
     """of the samples that it is about, how many this rank has"""
@@ -161,7 +161,7 @@ class Agreement:
         calls = meet(self._failures, f"{self._key}/{self._count}", self.ranks, own, Waiting(call, self), look)
         for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
             self._failures.store.delete_key(f"{self._key}/{self._count - 1}/{name}")
-        return [_call_of(one) for one in calls]
+        return [Call(**one) for one in calls]
 
     def _rank_ahead(self) -> int | None:
         """A rank that has passed this point of the run.
@@ -173,11 +173,6 @@ class Agreement:
         own = self._failures.position[: self._depth]
         positions = self._failures.positions()
         return next((rank for rank in self.ranks if positions.get(rank, ())[: self._depth] > own), None)
-
-
-def _call_of(fields: dict[str, Any]) -> Call:
-    shape: Sequence[int] | None = fields.pop("shape")
-    return Call(**fields, shape=None if shape is None else tuple(shape))
 
 
 @dataclass(frozen=True)

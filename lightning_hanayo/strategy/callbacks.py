@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hanayo.dist_checkpointing.load_state import Source
-from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition import guards
@@ -46,7 +45,7 @@ from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes, replaced
 from lightning_hanayo.strategy.setup.cube import Cube
 
-StateOf = Callable[[nn.Module, "Cube | ShardingOfCopy | None"], dict[str, Any]]
+StateOf = Callable[[nn.Module, Cube | None], dict[str, Any]]
 """returns the state that is saved of a cut module, given how its parameters are sharded over a cube"""
 
 
@@ -138,7 +137,9 @@ class _Copy:
     def __init__(self, copy: nn.Module, module: nn.Module, cube: Cube | None, state_of: StateOf) -> None:
         self._copy = copy
         pairs: dict[Tensor, nn.Parameter] = dict(zip(copy.parameters(), module.parameters(), strict=True))
-        self._sharding = None if cube is None else ShardingOfCopy(cube, pairs)
+        self._cube = cube
+        if cube is not None:
+            cube.add_copies(pairs)
         self._state_of = state_of
         self._is_used = False
         self._partial = [
@@ -153,13 +154,15 @@ class _Copy:
     def load(self, values: KeptValues) -> None:
         """Read this rank's part of whole values. Called by all ranks."""
         with self._in_use():
-            values.check(self._copy, self._sharding)
-            values.put_in(self._copy, self._sharding)
+            values.check(self._copy, self._cube)
+            values.put_in(self._copy, self._cube)
 
     def close(self) -> None:
         """Refuse from now on to compute with parts."""
         self._hook.remove()
         guards.guard(self._partial)
+        if self._cube is not None:
+            self._cube.drop_copies(self._copy.parameters())
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -175,30 +178,8 @@ class _Copy:
         if self._is_used:
             return
         with self._in_use():
-            found = self._state_of(copy, self._sharding)
+            found = self._state_of(copy, self._cube)
         state.update({f"{prefix}{name}": value for name, value in found.items()})
-
-
-class ShardingOfCopy:
-    """How the parameters of a copy are sharded over the ranks of a cube: as those of the module."""
-
-    def __init__(self, cube: Cube, originals: Mapping[Tensor, nn.Parameter]) -> None:
-        self._cube = cube
-        self._originals = originals
-
-    @property
-    def whole_shapes(self) -> Mapping[Tensor, tuple[int, ...]]:
-        """The shapes of the parameters of which this rank holds a part."""
-        shapes = self._cube.whole_shapes
-        return {copied: shapes[own] for copied, own in self._originals.items() if own in shapes}
-
-    def region(self, parameter: Tensor) -> Region:
-        """Which entries of a parameter this rank holds."""
-        return self._cube.region(self._originals[parameter])
-
-    def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
-        """All-gather a parameter of the copy. Called by all ranks of the cube."""
-        return self._cube.unshard(shard, self._originals[parameter])
 
 
 def _check_alike(callback: str, copy: nn.Module, module: nn.Module) -> None:

@@ -17,7 +17,6 @@ from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, available
 from lightning_hanayo.partition import guards
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.callbacks import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints import parts, save
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, KeptValues, load_optimizers, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
@@ -178,7 +177,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
                     raise error
             return self._state_of(module, session.steps.sharding_in_use)
 
-    def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:
+    def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | None) -> dict[str, Any]:
         """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
         ranks = self.pipeline.ownership.rank_by_name(self.module)
         if self.session.checkpoints.is_sharded:

@@ -66,6 +66,8 @@ class OptimizerSteps:
         self._gathers_at_once = False
         self._num_optimized = -1
         """how many parameters the optimizers had when they were last checked"""
+        self._is_cut = self.shards is not None or self.run.topology.replica_size > 1
+        """whether this rank has a part of the states, or those of some parameters"""
         self.run.guard.before_user_code = self._before_user_code
         self.run.guard.after_user_code = self._after_user_code
 
@@ -83,12 +85,12 @@ class OptimizerSteps:
         """Let the optimizers update own rows of parameters, and fp32 copies, if the options say so."""
         options, module = self.run.options, self.run.module
         has_masters, offloads = options.master_weights is not None, options.offload_optimizer
-        is_cut = self.shards is not None or self.cube is not None
-        if is_cut and not all(map(is_elementwise, optimizers)):
+        has_parts = self.shards is not None or self.cube is not None
+        if has_parts and not all(map(is_elementwise, optimizers)):
             self._owners = self._deal(optimizers)
             if self.shards is not None:
                 self.shards.keep_whole()
-        for optimizer in optimizers if self._owners is not None or self.shards is not None else ():
+        for optimizer in optimizers if self._is_cut else ():
             if isinstance(optimizer, Optimizer):
                 optimizer.register_state_dict_pre_hook(self._check_reading)
         if has_masters or offloads or self.shards is not None or self._owners is not None:
@@ -107,8 +109,7 @@ class OptimizerSteps:
     def guard_states(self, optimizers: Sequence[Any]) -> None:
         """Let user code find the states of these optimizers guarded from now on. Called while none runs."""
         plain: list[Any] = [one for one in map(state.unwrapped, optimizers) if isinstance(vars(one).get("state"), dict)]
-        is_cut = self.shards is not None or self.run.topology.replica_size > 1
-        if is_cut and plain != [states.optimizer for states in self._states]:
+        if self._is_cut and plain != [states.optimizer for states in self._states]:
             self._states = [
                 RefusedStates(one)
                 if self._owners is not None
@@ -181,7 +182,8 @@ class OptimizerSteps:
         if not self._is_read:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.state_dict() has on this rank only the states of the parameters, or of "
-                f"the rows of each, that it updates. Call trainer.save_checkpoint(path) on all ranks, which writes all."
+                f"the rows or parts of each, that it updates. Call trainer.save_checkpoint(path) on all ranks, which "
+                f"writes all of them."
             )
 
     def _deal(self, optimizers: Sequence[Optimizer]) -> OptimizerOwners:

@@ -37,7 +37,7 @@ from lightning_hanayo.strategy.report import LoggedReport
 from lightning_hanayo.strategy.restarts import write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
-from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
+from lightning_hanayo.strategy.setup.optimizers import check_optimizers
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.stopping import report_of
 
@@ -319,7 +319,6 @@ class HanayoStrategy(CheckpointingStrategy):
             LoggedReport.add_to(trainer)
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
-            refuse_partial_states(self.optimizers)
             check_optimizers(self.optimizers, self.topology, is_sharded=self.session.steps.shards is not None)
         self.setup_precision_plugin()
         if fits:

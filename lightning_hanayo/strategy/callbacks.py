@@ -43,6 +43,7 @@ from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes, replaced
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 
 StateOf = Callable[[nn.Module, Cube | None], dict[str, Any]]
@@ -222,14 +223,12 @@ def _move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
-def compare_whole_parameters(
-    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, cube: Cube | None
-) -> None:
-    """Let finetuning callbacks compare whole parameters, until `attributes` are restored. Called by all ranks."""
-    for callback in user_hooks.callbacks_of(trainer):
+def compare_whole_parameters(run: Run, cube: Cube | None) -> None:
+    """Let finetuning callbacks compare whole parameters, for the time of a run. Called by all ranks."""
+    for callback in user_hooks.callbacks_of(run.trainer):
         if isinstance(callback, BaseFinetuning):
-            guard_hook(callback, "finetune_function", guard, attributes)
-            attributes.wrap(callback, "on_train_epoch_start", partial(_compare_whole, guard, cube))
+            guard_hook(run, callback, "finetune_function")
+            run.attributes.wrap(callback, "on_train_epoch_start", partial(_compare_whole, run.guard, cube))
 
 
 def _compare_whole(

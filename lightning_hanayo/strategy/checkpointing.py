@@ -211,7 +211,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
             state = resume_state(session) if resumes else None
 
             def own_part(content: Mapping[str, Any]) -> RankPart:
-                return parts.rank_part(content, session, self.optimizers, self._names, state)
+                return parts.rank_part(content, session, self._names, state)
 
             if resumes and session.restarts is not None:
                 session.restarts.note(filepath)
@@ -265,7 +265,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            load_optimizers(self.module, self.optimizers, checkpoint, self._names, self.session.steps, self.options)
+            load_optimizers(checkpoint, self._names, self.session.steps)
             move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.session, saved_run(checkpoint))
 

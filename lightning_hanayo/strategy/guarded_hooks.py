@@ -9,10 +9,10 @@ Hooks stay overridden in Lightning's eyes, and copies of module and callbacks ar
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import MethodType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.optim import Optimizer
@@ -22,7 +22,8 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.guards import MissingValues, ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.patches import Substitute
+from lightning_hanayo.strategy.run import Run
 
 _STAGES = ("train", "validation", "test", "predict")
 _TIMES = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
@@ -85,44 +86,26 @@ def _checked_log(has_metrics: bool, log: Callable[..., None], name: str, value: 
     log(name, value, *args, **kwargs)
 
 
-def guard_hooks(
-    trainer: "pl.Trainer",
-    guard: ParameterGuard,
-    attributes: TemporaryAttributes,
-    *,
-    num_pipe_ranks: int,
-    pipe_rank: int,
-    end_hook: Callable[[], None] = _ignore,
-) -> None:
+def guard_hooks(run: Run, end_hook: Callable[[], None] = _ignore) -> None:
     """Enter the guard in all hooks that the user has defined. `end_hook` is called after the module's on all ranks."""
-    module = trainer.lightning_module
-    if num_pipe_ranks > 1:
-        attributes.wrap(module, "log", partial(_checked_log, pipe_rank == 0))
-    for owner in (module, *callbacks_of(trainer)):
+    module, is_pipe = run.module, run.topology.pipe > 1
+    if is_pipe:
+        run.attributes.wrap(module, "log", partial(_checked_log, run.pipe_rank == 0))
+    for owner in (module, *callbacks_of(run.trainer)):
         for name in _HOOKS:
-            is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
+            is_alone = owner is module and is_pipe and name in _ON_FIRST_RANK
             at_end = end_hook if owner is module and not is_alone else _ignore
-            guard_hook(owner, name, guard, attributes, "alone" if is_alone else "hook", at_end)
+            guard_hook(run, owner, name, "alone" if is_alone else "hook", at_end)
 
 
-def guard_writers(
-    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, *, writes: bool, is_alone: bool
-) -> None:
-    """Let predictions be written once: by one rank of those that train a copy of the model.
-
-    Args:
-        trainer: whose callbacks write.
-        guard: entered while they do.
-        attributes: restored at the end of the run.
-        writes: whether this is that rank.
-        is_alone: whether it is the only one of several.
-    """
-    for writer in callbacks_of(trainer):
-        for name in _WRITES if isinstance(writer, BasePredictionWriter) else ():
-            if writes:
-                guard_hook(writer, name, guard, attributes, "alone" if is_alone else "hook")
-            else:
-                attributes.set(writer, name, _skip)
+def guard_writers(run: Run) -> None:
+    """Let predictions be written once: by one rank of those that train a copy of the model."""
+    writers = [one for one in callbacks_of(run.trainer) if isinstance(one, BasePredictionWriter)]
+    for writer, name in product(writers, _WRITES):
+        if run.replica_relay.transport.rank == 0:
+            guard_hook(run, writer, name, "alone" if run.topology.replica_size > 1 else "hook")
+        else:
+            run.attributes.set(writer, name, _skip)
 
 
 @contextmanager
@@ -155,14 +138,7 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, why_not: str | 
                 hooks[key] = hook
 
 
-def guard_hook(
-    owner: Any,
-    name: str,
-    guard: ParameterGuard,
-    attributes: TemporaryAttributes,
-    scope: Scope = "hook",
-    at_end: Callable[[], None] = _ignore,
-) -> None:
+def guard_hook(run: Run, owner: Any, name: str, scope: Scope = "hook", at_end: Callable[[], None] = _ignore) -> None:
     """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning.
 
     One that a class defines is bound by `MethodType`, as pickle and deepcopy know it. One that the user has set on the
@@ -171,5 +147,5 @@ def guard_hook(
     is_on_instance = vars(owner).get(name) is not None
     hook = vars(owner)[name] if is_on_instance else getattr(type(owner), name, None)
     if callable(hook) and not is_lightnings(hook):
-        guarded = _guarded(name, hook, guard, scope, at_end)
-        attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))
+        guarded = _guarded(name, hook, run.guard, scope, at_end)
+        run.attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))

@@ -267,16 +267,8 @@ class Session(Run):
         if several:
             prepared.attach(module, self.topology, options, self.groups)
         fits = trainer.state.fn == TrainerFn.FITTING
-        self.pipeline = build_pipeline(
-            module,
-            plan,
-            prepared,
-            self,
-            self._random_streams(plan.layout, fits=fits),
-            user_hooks.example_run(module, self.device) if options.balance == "time" else None,
-            () if values is None else values.names,
-            scatters_gradients=not user_hooks.may_see_gradients(trainer) if fits else None,
-        )
+        streams = self._random_streams(plan.layout, fits=fits)
+        self.pipeline = build_pipeline(self, plan, prepared, streams, () if values is None else values.names)
         self._memory = RunMemory(self.pipeline, self.device) if options.measure_memory else None
         self.parts.add(lambda: self.pipeline.close(), lambda: self.pipeline.abandon())  # `follow` makes another one
         self.names = prepared.names = {parameter: name for name, parameter in module.named_parameters()}
@@ -301,7 +293,7 @@ class Session(Run):
             examine_first_batch(self, self.pipeline, cube)
         adapt(self)
         if several:
-            callbacks.compare_whole_parameters(trainer, self.guard, self.attributes, cube)
+            callbacks.compare_whole_parameters(self, cube)
         self.norms = GradientNorms.of_run(self, cube, shards)
         collectives.PATCHES.start(self.collectives)
         self.parts.add(lambda: collectives.PATCHES.stop(self.collectives))
@@ -337,7 +329,7 @@ class Session(Run):
                 return
             before.close()
             plan = ModelPlan(before.ownership.stack, before.layout, None)
-            self.pipeline = build_pipeline(module, plan, self._prepared, self, before.random_streams)
+            self.pipeline = build_pipeline(self, plan, self._prepared, before.random_streams)
             self._memory = RunMemory(self.pipeline, self.device) if options.measure_memory else None
             self.pipeline.engine.trace = before.engine.trace
             self.collections.watch(module, modules_outside(module, before.ownership.stack))

@@ -15,7 +15,7 @@ this package      headers read   may change entries   entries are kept        ch
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_hanayo.dist_checkpointing import load_state, plain_file
 from lightning_hanayo.dist_checkpointing.compare import folder_content
@@ -146,25 +145,20 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def load_optimizers(
-    module: "pl.LightningModule",
-    optimizers: Sequence[Optimizer],
-    checkpoint: Mapping[str, Any],
-    names: Mapping[Tensor, str],
-    steps: "OptimizerSteps",
-    options: Options,
-) -> None:
-    """Load all optimizers' states, by the `names` of their parameters. Called by all ranks of the world.
+def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], steps: "OptimizerSteps") -> None:
+    """Load the states of the run's optimizers, by the `names` of their parameters. Called by all ranks of the world.
 
     Raises:
         CheckpointError: on all ranks, before any state changes: they are another optimizer's, of other parameters, or
             missing.
     """
     source, states, sharding = Checkpoint.source_of(checkpoint), checkpoint["optimizer_states"], steps.sharding
+    run, optimizers = steps.run, steps.run.trainer.optimizers
     if len(states) != len(optimizers):
         raise CheckpointError(
-            f"{source} has the states of {len(states)} optimizers, this {type(module).__name__} has {len(optimizers)}. "
-            f"Configure the same ones, or load its weights alone, with init_from or in configure_model."
+            f"{source} has the states of {len(states)} optimizers, this {type(run.module).__name__} has "
+            f"{len(optimizers)}. Configure the same ones, or load its weights alone, with init_from or in "
+            f"configure_model."
         )
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     checked = [
@@ -173,7 +167,7 @@ def load_optimizers(
             state,
             names,
             source,
-            accept=options.load_anyway,
+            accept=run.options.load_anyway,
             shapes=shapes if is_elementwise(one) else None,
         )
         for one, state in zip(optimizers, states, strict=True)

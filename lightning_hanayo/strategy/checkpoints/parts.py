@@ -239,18 +239,13 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def rank_part(
-    checkpoint: Mapping[str, Any],
-    session: "Session",
-    optimizers: Sequence[Optimizer],
-    names: Mapping[Tensor, str],
-    resume: ResumeState | None,
+    checkpoint: Mapping[str, Any], session: "Session", names: Mapping[Tensor, str], resume: ResumeState | None
 ) -> RankPart:
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
         session: of this rank; the module is cut into stages, and its parameters are not guarded.
-        optimizers: of the run.
         names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
@@ -258,7 +253,8 @@ def rank_part(
         UnsupportedError: on all ranks, if one has something that can't be stored.
     """
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
-    named_optimizers = [(one, named_parameters_of(one, names)) for one in map(unwrapped, optimizers)]
+    optimizers = map(unwrapped, session.trainer.optimizers)
+    named_optimizers = [(one, named_parameters_of(one, names)) for one in optimizers]
     tied, rank = tied_names(session.module, checkpoint[MODEL]), session.rank
     tensors = RankTensors(session, names)
 

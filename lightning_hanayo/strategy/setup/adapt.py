@@ -13,39 +13,22 @@ if TYPE_CHECKING:
 def adapt(session: "Session") -> None:
     """Let hooks, metrics, loaders and loops know of the other ranks. Called by all ranks, once the model is set up."""
     trainer, module, topology, attributes = session.trainer, session.module, session.topology, session.attributes
-    several, is_sample_rank = topology.replica_size > 1, session.pipe_rank == 0
-    guarded_hooks.guard_hooks(
-        trainer,
-        session.guard,
-        attributes,
-        num_pipe_ranks=topology.pipe,
-        pipe_rank=session.pipe_rank,
-        end_hook=session.progress.end_hook,
-    )
-    first = session.replica_relay.transport.rank == 0
-    guarded_hooks.guard_writers(trainer, session.guard, attributes, writes=first, is_alone=several)
+    guarded_hooks.guard_hooks(session, session.progress.end_hook)
+    guarded_hooks.guard_writers(session)
 
     def at_epoch_end() -> None:
         session.progress.end_epoch()
         session.hand_over.at_epoch_end()
 
-    # The ranks of a cube log the same values: rank 0's are used for all of them.
-    metrics.share_metrics(
-        trainer,
-        session.replica_relay,
-        attributes,
-        computes=is_sample_rank,
-        warns=topology.data > 1,
-        at_epoch_end=at_epoch_end,
-    )
+    metrics.share_metrics(session, at_epoch_end)
     keep_inference_mode(trainer, attributes)
     loaders.after_new_iterators(trainer, attributes, session.generators.share)
     if topology.world_size > 1 and user_hooks.overrides(module, "optimizer_step"):
         attributes.wrap(module, "optimizer_step", session.votes.run_override)
-    if several:
+    if topology.replica_size > 1:
         votes.agree_after_hooks(session)
     metrics.sync_metrics_over(module, session.groups.metrics, attributes)
-    if not is_sample_rank:
+    if session.pipe_rank > 0:
         loaders.skip_hooks_without_data(module, attributes)
     if topology.data > 1:  # the pipeline may be built anew
         validation = trainer.fit_loop.epoch_loop.val_loop

@@ -25,6 +25,7 @@ from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelSt
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unwrapped
 from lightning_hanayo.strategy.memory import MemoryReport
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_steps import reading_states
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session
@@ -190,7 +191,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer, steps = unwrapped(optimizer), self.session.steps
-        with self._unguarded(), steps.states_in_use():
+        with self._unguarded(), reading_states(optimizer):
             if self.session.checkpoints.is_sharded:
                 return parts.optimizer_state(optimizer, self._names, steps)
             if steps.all_ranks is not None:
@@ -208,10 +209,10 @@ class CheckpointingStrategy(MeshParallelStrategy):
             return
         with self._unguarded():
             resumes = "optimizer_states" in checkpoint and session.is_running
-            state = resume_state(session) if resumes else None
+            state = resume_state(session, session.choice) if resumes else None
 
             def own_part(content: Mapping[str, Any]) -> RankPart:
-                return parts.rank_part(content, session, self._names, state)
+                return parts.rank_part(content, session.steps, self._names, state)
 
             if resumes and session.restarts is not None:
                 session.restarts.note(filepath)

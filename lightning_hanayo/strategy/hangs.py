@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import takewhile
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward
@@ -37,12 +37,10 @@ from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.strategy import patches
 from lightning_hanayo.strategy.failure import STOPPED_TIME, Failures
 from lightning_hanayo.strategy.lightning import state
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collectives import Agreement
 from lightning_hanayo.strategy.waits import Mismatch, Standstill, Status, Wait, find_mismatch, named, report, summary
-
-if TYPE_CHECKING:
-    from lightning_hanayo.strategy.session import Session
 
 _LIBRARIES = {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_hanayo", "torchmetrics",
@@ -248,25 +246,25 @@ def _world_number() -> int | None:
 class OwnStatus:
     """Reads the status of a rank in its run, in any thread. Made in the thread that runs the Trainer."""
 
-    def __init__(self, session: "Session") -> None:
-        self._session, self._thread = session, threading.get_ident()
-        self.rank = session.rank
+    def __init__(self, run: Run) -> None:
+        self._run, self._thread = run, threading.get_ident()
+        self.rank = run.rank
 
     def progress(self) -> int:
         """A number that grows with all that the rank does."""
         engine = self._engine
-        return self._session.guard.num_entered + (0 if engine is None else engine.num_steps)
+        return self._run.guard.num_entered + (0 if engine is None else engine.num_steps)
 
     def read(self, still: float, channels: Collection[str] = ()) -> Status:
         """The status of this rank, which hasn't moved for so many seconds, and its operations on the channels.
 
         It holds no tensor and no process group.
         """
-        session, engine = self._session, self._engine
-        progress, stack, transports = self.progress(), read_stack(self._thread), [r.transport for r in session.relays]
+        run, engine = self._run, self._engine
+        progress, stack, transports = self.progress(), read_stack(self._thread), [r.transport for r in run.relays]
         at, action = "set-up", None
         if engine is not None:
-            at, action = state.place_in_run(session.trainer), engine.action
+            at, action = state.place_in_run(run.trainer), engine.action
             transports.append(engine.channel.transport)
         wait = find_wait(self.rank, stack)
         text, source = doing(stack.frames, action)
@@ -277,7 +275,7 @@ class OwnStatus:
     @property
     def _engine(self) -> Engine | None:
         """None before the model is set up."""
-        return self._session.pipeline.engine if self._session.has_pipeline else None
+        return self._run.pipeline.engine if self._run.has_pipeline else None
 
 
 _QUESTION = "hang status"

@@ -62,7 +62,6 @@ class OptimizerSteps:
         self.all_ranks: ProcessGroupTransport | None = None
         """to all ranks of the world, if each parameter's states are on one of them alone"""
         self._states: list[GuardedStates | RefusedStates] = []
-        self._is_read = False
         self._gathers_at_once = False
         self._num_optimized = -1
         """how many parameters the optimizers had when they were last checked"""
@@ -92,7 +91,7 @@ class OptimizerSteps:
                 self.shards.keep_whole()
         for optimizer in optimizers if self._is_cut else ():
             if isinstance(optimizer, Optimizer):
-                optimizer.register_state_dict_pre_hook(self._check_reading)
+                optimizer.register_state_dict_pre_hook(_check_reading)
         if has_masters or offloads or self.shards is not None or self._owners is not None:
             self._values = StepValues(
                 module.parameters(),
@@ -169,23 +168,6 @@ class OptimizerSteps:
         """Whether this rank has states of the parameter, or its part of them."""
         return not parameter.is_meta and (self._owners is None or self._owners.owns(parameter))
 
-    @contextmanager
-    def states_in_use(self) -> Iterator[None]:
-        """Inside it, `optimizer.state_dict()` returns the states that this rank has; outside it is refused."""
-        self._is_read = True
-        try:
-            yield
-        finally:
-            self._is_read = False
-
-    def _check_reading(self, optimizer: Optimizer) -> None:
-        if not self._is_read:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}.state_dict() has on this rank only the states of the parameters, or of "
-                f"the rows or parts of each, that it updates. Call trainer.save_checkpoint(path) on all ranks, which "
-                f"writes all of them."
-            )
-
     def _deal(self, optimizers: Sequence[Optimizer]) -> OptimizerOwners:
         """Deal the optimizers' parameters over data x cube. Called by all ranks of the world.
 
@@ -228,6 +210,31 @@ class OptimizerSteps:
     def _after_user_code(self) -> None:
         for states in self._states:
             states.leave()
+
+
+_IS_READ = "_hanayo_is_read"
+
+
+@contextmanager
+def reading_states(optimizer: Optimizer) -> Iterator[None]:
+    """Inside it, `optimizer.state_dict()` returns the states that this rank has; outside it is refused.
+
+    The hook that refuses stays on the optimizer after its run.
+    """
+    vars(optimizer)[_IS_READ] = True
+    try:
+        yield
+    finally:
+        del vars(optimizer)[_IS_READ]
+
+
+def _check_reading(optimizer: Optimizer) -> None:
+    if _IS_READ not in vars(optimizer):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.state_dict() has on this rank only the states of the parameters, or of the "
+            f"rows or parts of each, that it updates. Call trainer.save_checkpoint(path) on all ranks, which writes "
+            f"all of them."
+        )
 
 
 class StepValues:

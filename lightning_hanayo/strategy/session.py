@@ -20,7 +20,7 @@ from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams, next_number
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
@@ -36,13 +36,11 @@ from lightning_hanayo.strategy.lightning.loops import agree_on_counts, end_searc
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
-from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
 from lightning_hanayo.strategy.memory import MemoryReport, RunMemory, not_measured
 from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
-from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.probing.probe import Sample
 from lightning_hanayo.strategy.probing.step_choice import StepChoice
 from lightning_hanayo.strategy.restarts import Restarts
@@ -80,8 +78,6 @@ class Session(Run):
     """stops all ranks after the same batch"""
     restarts: Restarts | None
     """None if nobody starts this run again"""
-    pipeline: Pipeline
-    """this rank's part of it"""
     norms: GradientNorms
     """over the whole model's gradients"""
     nonfinite: NonFiniteCheck
@@ -107,14 +103,11 @@ class Session(Run):
         options = self.options
         self._first_parts = RunParts()
         """end before the others, while it still counts as a failure if another rank ends"""
-        self.generators = SharedGenerators(self.replica_relay, self.device)
         self.votes = StepVotes(self.replica_relay, self.rank, self.guard.off)
-        self.samples = SampleCount()
         self.pictures = ""
         """where there will be some; said at the start"""
         self.given_batch_sizes = GivenBatchSizes()
         self.averages = Averages(options)
-        self.cube: Cube | None = None
         self.token_losses: TokenLosses | None = None
         """of a cube, in steps that all of its ranks run alike"""
         self.names: dict[Tensor, str] = {}
@@ -146,7 +139,7 @@ class Session(Run):
     if not TYPE_CHECKING:  # a type checker would believe that any attribute exists
 
         def __getattr__(self, name: str) -> Any:
-            if name in Session.__annotations__:
+            if name in Run.__annotations__ | Session.__annotations__:
                 raise NotAvailableError(f"session.{name} exists once the Trainer has set up the model")
             raise AttributeError(name)
 
@@ -165,7 +158,7 @@ class Session(Run):
             end_searches_on_failure(trainer, attributes, self.rank)
             validate_together(trainer, attributes)
         self.checkpoints = Checkpoints(self, io)
-        self.saves_on_exception = SavesOnException(self)
+        self.saves_on_exception = SavesOnException(self, self.checkpoints)
         if self.topology.replica_size > 1:
             self.averages.adapt_callbacks(trainer, attributes)
         self.stops = StopsOnSignal(self, self.checkpoints.finish)
@@ -220,17 +213,6 @@ class Session(Run):
             return choice.weigh(pieces, sizes, stage)
         weighting = LossWeighting(self._loss_weight, self.topology.data, self.groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
-
-    def reseed(self, seed: int) -> None:
-        """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
-        self.seed = seed
-        if self.pipeline.random_streams is not None:
-            self.pipeline.random_streams.reseed(seed)
-
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether the model is set up."""
-        return "pipeline" in vars(self)
 
     @property
     def is_running(self) -> bool:
@@ -291,7 +273,7 @@ class Session(Run):
         )
         if fits and module.automatic_optimization:
             examine_first_batch(self, self.pipeline, cube)
-        adapt(self)
+        adapt(self, self.progress, self.hand_over, self.votes)
         if several:
             callbacks.compare_whole_parameters(self, cube)
         self.norms = GradientNorms.of_run(self, cube, shards)

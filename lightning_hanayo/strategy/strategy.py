@@ -441,7 +441,7 @@ class HanayoStrategy(CheckpointingStrategy):
     def on_train_start(self) -> None:
         self.session.say_what_runs()
         if self._resume is not None:
-            self._resume.start(self.options.load_anyway)
+            self._resume.start(self.session.choice)
             self._resume = None
 
     @override

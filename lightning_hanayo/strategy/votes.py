@@ -44,7 +44,7 @@ from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_list
 from lightning_hanayo.strategy.run import Run
 
 if TYPE_CHECKING:
-    from lightning_hanayo.strategy.session import Session
+    from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 
 Closure = Callable[[], Any]
 Unguarded = Callable[[], AbstractContextManager[None]]
@@ -151,32 +151,32 @@ _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 """where users look at gradients and remove them; the module's own hook runs after those of the callbacks"""
 
 
-def agree_after_hooks(session: "Session") -> None:
+def agree_after_hooks(run: Run) -> None:
     """Let the ranks agree after each hook that is defined, for the time of the run."""
     for name in _HOOKS:
-        if is_listened_to(session.trainer, name):
-            session.attributes.wrap(session.module, name, partial(_agree, session, name))
+        if is_listened_to(run.trainer, name):
+            run.attributes.wrap(run.module, name, partial(_agree, run, name))
 
 
-def _agree(session: "Session", name: str, hook: Callable[..., Any], *args: Any) -> None:
+def _agree(run: Run, name: str, hook: Callable[..., Any], *args: Any) -> None:
     """Takes the place of the module's hook.
 
     Raises:
         UnsupportedError: the hook has removed all gradients on some ranks only.
     """
-    parameters = session.pipeline.parameters  # no groups in local variables: a traceback would keep them alive
+    parameters = run.pipeline.parameters  # no groups in local variables: a traceback would keep them alive
     had_gradients = _any_gradient(parameters)
     hook(*args)
-    session.replica_relay.broadcast("vote")
-    if session.groups.cube is not None:  # a gradient that one rank lacks is removed on all: they hold shards of it
+    run.replica_relay.broadcast("vote")
+    if run.groups.cube is not None:  # a gradient that one rank lacks is removed on all: they hold shards of it
         present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        dist.all_reduce(present, dist.ReduceOp.MIN, group=session.groups.cube.whole)
+        dist.all_reduce(present, dist.ReduceOp.MIN, group=run.groups.cube.whole)
         for parameter, is_present in zip(parameters, present.tolist(), strict=True):
             if not is_present:
                 parameter.grad = None
     removed = had_gradients and not _any_gradient(parameters)
     counts = torch.tensor([int(had_gradients), int(removed)])
-    dist.all_reduce(counts, group=session.groups.replica)
+    dist.all_reduce(counts, group=run.groups.replica)
     num_had, num_removed = counts.tolist()
     if 0 < num_removed < num_had:
         raise UnsupportedError(
@@ -296,15 +296,17 @@ class SavesOnException:
     The ranks' monitors agree: a rank that waits for another one's message can't take part in a collective.
     """
 
-    session: "Session"
-    """the run, whose callbacks save"""
+    run: Run
+    """of the Trainer whose callbacks save"""
+    checkpoints: "Checkpoints"
+    """of the run"""
     _decision: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Let the callbacks that save ask all ranks before, and show errors in all of them."""
-        trainer, attributes = self.session.trainer, self.session.attributes
+        trainer, attributes = self.run.trainer, self.run.attributes
         for owner in (*callbacks_of(trainer), getattr(trainer, "datamodule", None)):
-            if isinstance(owner, Checkpoint) and self.session.topology.world_size > 1:
+            if isinstance(owner, Checkpoint) and self.run.topology.world_size > 1:
                 attributes.wrap(owner, "on_exception", self._save)
             elif owner is not None and not isinstance(owner, Checkpoint):
                 attributes.wrap(owner, "on_exception", _show_error)
@@ -326,7 +328,7 @@ class SavesOnException:
         try:
             self._agree()
             hook(trainer, module, exception)
-            self.session.checkpoints.finish()
+            self.checkpoints.finish()
         except Exception as error:
             print(f"No checkpoint is saved on this {type(exception).__name__}: {error}", file=sys.stderr)
 
@@ -336,9 +338,9 @@ class SavesOnException:
         Raises:
             HanayoError: not all ranks have stopped at the same step.
         """
-        status = self.session.trainer.state.status
+        status = self.run.trainer.state.status
         is_after_error = sys.exception() is not None and status == TrainerStatus.INTERRUPTED
-        if is_after_error and self.session.topology.world_size > 1:
+        if is_after_error and self.run.topology.world_size > 1:
             self._agree()
 
     def _agree(self) -> None:
@@ -349,15 +351,15 @@ class SavesOnException:
 
     def _decide(self) -> str:
         """Agree with all ranks that come here in time. The decision of the first of them counts for all."""
-        failures = self.session.failures
-        topic, place = f"on_exception/{failures.run}", [self.session.trainer.global_step, *failures.position[:3]]
+        failures = self.run.failures
+        topic, place = f"on_exception/{failures.run}", [self.run.trainer.global_step, *failures.position[:3]]
         failures.monitor.answer(topic, lambda _: place)
         return str(failures.monitor.settle(topic, self._judge, within=failure.GRACE / 2))
 
     def _judge(self, places: dict[int, list[int]]) -> str:
         """Whether all have stopped at the same place; if not, why that is refused."""
-        name = self.session.failures.name
-        missing = [rank for rank in range(self.session.topology.world_size) if rank not in places]
+        name = self.run.failures.name
+        missing = [rank for rank in range(self.run.topology.world_size) if rank not in places]
         if missing:
             return (
                 f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
@@ -373,5 +375,5 @@ class SavesOnException:
         )
 
     def _way_out(self) -> str:
-        newest = self.session.checkpoints.newest
+        newest = self.checkpoints.newest
         return "No checkpoint was saved before." if newest is None else f"Resume from {newest}, which was saved before."

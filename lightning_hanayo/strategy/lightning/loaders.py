@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -36,11 +36,9 @@ from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast
 from lightning_hanayo.pipeline_parallel.rng import generator_states
 from lightning_hanayo.strategy.lightning.loops import SameLength
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.user_code.collected import Missing
 from lightning_hanayo.topology import Topology
-
-if TYPE_CHECKING:
-    from lightning_hanayo.strategy.session import Session
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
@@ -66,7 +64,7 @@ class PlaceholderBatch(dict[str, Any]):
         )
 
 
-GetRun = Callable[[], "Session"]
+GetRun = Callable[[], Run]
 """Returns the run under way. Loaders may be asked for, and for their length, before there is one."""
 
 

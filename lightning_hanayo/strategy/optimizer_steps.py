@@ -47,14 +47,10 @@ class OptimizerSteps:
 
     run: Run
     """of the Trainer"""
-    cube: Cube | None
-    """None without one"""
     shards: OptimizerShards | None
     """how the optimizer is sharded over the data ranks; None if it isn't"""
     names: Mapping[Tensor, str]
     """of the module's parameters, and of those that it had and optimizers may still have"""
-    finish_gather: Callable[[], None]
-    """waits until all parameters are as the last step has left them"""
 
     def __post_init__(self) -> None:
         self._values: StepValues | None = None
@@ -73,18 +69,18 @@ class OptimizerSteps:
     @property
     def sharding(self) -> Cube | OptimizerShards | None:
         """How the optimizers' states are sharded; None: those that a rank has are whole."""
-        return None if self._owners is not None else self.shards or self.cube
+        return None if self._owners is not None else self.shards or self.run.cube
 
     @property
     def sharding_in_use(self) -> Cube | OptimizerShards | None:
         """How parameters are sharded inside `master_values`."""
-        return (None if self._values is None else self._values.sharding) or self.cube
+        return (None if self._values is None else self._values.sharding) or self.run.cube
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the optimizers update own rows of parameters, and fp32 copies, if the options say so."""
         options, module = self.run.options, self.run.module
         has_masters, offloads = options.master_weights is not None, options.offload_optimizer
-        has_parts = self.shards is not None or self.cube is not None
+        has_parts = self.shards is not None or self.run.cube is not None
         if has_parts and not all(map(is_elementwise, optimizers)):
             self._owners = self._deal(optimizers)
             if self.shards is not None:
@@ -144,7 +140,7 @@ class OptimizerSteps:
     def end_step(self) -> None:
         """Called after each step of an optimizer: the next code that reads parameters may not wait for them."""
         if self._gathers_at_once:
-            self.finish_gather()
+            self.run.pipeline.gradients.finish_gather()
 
     def master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
@@ -198,12 +194,12 @@ class OptimizerSteps:
             MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer"),
             groups.factory.control(topology.groups("data", *"xyz")),
             run.device,
-            Mesh.single() if self.cube is None else self.cube.mesh,
-            None if self.cube is None else self.cube.shard_of,
+            Mesh.single() if run.cube is None else run.cube.mesh,
+            None if run.cube is None else run.cube.shard_of,
         )
 
     def _before_user_code(self) -> None:
-        self.finish_gather()
+        self.run.pipeline.gradients.finish_gather()
         for states in self._states:
             states.enter()
 

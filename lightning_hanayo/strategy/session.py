@@ -257,16 +257,14 @@ class Session(Run):
         if values is not None:
             values.put_in(module, cube)
         shards = self.pipeline.gradients.shards
-        self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
+        self.steps = OptimizerSteps(self, shards, self.names)
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._loss_weight = for_model(rule, module, options.batch_dim)
         self.choice = StepChoice.of_run(self, self.pipeline, cube, self._loss_weight)
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(
-            self.pipe_relay,
-            self.device,
+            self,
             self.collections,
-            self.generators,
             before_batches=user_hooks.user_defines(trainer, guarded_hooks.BEFORE_BATCHES),
             after_batches=user_hooks.user_defines(trainer, guarded_hooks.AFTER_BATCHES),
             after_epochs=user_hooks.user_defines(trainer, guarded_hooks.AFTER_EPOCHS),

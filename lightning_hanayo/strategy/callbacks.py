@@ -41,8 +41,7 @@ from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from lightning_hanayo.strategy.guarded_hooks import guard_hook
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import user_hooks
-from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import TemporaryAttributes, replaced
+from lightning_hanayo.strategy.patches import replaced
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 
@@ -51,38 +50,34 @@ StateOf = Callable[[nn.Module, Cube | None], dict[str, Any]]
 
 
 class Averages:
-    """The copies of one run.
+    """The copies of one run."""
 
-    Args:
-        options: those of the strategy.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._copies: dict[nn.Module, _Copy] = {}
-        self._cube: Cube | None = None
         self._loaded: dict[nn.Module, KeptValues] = {}
 
-    def adapt_callbacks(self, trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
-        """Let callbacks copy and load a module that ranks hold parts of, until `attributes` are restored."""
-        for callback in user_hooks.averaging_callbacks(trainer):
+    def adapt_callbacks(self) -> None:
+        """Let callbacks copy and load a module that ranks hold parts of, for the time of the run."""
+        attributes = self._run.attributes
+        for callback in user_hooks.averaging_callbacks(self._run.trainer):
             attributes.wrap(callback, "setup", _set_up)
             for name in ("on_load_checkpoint", "load_state_dict"):
-                attributes.wrap(callback, name, partial(self._load, trainer))
+                attributes.wrap(callback, name, self._load)
 
     def loaded(self, module: nn.Module) -> KeptValues | None:
         """The values that a callback has loaded into the module before it was cut; None without any."""
         return self._loaded.pop(module, None)
 
-    def cut(self, module: "pl.LightningModule", cube: Cube | None, state_of: StateOf) -> None:
+    def cut(self, state_of: StateOf) -> None:
         """Cut the copies as the module was cut, whether they are whole or of an earlier run. Called by all ranks.
 
         Raises:
             UnsupportedError: a copy isn't like the module.
             CheckpointError: it can't take the values that were loaded into it.
         """
-        self._cube = cube
-        for callback, copy in user_hooks.averaged_copies(module.trainer).items():
+        module, cube = self._run.module, self._run.cube
+        for callback, copy in user_hooks.averaged_copies(self._run.trainer).items():
             guards.release(copy)
             _check_alike(type(callback).__name__, copy, module)
             with torch.no_grad():
@@ -100,9 +95,9 @@ class Averages:
             one.close()
         self._copies.clear()
 
-    def _load(self, trainer: "pl.Trainer", hook: Callable[..., Any], *args: Any) -> None:
+    def _load(self, hook: Callable[..., Any], *args: Any) -> None:
         """Takes the place of a hook that loads whole values into module and copies: each rank reads its part."""
-        module: nn.Module = trainer.lightning_module
+        module, trainer = self._run.module, self._run.trainer
         copies, models = user_hooks.averaged_copies(trainer), user_hooks.averaging_models(trainer)
         with ExitStack() as stack:
             for one in (module, *copies.values()):
@@ -115,10 +110,10 @@ class Averages:
         if self._copies:
             self._put_in()
             if module in self._loaded:
-                self._loaded.pop(module).put_in(module, self._cube)
+                self._loaded.pop(module).put_in(module, self._run.cube)
 
     def _keep(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
-        self._loaded[module] = KeptValues(module, state, Source("The checkpoint"), self._options, strict=strict)
+        self._loaded[module] = KeptValues(module, state, Source("The checkpoint"), self._run.options, strict=strict)
 
     def _keep_averaged(self, model: nn.Module, copy: nn.Module, state: Mapping[str, Any], **_: Any) -> None:
         for name, buffer in model.named_buffers(recurse=False):

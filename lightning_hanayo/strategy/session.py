@@ -103,11 +103,11 @@ class Session(Run):
         options = self.options
         self._first_parts = RunParts()
         """end before the others, while it still counts as a failure if another rank ends"""
-        self.votes = StepVotes(self.replica_relay, self.rank, self.guard.off)
+        self.votes = StepVotes(self)
         self.pictures = ""
         """where there will be some; said at the start"""
         self.given_batch_sizes = GivenBatchSizes()
-        self.averages = Averages(options)
+        self.averages = Averages(self)
         self.token_losses: TokenLosses | None = None
         """of a cube, in steps that all of its ranks run alike"""
         self.names: dict[Tensor, str] = {}
@@ -160,7 +160,7 @@ class Session(Run):
         self.checkpoints = Checkpoints(self, io)
         self.saves_on_exception = SavesOnException(self, self.checkpoints)
         if self.topology.replica_size > 1:
-            self.averages.adapt_callbacks(trainer, attributes)
+            self.averages.adapt_callbacks()
         self.stops = StopsOnSignal(self, self.checkpoints.finish)
         self._first_parts.add(self.stops.close)
         self._first_parts.add(self.checkpoints.finish, self.checkpoints.abandon)

@@ -314,7 +314,7 @@ class HanayoStrategy(CheckpointingStrategy):
         with showing("planning and building the stages") if self.global_rank == 0 else nullcontext():
             self.session.set_up(self._kept)
         if self.topology.replica_size > 1:
-            self.session.averages.cut(self.module, self.session.cube, self._state_of)
+            self.session.averages.cut(self._state_of)
         if fits:
             LoggedReport.add_to(trainer)
             self.setup_optimizers(trainer)

@@ -21,7 +21,6 @@ stage 1       77 b1     77 c9    differ: all ranks fail with an error that names
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import HanayoError, PeerFailed, ReplicasDifferError, UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
-from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.state import unwrapped
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 
 Closure = Callable[[], Any]
-Unguarded = Callable[[], AbstractContextManager[None]]
 _END, _STEP = 0, 1
 
 
@@ -60,18 +57,10 @@ class _Skipped(Exception):
 
 
 class StepVotes:
-    """The votes of one rank.
+    """The votes of one rank in a run."""
 
-    Args:
-        relay: tells a rank that doesn't vote from one that is late.
-        rank: of this process, in errors.
-        unguarded: entered while code runs that knows of parts and placeholders of parameters.
-    """
-
-    def __init__(self, relay: Relay, rank: int, unguarded: Unguarded = nullcontext) -> None:
-        self._relay = relay
-        self._rank = rank
-        self._unguarded = unguarded
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._num_closures: int | None = None
         """how often the user's `optimizer_step` has run the closure; None: it doesn't run"""
 
@@ -87,7 +76,7 @@ class StepVotes:
 
         def run_closure() -> Any:
             self._num_closures = (self._num_closures or 0) + 1
-            with self._unguarded():
+            with self._run.guard.off():
                 return closure()
 
         def note_step(*_: Any) -> None:  # however the optimizer was called
@@ -105,7 +94,7 @@ class StepVotes:
                 counter.remove()
         if not num_closures:
             raise UnsupportedError(
-                f"optimizer_step didn't run optimizer_closure on rank {self._rank}. The closure runs forward and "
+                f"optimizer_step didn't run optimizer_closure on rank {self._run.rank}. The closure runs forward and "
                 f"backward of the pipeline, for which all ranks wait. Run it on every rank, and then decide whether to "
                 f"call optimizer.step()."
             )
@@ -143,7 +132,7 @@ class StepVotes:
 
     def _exchange(self, vote: int, num_steps: int) -> list[tuple[int, int]]:
         """All ranks' votes, and how often each has stepped."""
-        self._relay.broadcast("vote")
+        self._run.replica_relay.broadcast("vote")  # tells a rank that doesn't vote from one that is late
         return on_all_ranks(lambda: (vote, num_steps))
 
 

@@ -76,8 +76,6 @@ class Session(Run):
     """lets callbacks save if all ranks have stopped at the same step"""
     stops: StopsOnSignal
     """stops all ranks after the same batch"""
-    restarts: Restarts | None
-    """None if nobody starts this run again"""
     norms: GradientNorms
     """over the whole model's gradients"""
     nonfinite: NonFiniteCheck
@@ -104,6 +102,8 @@ class Session(Run):
         self._first_parts = RunParts()
         """end before the others, while it still counts as a failure if another rank ends"""
         self.votes = StepVotes(self)
+        self.restarts: Restarts | None = None
+        """None if nobody starts this run again"""
         self.pictures = ""
         """where there will be some; said at the start"""
         self.given_batch_sizes = GivenBatchSizes()

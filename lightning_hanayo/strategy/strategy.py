@@ -273,8 +273,8 @@ class HanayoStrategy(CheckpointingStrategy):
         rank_zero_info(planned.said)
 
     def _check(self, trainer: "pl.Trainer") -> None:
-        syncs = self._layer_sync is not None
-        check_run(trainer, self.module, self.options, self.topology, synchronizes_batchnorm=syncs)
+        batchnorm = self.synchronizes_batchnorm
+        check_run(trainer, self.module, self.options, self.topology, synchronizes_batchnorm=batchnorm)
         if trainer.state.fn == TrainerFn.FITTING:
             check_plugin(self.options, self.topology, self.checkpoint_io)
 
@@ -308,8 +308,8 @@ class HanayoStrategy(CheckpointingStrategy):
             self._kept = self.session.averages.loaded(self.module) or self._kept
             self.model = self.precision_plugin.convert_module(self.module)
             fits = trainer.state.fn == TrainerFn.FITTING
-            if fits and self._layer_sync is not None and self.topology.data > 1:  # one rank's are over all already
-                self._layer_sync.apply(self.model)
+            if fits and self.topology.data > 1:  # one rank's are over all already
+                self.synchronize_batchnorm(self.model)
         self._check(trainer)  # again, for a model that `configure_model` has built since
         with showing("planning and building the stages") if self.global_rank == 0 else nullcontext():
             self.session.set_up(self._kept)
@@ -515,8 +515,8 @@ class HanayoStrategy(CheckpointingStrategy):
         self.disconnect_processes()
         if self._session is not None:
             self._session.drop_transfers()
-        if isinstance(self._launcher, CheckingLauncher):
-            self._launcher.end()
+        if isinstance(self.launcher, CheckingLauncher):
+            self.launcher.end()
 
     @override
     def teardown(self) -> None:

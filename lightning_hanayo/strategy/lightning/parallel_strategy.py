@@ -396,6 +396,16 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             gathered: Tensor = AllGather.apply(tensor, group)
         return gathered
 
+    @property
+    def synchronizes_batchnorm(self) -> bool:
+        """Whether the user asked for BatchNorm statistics over all processes."""
+        return self._layer_sync is not None
+
+    def synchronize_batchnorm(self, model: torch.nn.Module) -> None:
+        """Let BatchNorm use statistics over all data ranks, if the user asked for it; ranks are single then."""
+        if self._layer_sync is not None:
+            self._layer_sync.apply(model)
+
 
 def _nodes_found(environment: ClusterEnvironment, wanted: int, num_processes: int) -> int:
     """The number of nodes: fewer than the Trainer was given if torchrun goes on without some, as in --nnodes=1:2."""

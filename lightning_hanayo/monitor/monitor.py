@@ -220,6 +220,11 @@ class Monitor:
             self._call(lambda: loop.call_later(seconds, call_and_repeat))
         return is_over.set
 
+    def wait_for_goodbyes(self, seconds: float) -> None:
+        """Wait until all other ranks have closed their monitors, or ended. Not from the monitor's thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._peers.running == [self.rank], seconds)
+
     def close(self) -> None:
         """Say good-bye to the other ranks, and end the thread; again: do nothing. From any thread."""
         if self._is_closed:

@@ -109,6 +109,7 @@ def pause_at_exit() -> None:
     They need Python's lock for it. One that waits for the lock while the interpreter ends aborts the process, which has
     happened in one of 25 runs on a busy machine: a run that had succeeded ended with signal 6 (pytorch #179291).
     """
+    close_monitor()
     time.sleep(PAUSE)
 
 

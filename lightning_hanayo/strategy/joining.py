@@ -169,6 +169,8 @@ def _text(ranks: Collection[int]) -> str:
 _LOOPBACK = "127.0.0.1"
 _LOOK = 0.5
 """seconds between two looks at a process"""
+_TO_LEAVE = 3.0
+"""seconds that rank 0 waits for the others to leave the process group"""
 _TO_END = 4.0
 """seconds that a process has to end by itself once the one that has started it has ended"""
 
@@ -212,8 +214,13 @@ def forget_monitor() -> None:
 
 
 def close_monitor() -> None:
-    """When the process group is destroyed, or another has taken its place."""
+    """When the process group is destroyed, or another has taken its place.
+
+    Rank 0 serves the store in which the others may still read what they have agreed on: it leaves last.
+    """
     for monitored in _monitored:
+        if monitored.monitor.rank == 0:
+            monitored.monitor.wait_for_goodbyes(_TO_LEAVE)
         monitored.monitor.close()
     forget_monitor()
 

@@ -51,11 +51,12 @@ def start_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Pending[Tensor]
     return axis.reduce_scatter(split_dim(x, axis.size, dim))
 
 
-def start_reduce_scatter_each(tensors: Sequence[Tensor], axis: MeshAxis, dim: int) -> Pending[list[Tensor]]:
-    """The same for several tensors in one collective."""
+def start_reduce_scatter_each(tensors: list[Tensor], axis: MeshAxis, dim: int) -> Pending[list[Tensor]]:
+    """The same for several tensors in one collective. They are taken out of the list, as copies of them are sent."""
+    taken = (tensors.pop(0) for _ in range(len(tensors)))
     if axis.size == 1:
-        return Pending.done(list(tensors))
-    return axis.reduce_scatter_each([split_dim(x, axis.size, dim) for x in tensors])
+        return Pending.done(list(taken))
+    return axis.reduce_scatter_each([split_dim(x, axis.size, dim) for x in taken])
 
 
 def split_dim(x: Tensor, count: int, dim: int) -> Tensor:

@@ -120,11 +120,11 @@ class BoundCollective:
         """Start to gather the parts of several tensors, to these sizes."""
         return collectives.start_all_gather_each(tensors, self.axis, self.dim, sizes)
 
-    def scatter_each(self, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        """Start to sum several tensors; each rank gets its part."""
+    def scatter_each(self, tensors: list[Tensor]) -> Pending[list[Tensor]]:
+        """Start to sum several tensors, which are taken out of the list; each rank gets its part."""
         if self.parts is not None:
             sizes = [self.parts.size(x.shape[self.dim]) * self.parts.count for x in tensors]
-            tensors = [collectives.padded(x, self.dim, size) for x, size in zip(tensors, sizes, strict=True)]
+            tensors[:] = [collectives.padded(x, self.dim, size) for x, size in zip(tensors, sizes, strict=True)]
         return collectives.start_reduce_scatter_each(tensors, self.axis, self.dim)
 
 
@@ -225,8 +225,8 @@ def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight])
     for pending in pending_inputs:
         gathered.append(pending.wait())
         ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
+        sizes = [y.shape[scatter.dim] for y in ys]
         pending_outputs.append(scatter.scatter_each(ys))
-    sizes = [y.shape[scatter.dim] for y in ys]
     return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)
 
 
@@ -293,12 +293,9 @@ def run_backward(
     gathered, pending_outputs = [], []
     for pending, dx in zip(pending_gradients, added, strict=True):
         gathered.append(weight.join(pending.wait()))
-        if needs_x:  # the sum of the products of each gradient with its matrix
-            for gradient, matrix in zip(gathered[-1], pending_matrices.wait(), strict=True):
-                own = input_gradient(gradient, matrix)
-                dx = own if dx is None else own.add_(dx)
-            assert dx is not None
-            pending_outputs.append(args.all_gather.scatter_each([dx]))
+        if needs_x:
+            summed = [_sum_of_products(gathered[-1], pending_matrices.wait(), dx)]
+            pending_outputs.append(args.all_gather.scatter_each(summed))
     of_weights: list[Tensor | None] = [None] * len(parameters)
     if needs_weight and queue is not None:
         deferred = _Deferred(weight, trained, (gathered, x))
@@ -311,6 +308,15 @@ def run_backward(
     elif needs_weight:
         weight.pending_gradients.add(weight, _compute(gathered, x), trained)
     return args.join_each([one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
+
+
+def _sum_of_products(gradients: Sequence[Tensor], matrices: Sequence[Tensor], total: Tensor | None) -> Tensor:
+    """Of each gradient of an output with its matrix, and of what else there is."""
+    for gradient, matrix in zip(gradients, matrices, strict=True):
+        own = input_gradient(gradient, matrix)
+        total = own if total is None else own.add_(total)
+    assert total is not None
+    return total
 
 
 @dataclass(eq=False)

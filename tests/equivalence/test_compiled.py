@@ -3,9 +3,11 @@
 import shutil
 import warnings
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
+from lightning import LightningModule
 from torch import Tensor, nn
 
 from tests.harness import models
@@ -82,3 +84,28 @@ def test_compiled_blocks_in_a_cube(pool: Pool, backend: str, layout: Layout) -> 
     plainly = Training(partial(Encoder, None), data, torch.float64, steps=2)
     compiled = Training(partial(Encoder, backend), data, torch.float64, steps=2)
     assert_close(run(pool, compiled, layout).weights, plain(pool, plainly).weights, 1e-9)
+
+
+def llama(backend: str | None) -> LightningModule:
+    """Layers that read one input hand their outputs on by an attribute."""
+    prepare_inductor()
+    module: Any = models.llama(heads=4, kv_heads=2)
+    for block in module.model.model.layers if backend is not None else ():
+        block.compile(backend=backend, fullgraph=True)
+    return cast("LightningModule", module)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(cube=(1, 2, 1), recompute="blocks"),
+        pytest.param(Layout(2, 1, 1, cube=(2, 1, 1), recompute="attention"), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_in_a_cube_are_recomputed(pool: Pool, layout: Layout) -> None:
+    data = partial(models.texts, (8, 8))
+    plainly = Training(partial(llama, None), data, torch.float64, steps=2)
+    compiled = Training(partial(llama, "aot_eager"), data, torch.float64, steps=2)
+    assert_close(run(pool, compiled, layout).weights, run(pool, plainly, layout).weights, 1e-9)

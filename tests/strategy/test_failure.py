@@ -4,11 +4,13 @@ import atexit
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hanayo.errors import PeerFailed
@@ -207,6 +209,17 @@ def clean_exit() -> list[str]:
 
 def test_without_a_failure_groups_are_left_when_the_process_ends(pool: Pool) -> None:
     assert pool.run(1, clean_exit) == [["leave_at_exit"]]
+
+
+def ask_the_store_late() -> int:
+    script.train(2, 1, script.Fault("nowhere", "0"))
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    return _get_default_store().add("asked", 1)
+
+
+def test_the_rank_that_serves_the_store_leaves_last(pool: Pool) -> None:
+    assert pool.run(2, ask_the_store_late) == [1, 2]
 
 
 def copy_after_a_run() -> None:

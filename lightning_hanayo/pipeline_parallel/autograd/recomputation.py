@@ -15,6 +15,7 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -56,7 +57,7 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedError: it changes a buffer, which would change twice.
     """
-    original = vars(module)[_ORIGINAL] or MethodType(type(module).forward, module)
+    original = vars(module)[_ORIGINAL] or partial(type(module).forward, module)
     if not torch.is_grad_enabled():
         return original(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():

@@ -1,5 +1,6 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -238,6 +239,9 @@ class RankBuilder:
                 split_backward.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
         stack = ownership.stack
         recompute(recomputed_modules(run.options.recompute, layout, ownership, run.pipe_rank))
+        if cube is not None and "torch._dynamo" in sys.modules:  # whose import takes seconds
+            # layers of compiled blocks hand results to each other by attributes: recomputed ones are in the graph
+            run.attributes.set(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
         if streams is not None or not is_single:
             forward_patch.patch_blocks(stack.blocks, streams, values=run.values, single_stage=is_single)
         encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
 MAX_LINES = 39_441
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 274
+MAX_FILES = 268
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

@@ -20,8 +20,8 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.stack import is_ambiguous
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
-from lightning_hanayo.strategy.setup.called_stacks import called_stacks
 from lightning_hanayo.strategy.setup.plan import plan_model
+from lightning_hanayo.strategy.uncut_step import called_stacks
 
 MAX_STEPS = 1000
 

@@ -32,57 +32,52 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hanayo.dist_checkpointing.load_state import Source
-from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.partition.ownership import Placeholder, exchange
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from lightning_hanayo.strategy.guarded_hooks import guard_hook
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import user_hooks
-from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import TemporaryAttributes, replaced
+from lightning_hanayo.strategy.patches import replaced
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 
-StateOf = Callable[[nn.Module, "Cube | ShardingOfCopy | None"], dict[str, Any]]
+StateOf = Callable[[nn.Module, Cube | None], dict[str, Any]]
 """returns the state that is saved of a cut module, given how its parameters are sharded over a cube"""
 
 
 class Averages:
-    """The copies of one run.
+    """The copies of one run."""
 
-    Args:
-        options: those of the strategy.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._copies: dict[nn.Module, _Copy] = {}
-        self._cube: Cube | None = None
         self._loaded: dict[nn.Module, KeptValues] = {}
 
-    def adapt_callbacks(self, trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
-        """Let callbacks copy and load a module that ranks hold parts of, until `attributes` are restored."""
-        let_callbacks_copy(trainer, attributes)
-        for callback in user_hooks.averaging_callbacks(trainer):
+    def adapt_callbacks(self) -> None:
+        """Let callbacks copy and load a module that ranks hold parts of, for the time of the run."""
+        attributes = self._run.attributes
+        for callback in user_hooks.averaging_callbacks(self._run.trainer):
+            attributes.wrap(callback, "setup", _set_up)
             for name in ("on_load_checkpoint", "load_state_dict"):
-                attributes.set(callback, name, partial(self._load, getattr(callback, name), trainer))
+                attributes.wrap(callback, name, self._load)
 
     def loaded(self, module: nn.Module) -> KeptValues | None:
         """The values that a callback has loaded into the module before it was cut; None without any."""
         return self._loaded.pop(module, None)
 
-    def cut(self, module: "pl.LightningModule", cube: Cube | None, state_of: StateOf) -> None:
+    def cut(self, state_of: StateOf) -> None:
         """Cut the copies as the module was cut, whether they are whole or of an earlier run. Called by all ranks.
 
         Raises:
             UnsupportedError: a copy isn't like the module.
             CheckpointError: it can't take the values that were loaded into it.
         """
-        self._cube = cube
-        for callback, copy in user_hooks.averaged_copies(module.trainer).items():
+        module, cube = self._run.module, self._run.cube
+        for callback, copy in user_hooks.averaged_copies(self._run.trainer).items():
             guards.release(copy)
             _check_alike(type(callback).__name__, copy, module)
             with torch.no_grad():
@@ -100,9 +95,9 @@ class Averages:
             one.close()
         self._copies.clear()
 
-    def _load(self, hook: Callable[..., Any], trainer: "pl.Trainer", *args: Any) -> None:
+    def _load(self, hook: Callable[..., Any], *args: Any) -> None:
         """Takes the place of a hook that loads whole values into module and copies: each rank reads its part."""
-        module: nn.Module = trainer.lightning_module
+        module, trainer = self._run.module, self._run.trainer
         copies, models = user_hooks.averaged_copies(trainer), user_hooks.averaging_models(trainer)
         with ExitStack() as stack:
             for one in (module, *copies.values()):
@@ -115,10 +110,10 @@ class Averages:
         if self._copies:
             self._put_in()
             if module in self._loaded:
-                self._loaded.pop(module).put_in(module, self._cube)
+                self._loaded.pop(module).put_in(module, self._run.cube)
 
     def _keep(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
-        self._loaded[module] = KeptValues(module, state, Source("The checkpoint"), self._options, strict=strict)
+        self._loaded[module] = KeptValues(module, state, Source("The checkpoint"), self._run.options, strict=strict)
 
     def _keep_averaged(self, model: nn.Module, copy: nn.Module, state: Mapping[str, Any], **_: Any) -> None:
         for name, buffer in model.named_buffers(recurse=False):
@@ -138,7 +133,9 @@ class _Copy:
     def __init__(self, copy: nn.Module, module: nn.Module, cube: Cube | None, state_of: StateOf) -> None:
         self._copy = copy
         pairs: dict[Tensor, nn.Parameter] = dict(zip(copy.parameters(), module.parameters(), strict=True))
-        self._sharding = None if cube is None else ShardingOfCopy(cube, pairs)
+        self._cube = cube
+        if cube is not None:
+            cube.add_copies(pairs)
         self._state_of = state_of
         self._is_used = False
         self._partial = [
@@ -153,13 +150,15 @@ class _Copy:
     def load(self, values: KeptValues) -> None:
         """Read this rank's part of whole values. Called by all ranks."""
         with self._in_use():
-            values.check(self._copy, self._sharding)
-            values.put_in(self._copy, self._sharding)
+            values.check(self._copy, self._cube)
+            values.put_in(self._copy, self._cube)
 
     def close(self) -> None:
         """Refuse from now on to compute with parts."""
         self._hook.remove()
         guards.guard(self._partial)
+        if self._cube is not None:
+            self._cube.drop_copies(self._copy.parameters())
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -175,30 +174,8 @@ class _Copy:
         if self._is_used:
             return
         with self._in_use():
-            found = self._state_of(copy, self._sharding)
+            found = self._state_of(copy, self._cube)
         state.update({f"{prefix}{name}": value for name, value in found.items()})
-
-
-class ShardingOfCopy:
-    """How the parameters of a copy are sharded over the ranks of a cube: as those of the module."""
-
-    def __init__(self, cube: Cube, originals: Mapping[Tensor, nn.Parameter]) -> None:
-        self._cube = cube
-        self._originals = originals
-
-    @property
-    def whole_shapes(self) -> Mapping[Tensor, tuple[int, ...]]:
-        """The shapes of the parameters of which this rank holds a part."""
-        shapes = self._cube.whole_shapes
-        return {copied: shapes[own] for copied, own in self._originals.items() if own in shapes}
-
-    def region(self, parameter: Tensor) -> Region:
-        """Which entries of a parameter this rank holds."""
-        return self._cube.region(self._originals[parameter])
-
-    def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
-        """All-gather a parameter of the copy. Called by all ranks of the cube."""
-        return self._cube.unshard(shard, self._originals[parameter])
 
 
 def _check_alike(callback: str, copy: nn.Module, module: nn.Module) -> None:
@@ -225,12 +202,6 @@ def _own_part(copied: nn.Parameter, own: nn.Parameter, cube: Cube | None) -> nn.
     return nn.Parameter(cube.shard(copied.detach(), own).clone(), copied.requires_grad)
 
 
-def let_callbacks_copy(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
-    """Adapt the `setup` of averaging callbacks, until `attributes` are restored. Called before they are set up."""
-    for callback in user_hooks.averaging_callbacks(trainer):
-        attributes.set(callback, "setup", partial(_set_up, callback.setup))
-
-
 def _set_up(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of the callback's `setup`. A method of the module is its copy's in the copy."""
     with replaced(module, "to", MethodType(_move, module)), guards.released(module):
@@ -247,19 +218,16 @@ def _move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
-def compare_whole_parameters(
-    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, cube: Cube | None
-) -> None:
-    """Let finetuning callbacks compare whole parameters, until `attributes` are restored. Called by all ranks."""
-    for callback in user_hooks.callbacks_of(trainer):
+def compare_whole_parameters(run: Run, cube: Cube | None) -> None:
+    """Let finetuning callbacks compare whole parameters, for the time of a run. Called by all ranks."""
+    for callback in user_hooks.callbacks_of(run.trainer):
         if isinstance(callback, BaseFinetuning):
-            guard_hook(callback, "finetune_function", guard, attributes)
-            hook = callback.on_train_epoch_start
-            attributes.set(callback, "on_train_epoch_start", partial(_hook, hook, guard, cube))
+            guard_hook(run, callback, "finetune_function")
+            run.attributes.wrap(callback, "on_train_epoch_start", partial(_compare_whole, run.guard, cube))
 
 
-def _hook(
-    hook: Callable[..., Any], guard: ParameterGuard, cube: Cube | None, trainer: "pl.Trainer", module: Any
+def _compare_whole(
+    guard: ParameterGuard, cube: Cube | None, hook: Callable[..., Any], trainer: "pl.Trainer", module: Any
 ) -> None:
     """Takes the place of the callback's hook."""
     with WholeComparison(dict(module.named_parameters()), guard, cube):

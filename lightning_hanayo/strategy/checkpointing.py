@@ -17,24 +17,20 @@ from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, available
 from lightning_hanayo.partition import guards
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.callbacks import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints import parts, save
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
-from lightning_hanayo.strategy.checkpoints.load import Checkpoint, load_optimizers, read_checkpoint
+from lightning_hanayo.strategy.checkpoints.load import Checkpoint, KeptValues, load_optimizers, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
-from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.joining import is_lost_connection
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unwrapped
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_steps import reading_states
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.restarts import Restarts
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
-from lightning_hanayo.strategy.votes import SavesOnException
 
 
 class CheckpointingStrategy(MeshParallelStrategy):
@@ -43,9 +39,6 @@ class CheckpointingStrategy(MeshParallelStrategy):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._session: Session | None = None
-        self._checkpoints: Checkpoints | None = None
-        self._saves_on_exception: SavesOnException | None = None
-        self._restarts: Restarts | None = None
         self._resume: Resume | None = None
         self._kept: KeptValues | None = None
         self._names_in_fit: Mapping[Tensor, str] = {}
@@ -59,11 +52,6 @@ class CheckpointingStrategy(MeshParallelStrategy):
     def pipeline(self) -> Pipeline:
         """This rank's part of the pipeline; it exists while the Trainer runs."""
         return self.session.pipeline
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """Saves and removes the checkpoints of this run."""
-        return available(self._checkpoints, "checkpoints can be saved once the Trainer has started a run")
 
     @property
     def _names(self) -> dict[Tensor, str]:
@@ -137,7 +125,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
                 f"gather_model takes the LightningModule of the Trainer's last run, a {type(self.module).__name__}; "
                 f"got a {type(module).__name__}. What it returns has all parts: gather_model().encoder."
             )
-        return self.session.gather_model(self.module)
+        return self.session.gather_model()
 
     def _unguarded(self) -> AbstractContextManager[None]:
         """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""
@@ -150,9 +138,8 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, session = self.module, self._session
-        if self._saves_on_exception is not None:
-            self._saves_on_exception.check()
         if session is not None:
+            session.saves_on_exception.check()
             session.guard.check_all_ranks("trainer.save_checkpoint")
         with self._unguarded(), self._master_values():
             self._prepared_module.check(module)
@@ -169,10 +156,10 @@ class CheckpointingStrategy(MeshParallelStrategy):
                     raise error
             return self._state_of(module, session.steps.sharding_in_use)
 
-    def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:
+    def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | None) -> dict[str, Any]:
         """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
         ranks = self.pipeline.ownership.rank_by_name(self.module)
-        if self.checkpoints.is_sharded:
+        if self.session.checkpoints.is_sharded:
             return parts.module_state(module, sharding, ranks, self.root_device)
         if self.data_rank > 0 and not isinstance(sharding, OptimizerShards):  # one pipeline writes the checkpoint
             return module.state_dict()
@@ -182,8 +169,8 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer, steps = unwrapped(optimizer), self.session.steps
-        with self._unguarded(), steps.states_in_use():
-            if self.checkpoints.is_sharded:
+        with self._unguarded(), reading_states(optimizer):
+            if self.session.checkpoints.is_sharded:
                 return parts.optimizer_state(optimizer, self._names, steps)
             if steps.all_ranks is not None:
                 return gather_optimizer_state(optimizer, steps.all_ranks, is_here=steps.updates)
@@ -194,37 +181,37 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self._checkpoints is None:  # before the first run
+        session = self._session
+        if session is None:  # before the first run
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with self._unguarded():
-            session = self.session
             resumes = "optimizer_states" in checkpoint and session.is_running
-            state = resume_state(self.module.trainer, session) if resumes else None
+            state = resume_state(session, session.choice) if resumes else None
 
             def own_part(content: Mapping[str, Any]) -> RankPart:
-                return parts.rank_part(content, self.module, session, self.optimizers, self._names, state)
+                return parts.rank_part(content, session.steps, self._names, state)
 
-            if resumes and self._restarts is not None:
-                self._restarts.note(filepath)
+            if resumes and session.restarts is not None:
+                session.restarts.note(filepath)
             try:
                 is_cut = session.has_pipeline  # it isn't before the model is set up
-                self.checkpoints.save(checkpoint, filepath, own_part if is_cut else None, state, storage_options)
+                session.checkpoints.save(checkpoint, filepath, own_part if is_cut else None, state, storage_options)
                 # no batch may follow, before which an error could be raised
                 if not session.is_running or save.ends_job(filepath):
-                    self.checkpoints.finish()
+                    session.checkpoints.finish()
             except HanayoError as error:
                 error.is_common = not is_lost_connection(error)
                 raise
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self._checkpoints is None:  # before the first run
+        if self._session is None:  # before the first run
             super().remove_checkpoint(filepath)
             return
-        self._checkpoints.remove(filepath)
-        if self._restarts is not None:
-            self._restarts.forget(filepath)
+        self._session.checkpoints.remove(filepath)
+        if self._session.restarts is not None:
+            self._session.restarts.forget(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -233,8 +220,8 @@ class CheckpointingStrategy(MeshParallelStrategy):
         verify = self.options.verify_checkpoints
         checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
         with self._unguarded():
-            if self._checkpoints is not None:
-                self._checkpoints.finish()  # it may be the one that is still being written
+            if self._session is not None:
+                self._session.checkpoints.finish()  # it may be the one that is still being written
             return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
 
     @override
@@ -257,9 +244,9 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            load_optimizers(self.module, self.optimizers, checkpoint, self._names, self.session.steps, self.options)
+            load_optimizers(checkpoint, self._names, self.session.steps)
             move_optimizers(self.optimizers, self._states_device)
-        self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
+        self._resume = Resume(self.session, saved_run(checkpoint))
 
     @property
     def _states_device(self) -> torch.device:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -228,26 +228,11 @@ class Failures:
     def gather(self, name: str, value: Any) -> list[Any]:
         """The values of all ranks, in rank order. All ranks call it once in a run, with values that JSON can hold.
 
-        Through the store: unlike a collective, it can be left when a rank fails.
-
         Raises:
             PeerFailed: a rank has failed.
         """
-        key, num_ranks, pause = f"hanayo/{name}/{self.run}", self.monitor.num_ranks, 1e-4
-        try:
-            self.store.set(f"{key}/{self.rank}", json.dumps(value))
-            if self.store.add(f"{key}/arrived", 1) == num_ranks:
-                values = [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(num_ranks)]
-                self.store.set(f"{key}/all", json.dumps(values))
-            with Waiting(name, tuple(range(num_ranks))):
-                while not self.store.check([f"{key}/all"]):
-                    self.check_peers()
-                    time.sleep(pause)
-                    pause = min(1.5 * pause, 2e-3)
-            gathered: list[Any] = json.loads(self.store.get(f"{key}/all"))
-        except RuntimeError as error:
-            self.on_transfer(error)
-        return gathered
+        ranks = range(self.monitor.num_ranks)
+        return meet(self, f"hanayo/{name}/{self.run}", ranks, value, Waiting(name, tuple(ranks)), self.check_peers)
 
     @property
     def first(self) -> Failure | None:
@@ -382,3 +367,26 @@ class Failures:
             time.sleep(_TO_TELL)
             self._kill()
             os._exit(first.code)
+
+
+def meet(
+    failures: Failures, key: str, ranks: Sequence[int], value: Any, waiting: Waiting, look: Callable[[], None]
+) -> list[Any]:
+    """The values of these ranks, in their order, which JSON can hold. Each of them calls it once with this key.
+
+    Through the store: unlike a collective, it can be left when a rank fails. `look` is called while the rank waits.
+    """
+    store, pause = failures.store, 1e-4
+    try:
+        store.set(f"{key}/{failures.rank}", json.dumps(value))
+        if store.add(f"{key}/arrived", 1) == len(ranks):
+            store.set(f"{key}/all", json.dumps([json.loads(store.get(f"{key}/{rank}")) for rank in ranks]))
+        with waiting:
+            while not store.check([f"{key}/all"]):
+                look()
+                time.sleep(pause)
+                pause = min(1.5 * pause, 2e-3)
+        values: list[Any] = json.loads(store.get(f"{key}/all"))
+    except RuntimeError as error:
+        failures.on_transfer(error)
+    return values

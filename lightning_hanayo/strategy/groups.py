@@ -19,7 +19,6 @@ world (cpu:gloo, cuda:nccl, bound to this rank's device)
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,8 +71,8 @@ ABORT_WITHIN = 5.0
 """seconds after which a rank that has failed goes on, whether or not its groups have ended"""
 
 
-class GroupFactory(ABC):
-    """Makes process groups. All ranks of the world call a method with the same arguments, in the same order.
+class GroupFactory:
+    """Makes process groups over gloo. All ranks of the world call a method with the same arguments, in the same order.
 
     A rank takes part in its own group of a partition only: with 128 pipelines that is one rendezvous instead of 128. A
     rank waits for the members of its group, and no other. All ranks make the same partitions in the same order, so the
@@ -84,7 +83,7 @@ class GroupFactory(ABC):
         timeout: how long a transfer may take.
     """
 
-    is_native: bool
+    is_native = False
     """whether tensor groups run on the device itself: they have collectives of their own, and need channels"""
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
@@ -169,8 +168,8 @@ class GroupFactory(ABC):
         groups = self._tensor_groups if world is None else [world, *self._tensor_groups]
         return groups if self.is_native else ()
 
-    @abstractmethod
-    def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup: ...
+    def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
+        return self._make(partition, "gloo", settings.name)
 
     def _make(self, partition: Partition, backend: str, name: str, options: Any = None) -> dist.ProcessGroup:
         """Make the groups of the partition by `dist.new_group`, and return this rank's."""
@@ -205,16 +204,6 @@ class GroupFactory(ABC):
 def _abort(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # it took longer than a transfer may; the first error is shown, not its consequences
         group.abort()
-
-
-class GlooGroups(GroupFactory):
-    """On CPUs: all groups are over gloo."""
-
-    is_native = False
-
-    @override
-    def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
-        return self._make(partition, "gloo", settings.name)
 
 
 def covering(groups: Partition, world_size: int) -> Partition:
@@ -396,17 +385,24 @@ class ProcessGroups:
         return self.cube.mesh.axis(partial_axes).group
 
 
+def broadcast_bytes(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
+    """Give all ranks of the group the values of rank `source`, in place; None: the world. The tensor is contiguous.
+
+    They are sent as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
+    """
+    if tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
+
+
 def broadcast_values(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give all ranks of the world rank 0's values, as if the model had been built once.
 
-    They pass over `device`, one tensor at a time, wherever they are stored: links of GPUs are faster. They
-    are sent as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
+    They pass over `device`, one tensor at a time, wherever they are stored: links of GPUs are faster.
     """
     for tensor in tensors:
-        if tensor.numel():
-            whole = tensor.detach().to(device).contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
-            tensor.detach().copy_(whole)
+        whole = tensor.detach().to(device).contiguous()
+        broadcast_bytes(whole)
+        tensor.detach().copy_(whole)
 
 
 class AllGather(torch.autograd.Function):
@@ -444,7 +440,7 @@ _native: "dict[tuple[torch.device, timedelta], NativeGroups]" = {}
 def group_factory(device: torch.device, timeout: timedelta) -> GroupFactory:
     """The factory for a Trainer's runs on this device. Called by all ranks of the world, which is initialized."""
     if device.type == "cpu":
-        return GlooGroups(device, timeout)
+        return GroupFactory(device, timeout)
     factory = _native.get((device, timeout))
     if factory is None or not factory.is_open:
         factory = _native[device, timeout] = NativeGroups(device, timeout)

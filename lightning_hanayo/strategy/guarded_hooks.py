@@ -8,10 +8,11 @@ Hooks stay overridden in Lightning's eyes, and copies of module and callbacks ar
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from types import MethodType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.optim import Optimizer
@@ -21,7 +22,8 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.guards import MissingValues, ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings
-from lightning_hanayo.strategy.patches import TemporaryAttributes, itself
+from lightning_hanayo.strategy.patches import Substitute
+from lightning_hanayo.strategy.run import Run
 
 _STAGES = ("train", "validation", "test", "predict")
 _TIMES = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
@@ -62,85 +64,48 @@ def _skip(*_: Any) -> None:
     """Called where another rank writes the predictions: files with one name would replace each other."""
 
 
-class _GuardedHook:
-    """Takes the place of a hook on an instance.
+def _guarded(
+    name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], None] = _ignore
+) -> Substitute:
+    """Takes the place of a hook on an instance."""
 
-    One that a class defines is bound by `MethodType`, as pickle and deepcopy know it. One that the user has set on the
-    instance isn't, and copies have the user's again.
-    """
-
-    def __init__(
-        self, name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], None]
-    ) -> None:
-        self.__wrapped__ = hook  # Lightning compares it with its own hook to see whether that is overridden
-        self.__name__ = name
-        self._guard = guard
-        self._scope = scope
-        self._at_end = at_end
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = tuple(arg.content if isinstance(arg, PlaceholderBatch) else arg for arg in args)
-        with self._guard.hook(self._scope, self.__name__):
-            result = self.__wrapped__(*args, **kwargs)
-        self._at_end()
+        with guard.hook(scope, name):
+            result = hook(*args, **kwargs)
+        at_end()
         return result
 
-    def __reduce__(self) -> Any:
-        return itself, (self.__wrapped__,)
+    return Substitute(hook, run, name)
 
 
-class _CheckedLog:
+def _checked_log(has_metrics: bool, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of `log`: logged values are needed on pipeline rank 0, whose metrics all ranks get."""
-
-    __name__ = "log"
-
-    def __init__(self, *, has_metrics: bool) -> None:
-        self._has_metrics = has_metrics
-
-    def __call__(self, module: "pl.LightningModule", name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, MissingValues):
-            value = value.item() if self._has_metrics else torch.zeros(value.shape)
-        type(module).log(module, name, value, *args, **kwargs)
+    if isinstance(value, MissingValues):
+        value = value.item() if has_metrics else torch.zeros(value.shape)
+    log(name, value, *args, **kwargs)
 
 
-def guard_hooks(
-    trainer: "pl.Trainer",
-    guard: ParameterGuard,
-    attributes: TemporaryAttributes,
-    *,
-    num_pipe_ranks: int,
-    pipe_rank: int,
-    end_hook: Callable[[], None] = _ignore,
-) -> None:
+def guard_hooks(run: Run, end_hook: Callable[[], None] = _ignore) -> None:
     """Enter the guard in all hooks that the user has defined. `end_hook` is called after the module's on all ranks."""
-    module = trainer.lightning_module
-    if num_pipe_ranks > 1:
-        attributes.set(module, "log", MethodType(_CheckedLog(has_metrics=pipe_rank == 0), module))
-    for owner in (module, *callbacks_of(trainer)):
+    module, is_pipe = run.module, run.topology.pipe > 1
+    if is_pipe:
+        run.attributes.wrap(module, "log", partial(_checked_log, run.pipe_rank == 0))
+    for owner in (module, *callbacks_of(run.trainer)):
         for name in _HOOKS:
-            is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
+            is_alone = owner is module and is_pipe and name in _ON_FIRST_RANK
             at_end = end_hook if owner is module and not is_alone else _ignore
-            guard_hook(owner, name, guard, attributes, "alone" if is_alone else "hook", at_end)
+            guard_hook(run, owner, name, "alone" if is_alone else "hook", at_end)
 
 
-def guard_writers(
-    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, *, writes: bool, is_alone: bool
-) -> None:
-    """Let predictions be written once: by one rank of those that train a copy of the model.
-
-    Args:
-        trainer: whose callbacks write.
-        guard: entered while they do.
-        attributes: restored at the end of the run.
-        writes: whether this is that rank.
-        is_alone: whether it is the only one of several.
-    """
-    for writer in callbacks_of(trainer):
-        for name in _WRITES if isinstance(writer, BasePredictionWriter) else ():
-            if writes:
-                guard_hook(writer, name, guard, attributes, "alone" if is_alone else "hook")
-            else:
-                attributes.set(writer, name, _skip)
+def guard_writers(run: Run) -> None:
+    """Let predictions be written once: by one rank of those that train a copy of the model."""
+    writers = [one for one in callbacks_of(run.trainer) if isinstance(one, BasePredictionWriter)]
+    for writer, name in product(writers, _WRITES):
+        if run.replica_relay.transport.rank == 0:
+            guard_hook(run, writer, name, "alone" if run.topology.replica_size > 1 else "hook")
+        else:
+            run.attributes.set(writer, name, _skip)
 
 
 @contextmanager
@@ -164,7 +129,7 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, why_not: str | 
                         f"{why_not}. Use the LightningModule's on_before_optimizer_step, or on_train_batch_end."
                     )
                 replaced.append((hooks, key, hook))
-                hooks[key] = _GuardedHook("a hook on the optimizer's steps", hook, guard, "hook", _ignore)
+                hooks[key] = _guarded("a hook on the optimizer's steps", hook, guard, "hook")
     try:
         yield
     finally:
@@ -173,17 +138,14 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, why_not: str | 
                 hooks[key] = hook
 
 
-def guard_hook(
-    owner: Any,
-    name: str,
-    guard: ParameterGuard,
-    attributes: TemporaryAttributes,
-    scope: Scope = "hook",
-    at_end: Callable[[], None] = _ignore,
-) -> None:
-    """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning."""
+def guard_hook(run: Run, owner: Any, name: str, scope: Scope = "hook", at_end: Callable[[], None] = _ignore) -> None:
+    """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning.
+
+    One that a class defines is bound by `MethodType`, as pickle and deepcopy know it. One that the user has set on the
+    instance isn't, and copies have the user's again.
+    """
     is_on_instance = vars(owner).get(name) is not None
     hook = vars(owner)[name] if is_on_instance else getattr(type(owner), name, None)
     if callable(hook) and not is_lightnings(hook):
-        guarded = _GuardedHook(name, hook, guard, scope, at_end)
-        attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))
+        guarded = _guarded(name, hook, run.guard, scope, at_end)
+        run.attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))

@@ -20,9 +20,9 @@ micro-batch 1     block 0 .. NaN NaN   NaN    NaN     .. NaN            began in
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hanayo.errors import NonFiniteError, available, listed
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
-from lightning_hanayo.pipeline_parallel.nan import BEFORE_STACK, MadeValues, NotedValues, Place
-from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.errors import NonFiniteError, listed
+from lightning_hanayo.pipeline_parallel.nan import BEFORE_STACK, NotedValues, Place
+from lightning_hanayo.strategy.joining import on_all_ranks
+from lightning_hanayo.strategy.lightning import state
 from lightning_hanayo.strategy.norms import GradientNorms
+from lightning_hanayo.strategy.run import Run
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,6 @@ def _position(one: Origin) -> tuple[int, int, int, int]:
     return _DIRECTIONS.index(place.direction), sign * place.pass_number, sign * place.index, one.rank
 
 
-Mode = Literal["raise", "skip", "ignore"]
 Closure = Callable[[], Any]
 SMALLEST_SCALE = 2.0**-10
 """of a gradient scaler, which starts at 2**16: with a smaller one even gradients of millions don't fit into fp16"""
@@ -204,15 +204,6 @@ _ALWAYS_SAID = 3
 
 class _Skipped(Exception):
     """Leaves the optimizer's step after the closure."""
-
-
-@dataclass(frozen=True)
-class RankNames:
-    """Which rank this is, and names for messages: of the place of any rank, and of the blocks in all stages."""
-
-    rank: int
-    place_of: Callable[[int], str]
-    blocks: BlockNames
 
 
 @dataclass(frozen=True)
@@ -229,31 +220,26 @@ class _Late:
 
 @dataclass(eq=False, repr=False)
 class NonFiniteCheck:
-    """One rank's look at gradients. Its methods are called by all ranks of the world."""
+    """One rank's look at gradients before each step. Its methods are called by all ranks of the world."""
 
-    mode: Mode
-    """`HanayoStrategy(nonfinite=...)`"""
-    names: RankNames
-    """of this rank, for messages"""
-    values: MadeValues
-    """what this rank's stages have made"""
+    run: Run
+    """of the Trainer; notes the values that this rank's stages make"""
     parameters: Mapping[str, nn.Parameter]
     """those that this rank trains, by name"""
+    blocks: BlockNames
+    """of all stages, for messages"""
     norms: GradientNorms
     """of the whole model's gradients"""
-    groups: InitVar[ProcessGroups]
-    """of this rank"""
-    num_steps: Callable[[], int]
-    """how many steps the optimizer has made"""
-    is_search: Callable[[], bool]
-    """whether a search for a learning rate runs now, which goes on until the loss is NaN"""
 
-    def __post_init__(self, groups: ProcessGroups) -> None:
-        self._open_groups: ProcessGroups | None = groups
+    def __post_init__(self) -> None:
         self._late: _Late | None = None
-        self.values.on_nan = self._detected
         self.num_skipped = 0
         """how many steps were skipped, but for those that a gradient scaler has skipped"""
+        run = self.run
+        run.values.on_nan = self._detected
+        run.parts.add(self.close)
+        plugin = run.trainer.precision_plugin
+        state.call_before_steps(plugin, run.attributes, self.before_step, on_unscaled=self.after_unscaling)
 
     def __deepcopy__(self, memo: object) -> Self:
         """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
@@ -286,18 +272,18 @@ class NonFiniteCheck:
         if self._ignores:
             return
         self.read_late()
-        total, noted = self.norms.total_of_all, self.values.take()
+        total, noted = self.norms.total_of_all, self.run.values.take()
         if takes_flag(optimizer):
             look = self._look(optimizer)
             optimizer.found_inf = flag = self._agreed(look.flag)  # type: ignore[attr-defined]
-            self._late = _Late(self.num_steps(), HostFlag(flag), noted, look)
+            self._late = _Late(self._num_steps, HostFlag(flag), noted, look)
         elif self._is_found(optimizer, total):
             names = self._look(optimizer).nonfinite()
             exact = [name for name in names if not _is_finite(self.parameters[name].grad)]
             first = set(self.norms.nonfinite_of_totals()) if exact else ()
             findings = self._gather(noted, exact, [name for name in exact if self.parameters[name] in first])
             if any(one.gradients for one in findings):
-                self._report(findings, self.num_steps())
+                self._report(findings, self._num_steps)
                 raise _Skipped
 
     def after_unscaling(self, optimizer: Optimizer, found: Tensor, scale: Tensor) -> None:
@@ -309,8 +295,8 @@ class NonFiniteCheck:
         if self._ignores:
             return
         self.read_late()
-        is_useless = scale < SMALLEST_SCALE
-        self._late = _Late(self.num_steps(), HostFlag(found), self.values.take(), useless_scale=HostFlag(is_useless))
+        is_useless, noted = HostFlag(scale < SMALLEST_SCALE), self.run.values.take()
+        self._late = _Late(self._num_steps, HostFlag(found), noted, useless_scale=is_useless)
         if not takes_flag(optimizer):  # the scaler reads it on the host anyway
             self.read_late()
 
@@ -326,7 +312,7 @@ class NonFiniteCheck:
         findings = self._gather(late.noted, late.look.nonfinite() if late.look is not None else [])
         if late.useless_scale is None:
             self._report(findings, late.step)
-        elif self.mode == "raise" and (late.useless_scale.read() or not loss_is_finite(findings)):
+        elif self.run.options.nonfinite == "raise" and (late.useless_scale.read() or not loss_is_finite(findings)):
             self._report(findings, late.step, scale=" at any loss scale" if late.useless_scale.read() else "")
 
     def _detected(self, place: Place) -> None:
@@ -335,19 +321,19 @@ class NonFiniteCheck:
         Raises:
             NonFiniteError: always.
         """
-        finding = Finding(self.names.rank, [(place, True)], ())
-        where = described([finding], self.names.blocks, self.names.place_of)
-        raise NonFiniteError(f"optimizer step {self.num_steps()}: {where} (detect_anomaly=True)")
+        finding = Finding(self.run.rank, [(place, True)], ())
+        where = described([finding], self.blocks, self.run.topology.place)
+        raise NonFiniteError(f"optimizer step {self._num_steps}: {where} (detect_anomaly=True)")
 
     def close(self) -> None:
-        """Forget the other ranks: the run has ended."""
-        self._open_groups = self._late = None
-        self.values.on_nan = lambda _: None
+        """The run has ended."""
+        self._late = None
+        self.run.values.on_nan = lambda _: None
 
     def _is_found(self, optimizer: Optimizer, total: Tensor | None) -> bool:
         """Whether a rank's gradients aren't finite, or only their norms. Here the host waits for the device."""
         flag = self._look(optimizer).flag if total is None else total.isfinite().logical_not().float()
-        if total is None or self._groups.data is not None:  # the norm is the same on all ranks of a replica
+        if total is None or self.run.groups.data is not None:  # the norm is the same on all ranks of a replica
             flag = self._agreed(flag)
         return bool(flag)
 
@@ -358,7 +344,7 @@ class NonFiniteCheck:
 
     def _agreed(self, flag: Tensor) -> Tensor:
         """The flag of any rank, on all of them."""
-        groups = self._groups
+        groups = self.run.groups
         if groups.data is not None:
             dist.all_reduce(flag)
         elif groups.replica_tensors.size() > 1:
@@ -369,12 +355,8 @@ class NonFiniteCheck:
         self, noted: NotedValues, gradients: Sequence[str], before_clipping: Sequence[str] = ()
     ) -> list[Finding]:
         """What all ranks have found."""
-        groups = self._groups
-        own = Finding(self.names.rank, noted.nonfinite(), list(gradients), list(before_clipping))
-        found = all_gather_objects(groups.replica, own)
-        if groups.data_control is not None:
-            found = [one for replica in all_gather_objects(groups.data_control, found) for one in replica]
-        return sorted(found, key=lambda one: one.rank)
+        own = Finding(self.run.rank, noted.nonfinite(), list(gradients), list(before_clipping))
+        return on_all_ranks(lambda: own)
 
     def _report(self, findings: Sequence[Finding], step: int, *, scale: str = "") -> None:
         """Raise, or count the step that is skipped.
@@ -382,9 +364,9 @@ class NonFiniteCheck:
         Raises:
             NonFiniteError: nonfinite="raise".
         """
-        where = described(findings, self.names.blocks, self.names.place_of)
+        where = described(findings, self.blocks, self.run.topology.place)
         what = f"optimizer step {step}: NaN or infinite gradients{scale}, {where}"
-        if self.mode == "raise":
+        if self.run.options.nonfinite == "raise":
             raise NonFiniteError(
                 f"{what}. The weights are as they were before this step. Trainer(detect_anomaly=True) finds the line "
                 f"of a backward; HanayoStrategy(nonfinite='skip') leaves out such steps."
@@ -394,12 +376,13 @@ class NonFiniteCheck:
             rank_zero_info(f"{what}. All ranks skip this step (nonfinite='skip'; {self.num_skipped} so far).")
 
     @property
-    def _ignores(self) -> bool:
-        return self.mode == "ignore" or self.is_search()
+    def _num_steps(self) -> int:
+        return self.run.trainer.global_step
 
     @property
-    def _groups(self) -> ProcessGroups:
-        return available(self._open_groups, "process groups exist until a run has failed")
+    def _ignores(self) -> bool:
+        """Whether NaN may come: a search for a learning rate goes on until the loss is."""
+        return self.run.options.nonfinite == "ignore" or state.searches_rate(self.run.trainer)
 
 
 def takes_flag(optimizer: Optimizer) -> bool:

@@ -32,10 +32,13 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partial_values import PartialValues, plain_alias
 from lightning_hanayo.pipeline_parallel.transport import Relay
-from lightning_hanayo.strategy.patches import PatchedFunction
+from lightning_hanayo.strategy.optimizer.shards import CubeSharding, OptimizerShards
+from lightning_hanayo.strategy.patches import PatchedFunction, PatchedInRuns
+from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.topology import AXES
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 
@@ -112,6 +115,31 @@ class GradientNorms:
         """Forget the other ranks: the run has ended."""
         self._groups = self._relay = None
 
+    @staticmethod
+    def of_run(run: Run, cube: CubeSharding | None, shards: OptimizerShards | None) -> "GradientNorms":
+        """Norms over the whole model's gradients, which torch's functions for norms and clipping take from now on."""
+        several, scatters = run.topology.replica_size > 1, shards is not None and shards.scatters
+        groups = (run.groups.replica, run.groups.replica_tensors) if several else None
+        num_replicas, own_part = None if cube is None else cube.num_replicas, None
+        if shards is not None and scatters:
+            world = run.groups.factory.control(run.topology.groups(*AXES))
+            groups = world, available(dist.group.WORLD, "several ranks")
+            num_replicas, own_part = shards.num_replicas, shards.own_rows
+        made = GradientNorms(
+            list(run.module.parameters()),
+            groups,
+            num_replicas=num_replicas,
+            own_part=own_part,
+            relay=run.replica_relay,
+            device=run.device,
+            unguarded=run.guard.off,
+        )
+        if several or scatters:
+            PATCHES.start(made)
+            run.parts.add(lambda: PATCHES.stop(made))
+        run.parts.add(made.close)
+        return made
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         """While a batch runs, gradients are incomplete, and user code runs on some ranks only."""
@@ -179,15 +207,13 @@ class GradientNorms:
         """
         return [self._parameters[i] for i, norm in self._first_norms.items() if not norm.isfinite()]
 
-    def by_parameter(
-        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
-    ) -> Mapping[Tensor, Tensor]:
+    def by_parameter(self, gradients: Sequence[OwnGradient], norm_type: float) -> Mapping[Tensor, Tensor]:
         """The norm of each parameter that has a gradient on some rank, other ranks' placeholders included."""
-        norms = self.each(gradients, norm_type, foreach=foreach)
+        norms = self.each(gradients, norm_type)
         return {self._parameters[i]: norm.to(gradient_dtype(self._parameters[i])) for i, norm in norms}
 
     def each(
-        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None
+        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
     ) -> list[tuple[int, Tensor]]:
         """The index and the norm of each gradient, in the user's order; on the device, in one dtype."""
         if self._relay is not None:
@@ -264,43 +290,30 @@ Original = Callable[..., Any]
 Tensors = Tensor | Iterable[Tensor]
 
 
-_running: list[GradientNorms] = []
-_patches: dict[str, PatchedFunction] = {}
-
-
-def start(norms: GradientNorms) -> None:
-    """From now on, the functions give the whole model's values for this module's parameters.
+def _patched() -> dict[str, PatchedFunction]:
+    """The functions, which give the whole model's values for parameters of the modules that run.
 
     Raises:
         UnsupportedError: this version of torch or Lightning defines one of them in another way.
     """
-    if not _running:
-        originals: dict[str, Any] = {}
-        for function, for_run in _FUNCTIONS.items():
-            _check(function)
-            patch = PatchedFunction(function, partial(_for_runs, for_run), originals)
-            name = patch.original.__name__
-            originals[name], _patches[name] = patch.original, patch  # torch's call each other: the originals
-        for patch in _patches.values():
-            patch.start()
-    _running.append(norms)
+    originals: dict[str, Any] = {}  # torch's call each other
+    patches = {}
+    for function, for_run in _FUNCTIONS.items():
+        _check(function)
+        patch = PatchedFunction(function, partial(_for_runs, for_run), originals)
+        name = patch.original.__name__
+        originals[name], patches[name] = patch.original, patch
+    return patches
 
 
-def stop(norms: GradientNorms) -> None:
-    """Undo `start`. After the last run the functions are as they were. A second call does nothing."""
-    if norms in _running:
-        _running.remove(norms)
-        if not _running:
-            for patch in _patches.values():
-                patch.stop()
-            _patches.clear()
+PATCHES: PatchedInRuns[GradientNorms] = PatchedInRuns(_patched)
 
 
 def _for_runs(for_run: Callable[..., Any], original: Original, *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     with ExitStack() as stack:
-        for run in _running:
+        for run in PATCHES.running:
             stack.enter_context(run.unguarded())
         return for_run(original, *bound.arguments.values())
 
@@ -329,7 +342,7 @@ def _clip_grad_norm(
     run, listed = found
     total = run.total(run.gradients_of(listed), float(norm_type), foreach=foreach)
     _check_finite(total, norm_type, error_if_nonfinite)
-    _patches["_clip_grads_with_norm_"].original(_own(listed), max_norm, total, foreach)
+    PATCHES.functions["_clip_grads_with_norm_"].original(_own(listed), max_norm, total, foreach)
     return total
 
 
@@ -400,7 +413,7 @@ def _run_of(function: str, passed: Sequence[Tensor]) -> tuple[GradientNorms, lis
     Raises:
         UnsupportedError: they belong to the run only in part, or a step is running.
     """
-    for run in reversed(_running):
+    for run in reversed(PATCHES.running):
         parameters = run.without_guards(passed)
         others = [parameter for parameter in parameters if not run.includes(parameter)]
         if parameters and len(others) == len(parameters):
@@ -417,7 +430,7 @@ def _gradients_among(tensors: Sequence[Tensor]) -> tuple[GradientNorms, list[Own
 
     Tensors on the meta device stand for other ranks' gradients.
     """
-    for run in reversed(_running):
+    for run in reversed(PATCHES.running):
         found = run.recognize(tensors)
         others = [t for t, one in zip(tensors, found, strict=True) if one is None and t.numel() and not t.is_meta]
         if tensors and len(others) == len(tensors):
@@ -440,4 +453,4 @@ def _check_not_mixed(function: str, tensors: Sequence[Tensor], others: Sequence[
 
 def _check_finite(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
     """Raise torch's own error."""
-    _patches["_get_total_norm"].original([total], norm_type, error_if_nonfinite)
+    PATCHES.functions["_get_total_norm"].original([total], norm_type, error_if_nonfinite)

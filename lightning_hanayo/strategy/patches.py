@@ -12,7 +12,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+_Run = TypeVar("_Run")
 
 _MISSING = object()
 
@@ -30,6 +32,22 @@ class TemporaryAttributes:
         """Set an attribute of an instance, including its `__class__`."""
         self._set.append((owner, name, value, _instance_value(owner, name)))
         object.__setattr__(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Let `call` take the place of a method of an instance; it gets the method, and the arguments.
+
+        Copies of the instance have the method itself again.
+        """
+        self.set(owner, name, Substitute(getattr(owner, name), call))
+
+    def before(self, owner: Any, name: str, call: Callable[[], object]) -> None:
+        """Let `call` run before each call of a method of an instance."""
+
+        def run(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            call()
+            return method(*args, **kwargs)
+
+        self.wrap(owner, name, run)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -106,6 +124,38 @@ class PatchedFunction:
         return self._instead(self.original, *args, **kwargs)
 
 
+class PatchedInRuns(Generic[_Run]):
+    """Functions that are patched as long as there are runs that need it.
+
+    Args:
+        make: returns the functions; called when the first run begins.
+    """
+
+    def __init__(self, make: Callable[[], Mapping[str, PatchedFunction]]) -> None:
+        self._make = make
+        self.running: list[_Run] = []
+        """the runs, the last one last"""
+        self.functions: Mapping[str, PatchedFunction] = {}
+        """by name, while they are patched"""
+
+    def start(self, run: _Run) -> None:
+        """A run begins."""
+        if not self.running:
+            self.functions = self._make()
+            for patch in self.functions.values():
+                patch.start()
+        self.running.append(run)
+
+    def stop(self, run: _Run) -> None:
+        """A run has ended. After the last one the functions are as they were. A second call does nothing."""
+        if run in self.running:
+            self.running.remove(run)
+        if not self.running:
+            for patch in self.functions.values():
+                patch.stop()
+            self.functions = {}
+
+
 _patched: dict[str, PatchedFunction] = {}
 """by the function's name"""
 
@@ -130,20 +180,20 @@ class Substitute:
     `call` gets the method, and the arguments.
     """
 
-    def __init__(self, method: Callable[..., Any], call: Callable[..., Any]) -> None:
-        self._method, self._call = method, call
-        self.__name__ = getattr(method, "__name__", type(method).__name__)  # a partial has none
+    def __init__(self, method: Callable[..., Any], call: Callable[..., Any], name: str | None = None) -> None:
+        self.__wrapped__, self._call = method, call  # Lightning looks there whether a hook is overridden
+        self.__name__ = name or getattr(method, "__name__", type(method).__name__)  # a partial has none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function that stands for the method."""
-        return self._call(self._method, *args, **kwargs)
+        return self._call(self.__wrapped__, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return itself, (self._method,)
+        return _itself, (self.__wrapped__,)
 
 
-def itself(value: Any) -> Any:
-    """The argument. For `__reduce__` of wrappers whose copies are the wrapped function."""
+def _itself(value: Any) -> Any:
+    """The argument. For `__reduce__`: a copy is the wrapped function."""
     return value
 
 

@@ -38,7 +38,7 @@ from lightning_hanayo.monitor import processes
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.loops import Load, load_instead, loaded, was_in_epoch
-from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.topology import Topology
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -198,9 +198,7 @@ class Restarts:
     """the number of this `fit` among those of the script"""
 
     @staticmethod
-    def begin(
-        trainer: "pl.Trainer", topology: Topology, rank: int, attributes: TemporaryAttributes
-    ) -> "Restarts | None":
+    def begin(run: Run) -> "Restarts | None":
         """Let a restarted run of `fit` go on from its newest checkpoint.
 
         Returns:
@@ -209,15 +207,15 @@ class Restarts:
         Raises:
             CheckpointError: not all nodes see the files of the run.
         """
-        fits = trainer.state.fn == TrainerFn.FITTING
+        trainer, fits = run.trainer, run.trainer.state.fn == TrainerFn.FITTING
         launch = launch_from(os.environ, " ".join(sys.argv)) if fits else None
         if launch is None:  # nobody starts this process again
             return None
         path = record_path(trainer.default_root_dir, launch.key)
         record, is_restart = _agreed_record(launch, absolute(path))
-        restarts = Restarts(rank, absolute(path), record, next(_fits))
+        restarts = Restarts(run.rank, absolute(path), record, next(_fits))
         if is_restart:
-            restarts._resume(trainer, topology, attributes)
+            restarts._resume(run)
         return restarts
 
     def note(self, path: str | Path) -> None:
@@ -238,19 +236,20 @@ class Restarts:
         if self.rank == 0:
             self.record.write(self.path)
 
-    def _resume(self, trainer: "pl.Trainer", topology: Topology, attributes: TemporaryAttributes) -> None:
+    def _resume(self, run: Run) -> None:
+        trainer = run.trainer
         self._write()  # who has started it now may start it again
         whole, broken = on_all_ranks(lambda: self.record.checkpoints_of(self.fit) if self.rank == 0 else ([], []))[0]
         for one in broken:
             rank_zero_warn(f"Restart: {one.path} is skipped, it isn't whole: {one.problem}")
 
-        def load(original: Load, given: Any, weights_only: bool | None) -> None:
-            if not _load_newest(trainer, topology, original, whole):
+        def load(original: Load, given: Any = None, weights_only: bool | None = None) -> None:
+            if not _load_newest(trainer, run.topology, original, whole):
                 start = f"the given checkpoint, {given}" if given else "its beginning"
                 rank_zero_info(f"Restart: the run has saved no checkpoint so far, and starts from {start}")
                 original(given, weights_only)
 
-        load_instead(trainer, attributes, load)
+        load_instead(trainer, run.attributes, load)
 
 
 def _agreed_record(launch: Launch, path: str) -> tuple[Record, bool]:

@@ -6,20 +6,28 @@ abandon   the same order                                                    afte
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
+import lightning.pytorch as pl
 import torch
 
 from lightning_hanayo.errors import available
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
+from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Relay
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.pipeline import Pipeline
+    from lightning_hanayo.strategy.setup.cube import Cube
 
 End = Callable[[], object]
 
@@ -55,6 +63,7 @@ class RunParts:
 class Run:
     """The state that the parts of a run share."""
 
+    trainer: "pl.Trainer"
     options: Options
     topology: Topology
     _open_groups: ProcessGroups | None
@@ -62,6 +71,10 @@ class Run:
     failures: Failures
     rank: int
     device: torch.device
+    pipeline: "Pipeline" = field(init=False)
+    """this rank's part of it, once the model is set up"""
+    cube: "Cube | None" = field(default=None, init=False)
+    """None without one"""
 
     def __post_init__(self) -> None:
         self.data_rank, self.pipe_rank, *_ = self.topology.coordinates(self.rank)
@@ -76,6 +89,24 @@ class Run:
         is_cube = prod(self.topology.cube) > 1
         self.replica_relay = self._relay(self.groups.replica_ranks) if is_cube else self.pipe_relay
         """from the first of the ranks that train one copy of the model to the others"""
+        self.generators = SharedGenerators(self.replica_relay, self.device)
+        self.samples = SampleCount()
+
+    @property
+    def module(self) -> "pl.LightningModule":
+        """The user's module."""
+        return self.trainer.lightning_module
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model is set up."""
+        return "pipeline" in vars(self)
+
+    def reseed(self, seed: int) -> None:
+        """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
+        self.seed = seed
+        if self.pipeline.random_streams is not None:
+            self.pipeline.random_streams.reseed(seed)
 
     @property
     def groups(self) -> ProcessGroups:

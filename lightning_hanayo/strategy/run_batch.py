@@ -1,6 +1,6 @@
 """Runs one batch for a hook: cuts it, runs the pipeline on it, merges results and logs, and defers gradients.
 
-hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
+hook  ->  train / run  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
 
 `MicrobatchSteps` follows the steps on pipeline rank 0:
 
@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -40,7 +39,7 @@ UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
 
 
-def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *, steps: bool) -> Any:
+def train(session: Session, batch: Any, step: UserStep, *, steps: bool) -> Any:
     """Run forward and backward of a batch. Called by all ranks; the batch counts on pipeline rank 0 only.
 
     `steps` says whether the optimizer steps after this batch; otherwise gradients accumulate.
@@ -48,7 +47,8 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     Returns:
         The merged results of the step, with a loss whose backward gives the gradients to the parameters.
     """
-    pipeline, loss_scale = session.pipeline, state.loss_scale(trainer)
+    pipeline, trainer = session.pipeline, session.trainer
+    loss_scale = state.loss_scale(trainer)
     continues, stopping = state.continues_accumulation(trainer), trainer.should_stop
     scales = user_hooks.may_scale_backward(trainer)
     is_cube = session.topology.replica_size > session.topology.pipe
@@ -69,7 +69,6 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     )
     result = _run_batch(
         session,
-        trainer,
         batch,
         step,
         loss_scale=loss_scale,
@@ -93,13 +92,12 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     return {**result, "loss": surrogate} if isinstance(result, Mapping) else surrogate
 
 
-def train_manually(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
-    """Run a step of manual optimization, with its backwards and optimizer steps. Called by all ranks, which are single.
+def run(session: Session, batch: Any, step: UserStep, *, is_manual: bool = False) -> Any:
+    """Run the forward of a batch, or a step of manual optimization, with its backwards and optimizer steps.
 
-    Returns:
-        The result of the step.
+    Called by all ranks, which are single if `is_manual`. Returns the merged results, or their stand-ins.
     """
-    return _hand_over(session, _run_batch(session, trainer, batch, step, trains=True, has_loss=False), batch)
+    return _hand_over(session, _run_batch(session, batch, step, trains=is_manual, has_loss=not is_manual), batch)
 
 
 def average_gradients(session: Session) -> None:
@@ -111,14 +109,8 @@ def average_gradients(session: Session) -> None:
             gradient.div_(session.topology.data)
 
 
-def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
-    """Run the forward of a batch. Called by all ranks; returns the merged results, or their stand-ins."""
-    return _hand_over(session, _run_batch(session, trainer, batch, step, trains=False), batch)
-
-
 def _run_batch(
     session: Session,
-    trainer: "pl.Trainer",
     batch: Any,
     step: UserStep,
     *,
@@ -130,23 +122,23 @@ def _run_batch(
     in_step: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
     """Run a batch and merge the results of the step; None above pipeline rank 0."""
-    pipeline = session.pipeline
+    pipeline, trainer = session.pipeline, session.trainer
     session.progress.begin_batch(trains=trains)
     is_first = trains and state.batch_idx(trainer) == 0
     if pipeline.rank > 0:
-        with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
+        with session.norms.batch(), explaining_single_samples(session.module):
             return pipeline.run(trains=trains, reduce=reduce, is_first=is_first)
     source = source_of(trainer)
     with session.norms.batch():
-        stack_split, is_whole = session.split(trainer, batch, source, step, trains=trains, is_first=is_first)
+        stack_split, is_whole = session.split(batch, source, step, trains=trains, is_first=is_first)
     splitter = pipeline.stack_splitter if is_whole else pipeline.splitter
     split = splitter.whole(batch) if is_whole else stack_split
     if trains:
         session.samples.note(splitter.num_samples(batch, source))
-        session.begin_training(trainer.lightning_module, stack_split, is_whole=is_whole)
+        session.begin_training(stack_split, is_whole=is_whole)
     stage = "" if trains else source.stage
     weights = session.weigh(split.pieces, split.sizes, stage, is_whole=is_whole)
-    microbatch_steps = MicrobatchSteps(session, trainer, split, weights, splitter, trains=trains)
+    microbatch_steps = MicrobatchSteps(session, split, weights, splitter, trains=trains)
     given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
 
     share = state.share_of_step(trainer) / split.num_alike
@@ -191,8 +183,6 @@ class MicrobatchSteps:
 
     session: Session
     """the run"""
-    trainer: "pl.Trainer"
-    """whose results take the logged values"""
     split: SplitBatch
     """the batch in pieces, some of which this rank runs"""
     weights: PieceWeights
@@ -205,8 +195,9 @@ class MicrobatchSteps:
 
     def __post_init__(self) -> None:
         self._sizes = [self.split.sizes.parts[0][piece] for piece in self.split.own]
+        trainer = self.session.trainer
         self._log = MicrobatchLog(
-            self.trainer,
+            trainer,
             self.split,
             self.weights.in_mean,
             self.splitter,
@@ -215,15 +206,15 @@ class MicrobatchSteps:
         )
         self._left: list[Left] = []
         self._numbers = HostNumbers()
-        self._step_name = state.step_name(self.trainer)
-        self._options = state.options_now(self.trainer) if self.trains and self.session.topology.pipe > 1 else None
+        self._step_name = state.step_name(trainer)
+        self._options = state.options_now(trainer) if self.trains and self.session.topology.pipe > 1 else None
         self.session.collections.begin_batch()
         self.session.collectives.begin_batch()
 
     def enter(self, microbatch: int | None) -> None:
         """Called before user code of that micro-batch starts or continues; None: a dry run, which leaves nothing."""
         if microbatch == 1 and self.trains and self._options is None:  # all steps may set what the first one has
-            self._options = state.options_now(self.trainer)
+            self._options = state.options_now(self.session.trainer)
         self.split.check()
         self._log.enter(microbatch)
         self.session.collections.enter(microbatch)
@@ -245,16 +236,17 @@ class MicrobatchSteps:
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
         """To be open while `batch` runs."""
-        single = explaining_single_samples(self.trainer.lightning_module, self._sizes)
-        is_once = self.session.topology.pipe == 1 and self.split.num_microbatches == 1
-        unstepped = state.refusing_steps(self.trainer) if self.trains and not is_once else nullcontext()
-        losses = self.session.token_losses
+        session, trainer = self.session, self.session.trainer
+        single = explaining_single_samples(session.module, self._sizes)
+        is_once = session.topology.pipe == 1 and self.split.num_microbatches == 1
+        unstepped = state.refusing_steps(trainer) if self.trains and not is_once else nullcontext()
+        losses = session.token_losses
         shares = nullcontext() if losses is None else losses.in_batch(runs_alike=self.split.num_alike > 1)
         with self._log.collecting(), single, unstepped, shares:
             yield
             if self._options is not None:
-                state.check_options(self.trainer, self._options)
-            session, count = self.session, self.split.num_microbatches
+                state.check_options(trainer, self._options)
+            count = self.split.num_microbatches
             self._left = session.collections.end_batch(count)
             for m, own in enumerate(self._left):
                 own.used_collectives = m in session.collectives.used

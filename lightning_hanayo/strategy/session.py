@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -20,52 +19,44 @@ from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
-from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
-from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
-from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams, SharedGenerators, next_number
-from lightning_hanayo.pipeline_parallel.transport import Transport
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams, next_number
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
-from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.callbacks import Averages
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import KeptValues
+from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
 from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import first_batch
+from lightning_hanayo.strategy.lightning.loops import agree_on_counts, end_searches_on_failure, validate_together
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
+from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
-from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
-from lightning_hanayo.strategy.nonfinite import NonFiniteCheck
+from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
-from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.probing.probe import Probe, Sample
+from lightning_hanayo.strategy.probing.probe import Sample
 from lightning_hanayo.strategy.probing.step_choice import StepChoice
-from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.strategy.restarts import Restarts
+from lightning_hanayo.strategy.run import Run, RunParts
 from lightning_hanayo.strategy.setup.adapt import adapt
 from lightning_hanayo.strategy.setup.build_pipeline import build_pipeline, examine_first_batch, whole_values
-from lightning_hanayo.strategy.setup.called_stacks import called_stacks
 from lightning_hanayo.strategy.setup.checks import run_uncompiled, warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
-from lightning_hanayo.strategy.setup.step_checks import (
-    gradient_check,
-    gradient_norms,
-    own_parameters,
-    replica_check,
-)
 from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
+from lightning_hanayo.strategy.uncut_step import called_stacks
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
-from lightning_hanayo.strategy.user_code.collectives import Progress, connect_collectives
+from lightning_hanayo.strategy.user_code.collectives import Progress, UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
-from lightning_hanayo.strategy.votes import ReplicaCheck, StepVotes
+from lightning_hanayo.strategy.votes import ReplicaCheck, SavesOnException, StepVotes
 from lightning_hanayo.tensor_parallel.on_use import whole_arguments
 
 
@@ -78,8 +69,12 @@ class Session(Run):
         NotAvailableError: an attribute is read before the model is set up.
     """
 
-    pipeline: Pipeline
-    """this rank's part of it"""
+    checkpoints: Checkpoints
+    """saves and removes those of this run"""
+    saves_on_exception: SavesOnException
+    """lets callbacks save if all ranks have stopped at the same step"""
+    stops: StopsOnSignal
+    """stops all ranks after the same batch"""
     norms: GradientNorms
     """over the whole model's gradients"""
     nonfinite: NonFiniteCheck
@@ -95,38 +90,36 @@ class Session(Run):
     """gives the other pipeline ranks the values that steps have set"""
     steps: OptimizerSteps
     """of the optimizers"""
+    _loss_weight: LossWeight
+    """by which losses are weighed where no probe decides"""
     held_bytes: int
     """by the rank that holds the most, before a training"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options, topology = self.options, self.topology
-        self.generators = SharedGenerators(self.replica_relay, self.device)
-        self.votes = StepVotes(self.replica_relay, self.rank, self.guard.off)
-        self.samples = SampleCount()
+        options = self.options
+        self._first_parts = RunParts()
+        """end before the others, while it still counts as a failure if another rank ends"""
+        self.votes = StepVotes(self)
+        self.restarts: Restarts | None = None
+        """None if nobody starts this run again"""
         self.pictures = ""
         """where there will be some; said at the start"""
         self.given_batch_sizes = GivenBatchSizes()
-        self.averages = Averages(options)
-        self.cube: Cube | None = None
+        self.averages = Averages(self)
         self.token_losses: TokenLosses | None = None
         """of a cube, in steps that all of its ranks run alike"""
         self.names: dict[Tensor, str] = {}
         """of the module's parameters, and of those that it had and optimizers may still have"""
         self.progress = Progress(self.failures)
         self.guard.after_step = self._after_step
-        self.collectives = connect_collectives(
-            self.guard, self.groups, self.failures, topology.world_size, cube_size=prod(topology.cube)
-        )
-        self.parts.add(lambda: None, self.collectives.forget)
+        self.collectives = UserCollectives(self)
         for hook in (
             torch_module.register_module_parameter_registration_hook,
             torch_module.register_module_module_registration_hook,
         ):
             self.parts.add(hook(self.guard.note_registration).remove)
         self._prepared = PreparedModel()
-        self._loss_weight: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
-        self._hangs: HangWatch | None = None
         self._has_trained = False
         self._number: int | None = None
         """the next number of torch's generator when the run began, if its random streams depend on that"""
@@ -135,11 +128,16 @@ class Session(Run):
         """the parameters that were guarded after the run before this one"""
         self._for_summaries: object = None
         self._is_open = True
+        self._hangs: HangWatch | None = None
+        """of several ranks: reports from now on until the run ends if none of them moves"""
+        if self.topology.world_size > 1:
+            self._hangs = HangWatch(self.failures, OwnStatus(self), options.timeout)
+            self.parts.add(self._hangs.finish, self._hangs.stop)
 
     if not TYPE_CHECKING:  # a type checker would believe that any attribute exists
 
         def __getattr__(self, name: str) -> Any:
-            if name in Session.__annotations__:
+            if name in Run.__annotations__ | Session.__annotations__:
                 raise NotAvailableError(f"session.{name} exists once the Trainer has set up the model")
             raise AttributeError(name)
 
@@ -147,33 +145,33 @@ class Session(Run):
         """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
         return self
 
-    def watch_hangs(self, trainer: "pl.Trainer") -> None:
-        """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""
+    def begin(self, io: CheckpointIO) -> None:
+        """Adapt loops and callbacks before the model is set up. Called by all ranks of the world.
+
+        `io`: the user's way to write files.
+        """
+        trainer, attributes = self.trainer, self.attributes
         if self.topology.world_size > 1:
+            agree_on_counts(trainer, attributes)
+            end_searches_on_failure(trainer, attributes, self.rank)
+            validate_together(trainer, attributes)
+        self.checkpoints = Checkpoints(self, io)
+        self.saves_on_exception = SavesOnException(self, self.checkpoints)
+        if self.topology.replica_size > 1:
+            self.averages.adapt_callbacks()
+        self.stops = StopsOnSignal(self, self.checkpoints.finish)
+        self._first_parts.add(self.stops.close)
+        self._first_parts.add(self.checkpoints.finish, self.checkpoints.abandon)
+        self.restarts = Restarts.begin(self)
 
-            def transports() -> list[Transport]:
-                engine = [self.pipeline.engine.channel.transport] if self.has_pipeline else []
-                return [relay.transport for relay in self.relays] + engine
-
-            own = OwnStatus(
-                self.rank,
-                progress=lambda: self.guard.num_entered + (self.pipeline.engine.num_steps if self.has_pipeline else 0),
-                action=lambda: self.pipeline.engine.action if self.has_pipeline else None,
-                at=lambda: state.place_in_run(trainer) if self.has_pipeline else "set-up",
-                transports=transports,
-            )
-            self._hangs = watch = HangWatch(self.failures, own, self.options.timeout)
-            self.parts.add(watch.finish, watch.stop)
-
-    def begin_training(self, module: "pl.LightningModule", split: SplitBatch, *, is_whole: bool) -> None:
+    def begin_training(self, split: SplitBatch, *, is_whole: bool) -> None:
         """Warn in the first training batch: hooks at the start of a run may have changed modes."""
         if not self._has_trained:
             self._has_trained = True
-            stack = self.pipeline.ownership.stack
-            once = modules_outside(module, stack) if is_whole else ()
-            warn_of_batch_statistics(module, split.num_microbatches, except_of=once)
+            once = modules_outside(self.module, self.pipeline.ownership.stack) if is_whole else ()
+            warn_of_batch_statistics(self.module, split.num_microbatches, except_of=once)
             if self.cube is not None and self.cube.shares_samples:
-                suggest_tokens(module, split.pieces, self.cube.mesh.num_ranks)
+                suggest_tokens(self.module, split.pieces, self.cube.mesh.num_ranks)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""
@@ -185,14 +183,7 @@ class Session(Run):
         warn_of_parts(new, num_microbatches)
 
     def split(
-        self,
-        trainer: "pl.Trainer",
-        batch: Any,
-        source: BatchSource,
-        step: Callable[[Any], Any],
-        *,
-        trains: bool,
-        is_first: bool,
+        self, batch: Any, source: BatchSource, step: Callable[[Any], Any], *, trains: bool, is_first: bool
     ) -> tuple[SplitBatch, bool]:
         """The batch in micro-batches, and whether only the stack gets them, as the step runs once on the whole batch.
 
@@ -205,7 +196,7 @@ class Session(Run):
         if trains:
             once = self.choice.trains_once(Sample(batch, split, source, step), is_first=is_first)
         else:
-            may = not trainer.predicting and len(split.present) > 1
+            may = not self.trainer.predicting and len(split.present) > 1
             once = may and self.choice.evaluates_once(Sample(batch, split, source, step))
         if once and self.pipeline.runs_whole_steps:
             return self.pipeline.splitter.split(batch, 1, source), False
@@ -221,77 +212,23 @@ class Session(Run):
         weighting = LossWeighting(self._loss_weight, self.topology.data, self.groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
 
-    def _step_choice(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> StepChoice | None:
-        pipeline, cube = self.pipeline, self.cube
-        ends = pipeline.ends.get(False)
-        probes = self.options.step == "auto" and not pipeline.runs_whole_batches and module.automatic_optimization
-        if ends is None or not probes:
-            return None
-        is_single = pipeline.runs_whole_steps
-        user = ends.user_step
-        if cube is None and not is_single:  # no block may run in the step
-            user = pipeline.ends[True].user_step
-            assert isinstance(user, WholeStep)
-            user = user.user
-        assert isinstance(user, UserStep)
-        outside = list(module.modules()) if is_single else modules_outside(module, pipeline.ownership.stack)
-        own = [pipeline.ownership.blocks(stage) for stage in pipeline.ownership.stages_of(pipeline.rank)]
-        weighting = LossWeighting(self._loss_weight, 1, None)
-        names = self.options.loss_weight != "auto"
-        probe = Probe(
-            DrySteps(
-                user,
-                module,
-                outside,
-                None if cube is None else cube.first_block(ends.stages[0]),
-                pipeline.gather_in_cube,
-            ),
-            trainer,
-            WholeSplitter(self.options.batch_rule),
-            outside,
-            self.device,
-            pipeline.gradients.dry_runs,
-            sum(map(len, own)) if self.options.recompute == "none" else 1,
-            (lambda pieces, sizes: weighting.for_training(pieces, sizes).in_loss) if names else None,
-        )
-        named = repr(getattr(self.options.loss_weight, "__name__", self.options.loss_weight)) if names else ""
-        return StepChoice(
-            probe,
-            self.topology.data,
-            self.groups.data_control,
-            pipeline.gather_in_cube,
-            self.device,
-            may_run_once=pipeline.may_run_once or is_single,
-            named=named,
-        )
-
-    def reseed(self, seed: int) -> None:
-        """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
-        self.seed = seed
-        if self.pipeline.random_streams is not None:
-            self.pipeline.random_streams.reseed(seed)
-
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether the model is set up."""
-        return "pipeline" in vars(self)
-
     @property
     def is_running(self) -> bool:
         """Whether the model is set up, and the run has not ended."""
         return self._is_open and self.has_pipeline
 
-    def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule", values: KeptValues | None = None) -> None:
+    def set_up(self, values: KeptValues | None = None) -> None:
         """Build the pipeline and adapt Trainer and module to it. Called by all ranks of the world.
 
         The module is whole, and the same on all ranks, unless an earlier run has cut or converted it. Each rank reads
         its part of the `values`.
         """
-        prepared = self._prepared = self._prepare(module)
+        trainer, module = self.trainer, self.module
+        prepared = self._prepared = self._prepare()
         options, several = self.options, self.topology.replica_size > 1
         if not was_read(module):
             check_same_folders(options.init_folders.values(), verify=options.verify_checkpoints)
-        called = self._called_stacks(trainer, module) if several else ()
+        called = self._called_stacks() if several else ()
         named = replace(options, blocks=called[0]) if called else options
         plan = plan_for(trainer, module, prepared, named, self.topology)  # raises alike on all ranks
         if prepared.ownership is None:  # later runs of a module leave the same stacks whole
@@ -310,44 +247,33 @@ class Session(Run):
         if several:
             prepared.attach(module, self.topology, options, self.groups)
         fits = trainer.state.fn == TrainerFn.FITTING
-        self.pipeline = build_pipeline(
-            module,
-            plan,
-            prepared,
-            self,
-            self._random_streams(plan.layout, fits=fits),
-            user_hooks.example_run(module, self.device) if options.balance == "time" else None,
-            () if values is None else values.names,
-            scatters_gradients=not user_hooks.may_see_gradients(trainer) if fits else None,
-        )
+        streams = self._random_streams(plan.layout, fits=fits)
+        self.pipeline = build_pipeline(self, plan, prepared, streams, () if values is None else values.names)
         self.parts.add(lambda: self.pipeline.close(), lambda: self.pipeline.abandon())  # `follow` makes another one
         self.names = prepared.names = {parameter: name for name, parameter in module.named_parameters()}
         if values is not None:
             values.put_in(module, cube)
         shards = self.pipeline.gradients.shards
-        self.steps = OptimizerSteps(self, cube, shards, self.names, self.finish_gather)
+        self.steps = OptimizerSteps(self, shards, self.names)
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._loss_weight = for_model(rule, module, options.batch_dim)
-        self.choice = self._step_choice(trainer, module)
+        self.choice = StepChoice.of_run(self, self.pipeline, cube, self._loss_weight)
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         self.hand_over = HandOver(
-            self.pipe_relay,
-            self.device,
+            self,
             self.collections,
-            self.generators,
             before_batches=user_hooks.user_defines(trainer, guarded_hooks.BEFORE_BATCHES),
             after_batches=user_hooks.user_defines(trainer, guarded_hooks.AFTER_BATCHES),
             after_epochs=user_hooks.user_defines(trainer, guarded_hooks.AFTER_EPOCHS),
         )
         if fits and module.automatic_optimization:
             examine_first_batch(self, self.pipeline, cube)
-        adapt(self, trainer, module, lambda: self.pipeline, self.generators, self.progress, self.hand_over)
+        adapt(self, self.progress, self.hand_over, self.votes)
         if several:
-            callbacks.compare_whole_parameters(trainer, self.guard, self.attributes, cube)
-        self.norms = gradient_norms(self, module, cube, shards)
-        raw = collectives.Run(self.collectives, self.topology.pipe, prod(self.topology.cube))
-        collectives.start(raw)
-        self.parts.add(lambda: collectives.stop(raw))
+            callbacks.compare_whole_parameters(self, cube)
+        self.norms = GradientNorms.of_run(self, cube, shards)
+        collectives.PATCHES.start(self.collectives)
+        self.parts.add(lambda: collectives.PATCHES.stop(self.collectives))
         if cube is not None:
             ranks, is_required = cube.mesh.axis("xyz"), options.cube_outside == "tokens"
             arguments = whole_arguments if cube.outside.kept_sharded else nullcontext
@@ -356,19 +282,21 @@ class Session(Run):
             )
             self.token_losses.start(self.attributes.set)
             self.parts.add(self.token_losses.stop)
-        self.replica_check = replica_check(self, module, cube, self.pipeline)
-        self.parts.add(lambda: self.replica_check.close())
-        self.nonfinite = gradient_check(self, trainer, self.pipeline, self.names, self.norms)
-        self.guard.after_registering = partial(self.follow, module)
+        names = BlockNames(plan.stack.block_names, self.pipeline.ownership.stages)
+        self.replica_check = ReplicaCheck(
+            self, lambda one: "" if cube is None else str(cube.region(one)), names.stage_of
+        )
+        self.nonfinite = NonFiniteCheck(self, self._own_parameters(), names, self.norms)
+        self.guard.after_registering = self.follow
 
     def _after_step(self) -> None:
         self.progress.end_step()
         if self.cube is not None:
             self.cube.outside.check_steps()
 
-    def follow(self, module: "pl.LightningModule") -> None:
+    def follow(self) -> None:
         """Build the pipeline anew if a hook has given the module other parameters. Called by all ranks of the world."""
-        options, before = self.options, self.pipeline
+        options, before, module = self.options, self.pipeline, self.module
         is_special = options.shard_optimizer or options.offload_optimizer or options.master_weights is not None
         if is_special or not self._prepared.is_outdated(module):  # new parameters couldn't be treated as the others are
             return
@@ -378,15 +306,19 @@ class Session(Run):
                 return
             before.close()
             plan = ModelPlan(before.ownership.stack, before.layout, None)
-            self.pipeline = build_pipeline(module, plan, self._prepared, self, before.random_streams)
+            self.pipeline = build_pipeline(self, plan, self._prepared, before.random_streams)
             self.pipeline.engine.trace = before.engine.trace
             self.collections.watch(module, modules_outside(module, before.ownership.stack))
             self.norms.watch([one for one in self.names if isinstance(one, nn.Parameter)])
-            self.nonfinite.parameters = own_parameters(self.pipeline, self.names)
-            self.replica_check = replica_check(self, module, self.cube, self.pipeline)
+            self.nonfinite.parameters = self._own_parameters()
 
-    def _prepare(self, module: "pl.LightningModule") -> PreparedModel:
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank trains, by name."""
+        return {self.names[one]: one for one in self.pipeline.parameters if one in self.names}
+
+    def _prepare(self) -> PreparedModel:
         """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
+        module = self.module
         prepared = PreparedModel.of(module)
         prepared.check(module)
         prepared.between_runs.restore()
@@ -401,11 +333,12 @@ class Session(Run):
         self._released = []
         return PreparedModel()
 
-    def _called_stacks(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> Sequence[str]:
+    def _called_stacks(self) -> Sequence[str]:
         """The names of the stack to cut, and of all that a step calls; empty where they needn't or can't be known.
 
         Called by all ranks of the world.
         """
+        trainer, module = self.trainer, self.module
         if self.options.blocks is not None or not is_ambiguous(module):
             return ()
         if self._prepared.ownership is not None:
@@ -416,17 +349,15 @@ class Session(Run):
         names = broadcast_object(names)
         return names
 
-    def prepare_steps(
-        self, module: "pl.LightningModule", optimizers: Sequence[Optimizer], values: KeptValues | None
-    ) -> None:
+    def prepare_steps(self, optimizers: Sequence[Optimizer], values: KeptValues | None) -> None:
         """Prepare the values that the optimizers update. Called by all ranks, once the model is set up.
 
         Master weights take from the `values` the bits that the parameters' dtype has no room for.
         """
-        self.steps.prepare(module, optimizers)
+        self.steps.prepare(optimizers)
         if values is not None and self.options.master_weights is not None:
             with self.steps.master_values():
-                values.put_in(module, self.steps.sharding_in_use)
+                values.put_in(self.module, self.steps.sharding_in_use)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather that follows an optimizer step."""
@@ -439,27 +370,31 @@ class Session(Run):
         held = all_gather_objects(self.groups.replica, own) if self.topology.replica_size > 1 else [own]
         self.held_bytes = max(held)
 
-    def say_what_runs(self, trainer: "pl.Trainer") -> None:
+    def say_what_runs(self) -> None:
         """On rank 0, at the start of a training: layout, schedule, samples and memory."""
         if self.topology.replica_size > 1 and self.rank == 0:
             layout, ownership = self.pipeline.layout, self.pipeline.ownership
-            lines = inspection.describe_run(trainer, layout, ownership, self.topology, self.held_bytes, self.pictures)
+            lines = inspection.describe_run(
+                self.trainer, layout, ownership, self.topology, self.held_bytes, self.pictures
+            )
             rank_zero_info(lines)
 
-    def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":
+    def gather_model(self) -> "pl.LightningModule | None":
         """See `HanayoStrategy.gather_model`."""
         self.guard.check_all_ranks("gather_model")
         self.finish_gather()
+        prepared = PreparedModel.of(self.module)
         with self.guard.off():
-            PreparedModel.of(module).check_loads()
+            prepared.check_loads()
             if self.data_rank > 0:  # the first pipeline sends to rank 0
                 return None
-            return PreparedModel.of(module).gather_model(module, self.attributes, is_wanted=self.rank == 0)
+            return prepared.gather_model(self.module, self.attributes, is_wanted=self.rank == 0)
 
     def close(self) -> None:
         """End the run, once the other ranks have received this one's messages. After `abandon`: do nothing."""
         if not self._is_open:
             return
+        self._first_parts.end()
         self._is_open = False
         if self._number == next_number():  # no loader has drawn from it, and the next run needs other numbers
             torch.randint(1, ())
@@ -479,6 +414,7 @@ class Session(Run):
         Drops the process groups, and nothing that a traceback keeps alive may hold one: gloo wakes the ranks that wait
         for this one only when its connections are closed.
         """
+        self._first_parts.abandon()
         self._is_open = False
         self.forget_groups()
         self.failures.stop()
@@ -492,10 +428,10 @@ class Session(Run):
         if self.cube is not None:
             self.cube.drop_transfers()
 
-    def guard_module(self, module: "pl.LightningModule | None") -> None:
+    def guard_module(self) -> None:
         """The last act of a run: user code may use the whole tensors of the module on this rank, and no others."""
         is_cut = self._prepared.ownership is not None and self.topology.replica_size > 1
-        cut, released = module if is_cut else None, self.guard.end() or self._released
+        cut, released = self.module if is_cut else None, self.guard.end() or self._released
         if cut is not None and self.options.restore_module and self._prepared.groups is not None:  # it hasn't failed
             self._prepared.restore_whole(cut)
         else:

@@ -5,13 +5,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -21,34 +19,27 @@ from typing_extensions import override
 from lightning_hanayo.dist_checkpointing.export import open_weights
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition.stack import is_ambiguous
-from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
-from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
-from lightning_hanayo.strategy.checkpoints import save
 from lightning_hanayo.strategy.checkpoints.load import check_start
-from lightning_hanayo.strategy.checkpoints.save import Checkpoints, check_plugin, check_saving
+from lightning_hanayo.strategy.checkpoints.save import check_plugin, check_saving
 from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
-from lightning_hanayo.strategy.lightning.batch_size_search import end_searches_on_failure
 from lightning_hanayo.strategy.lightning.inspection import record_all_threads
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
-from lightning_hanayo.strategy.lightning.loops import agree_on_counts, validate_together
-from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
 from lightning_hanayo.strategy.report import LoggedReport
-from lightning_hanayo.strategy.restarts import Restarts, write_error_file
+from lightning_hanayo.strategy.restarts import write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
-from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
+from lightning_hanayo.strategy.setup.optimizers import check_optimizers
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.stopping import report_of
-from lightning_hanayo.strategy.votes import SavesOnException
 
 
 class HanayoStrategy(CheckpointingStrategy):
@@ -226,18 +217,13 @@ class HanayoStrategy(CheckpointingStrategy):
         name = "+".join(blocks) if is_list and blocks is not None else blocks
         arguments = with_layout(locals() | {"costs": costs_from(costs), "blocks": name})
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
-        self._stops_on_signal: StopsOnSignal | None = None
         self._accumulates = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Leave out threads, groups and connections of this process and its run: a run makes them anew."""
         state: dict[str, Any] = super().__getstate__()
-        of_run = (
-            "_groups", "_failures", "_session", "_checkpoints", "_saves_on_exception", "_stops_on_signal", "_resume",
-            "_restarts",
-        )  # fmt: skip
-        return state | dict.fromkeys(of_run) | {"_names_in_fit": {}}
+        return state | dict.fromkeys(("_groups", "_failures", "_session", "_resume")) | {"_names_in_fit": {}}
 
     # set-up
 
@@ -302,29 +288,13 @@ class HanayoStrategy(CheckpointingStrategy):
         self.connect_processes()
         if self._session is not None:
             self._session.stop_watching()
-        trainer, topology, rank, device = self.module.trainer, self.topology, self.global_rank, self.root_device
-        self._session = Session(self.options, topology, self.groups, self.failures, rank=rank, device=device)
-        attributes = self._session.attributes
-        self._session.watch_hangs(trainer)
+        trainer, rank, device = self.module.trainer, self.global_rank, self.root_device
+        self._session = Session(
+            trainer, self.options, self.topology, self.groups, self.failures, rank=rank, device=device
+        )
         if self.world_size > 1:
             vars(trainer).setdefault("save_checkpoint", partial(self._save, trainer))
-            agree_on_counts(trainer, attributes, rank, lambda: self.groups)
-            end_searches_on_failure(trainer, attributes, rank)
-            validate_together(trainer, attributes)
-        self._checkpoints = Checkpoints(self.options, topology, rank, self.groups, self.checkpoint_io)
-        finish = self._checkpoints.finish
-        self._saves_on_exception = SavesOnException(
-            trainer=trainer,
-            failures=self.failures,
-            finish=finish,
-            newest=lambda: self.checkpoints.newest,
-        )
-        self._saves_on_exception.adapt_callbacks(attributes)
-        if topology.replica_size > 1:
-            self._session.averages.adapt_callbacks(trainer, attributes)
-        save.adapt_callbacks(trainer, self._checkpoints, attributes)
-        self._stops_on_signal = StopsOnSignal(trainer, self.failures, device, attributes, finish=finish)
-        self._restarts = Restarts.begin(trainer, topology, rank, attributes)
+        self._session.begin(self.checkpoint_io)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -334,27 +304,26 @@ class HanayoStrategy(CheckpointingStrategy):
                 self._kept.drop_replaced(self.module)
             self._kept = self.session.averages.loaded(self.module) or self._kept
             self.model = self.precision_plugin.convert_module(self.module)
-            if trainer.state.fn == TrainerFn.FITTING and self.topology.data > 1:  # one rank's are over all already
+            fits = trainer.state.fn == TrainerFn.FITTING
+            if fits and self.topology.data > 1:  # one rank's are over all already
                 self.synchronize_batchnorm(self.model)
         self._check(trainer)  # again, for a model that `configure_model` has built since
         with showing("planning and building the stages") if self.global_rank == 0 else nullcontext():
-            self.session.set_up(trainer, self.module, self._kept)
+            self.session.set_up(self._kept)
         if self.topology.replica_size > 1:
-            self.session.averages.cut(self.module, self.session.cube, self._state_of)
-        fits = trainer.state.fn == TrainerFn.FITTING
+            self.session.averages.cut(self._state_of)
         if fits:
             LoggedReport.add_to(trainer)
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
-            refuse_partial_states(self.optimizers)
             check_optimizers(self.optimizers, self.topology, is_sharded=self.session.steps.shards is not None)
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self._states_device)
-            self.session.prepare_steps(self.module, list(map(unwrapped, self.optimizers)), self._kept)
+            self.session.prepare_steps(list(map(unwrapped, self.optimizers)), self._kept)
             self.session.steps.guard_states(self.optimizers)
             self._names_in_fit = self.session.names
-            check_saving(trainer, self.module, self.checkpoints)
+            check_saving(trainer, self.module, self.session.checkpoints)
             self.session.find_held_bytes(self.module)
         self._kept = None
 
@@ -379,28 +348,13 @@ class HanayoStrategy(CheckpointingStrategy):
         check_sampler(dataloader, num_data=self.topology.data, num_ranks=self.topology.world_size)
         if self._session is not None:  # user code may ask a loop for its loaders before any run
             end_workers_with_process(dataloader, self.global_rank, self._session.attributes)
-        get_cube = self._cube_group if prod(self.topology.cube) > 1 else None
         is_shortened = self._processes_training_loaders and self.topology.data > 1
-        get_data_ranks = self._data_ranks if is_shortened else None
         with self._unguarded():
-            get_relay = self._pipe_relay if self.topology.pipe > 1 else None
-            return wrap_loader(dataloader, self.pipe_rank, get_relay, get_cube, self._generators, get_data_ranks)
+            return wrap_loader(dataloader, self._get_run, self.topology, self.pipe_rank, is_shortened=is_shortened)
 
-    # Loaders ask for these when they are iterated, also in a copied Trainer: there may be no run before.
-
-    def _pipe_relay(self) -> Relay:
-        return self.session.pipe_relay
-
-    def _generators(self) -> SharedGenerators:
-        return self.session.generators
-
-    def _cube_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = available(self.groups.cube, "there is a cube group only with a cube").whole
-        return group
-
-    def _data_ranks(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = available(self.groups.data_control, "there is a data group with several data ranks")
-        return group
+    def _get_run(self) -> Session:
+        """For loaders, when they are iterated, also in a copied Trainer: there may be no run before."""
+        return self.session
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -428,17 +382,17 @@ class HanayoStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        step, trainer = self.module.training_step, self.module.trainer
+        step = self.module.training_step
         with self._unguarded(), self.precision_plugin.train_step_context():
-            self.session.steps.check(trainer, self.module)
-            self.checkpoints.poll()
+            self.session.steps.check()
+            self.session.checkpoints.poll()
 
             def user_step(part: Any) -> Any:
                 return step(part, *args, **kwargs)
 
             if not self.module.automatic_optimization:
-                return run_batch.train_manually(self.session, trainer, batch, user_step)
-            return run_batch.train(self.session, trainer, batch, user_step, steps=not self._accumulates)
+                return run_batch.run(self.session, batch, user_step, is_manual=True)
+            return run_batch.train(self.session, batch, user_step, steps=not self._accumulates)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -473,15 +427,13 @@ class HanayoStrategy(CheckpointingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unguarded():
-            return run_batch.evaluate(
-                self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs)
-            )
+            return run_batch.run(self.session, batch, lambda part: step(part, *args, **kwargs))
 
     @override
     def on_train_start(self) -> None:
-        self.session.say_what_runs(self.module.trainer)
+        self.session.say_what_runs()
         if self._resume is not None:
-            self._resume.start(self.options.load_anyway)
+            self._resume.start(self.session.choice)
             self._resume = None
 
     @override
@@ -503,8 +455,8 @@ class HanayoStrategy(CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._stops_on_signal is not None and report_of(exception) is not None:
-            self._stops_on_signal.say(exception)  # all ranks are between two batches: the run ends in order
+        if self._session is not None and report_of(exception) is not None:
+            self._session.stops.say(exception)  # all ranks are between two batches: the run ends in order
             return
         is_consequence = False
         try:
@@ -526,7 +478,7 @@ class HanayoStrategy(CheckpointingStrategy):
         """`Trainer.save_checkpoint`. After a run an error of one rank, of a hook, ends it on all, as in a run."""
 
         def save() -> None:
-            with self.checkpoints.one_file() if weights_only else nullcontext():
+            with self.session.checkpoints.one_file() if weights_only else nullcontext():
                 type(trainer).save_checkpoint(trainer, filepath, weights_only, storage_options)
 
         failures = self._failures
@@ -548,10 +500,6 @@ class HanayoStrategy(CheckpointingStrategy):
     def _abandon(self) -> None:
         """Leave the run after a failure. A script that catches the error may start the next one."""
         self.abort_transfers()  # first: all else may wait for the device
-        if self._checkpoints is not None:
-            self._checkpoints.abandon()
-        if self._stops_on_signal is not None:
-            self._stops_on_signal.close()
         if self._session is not None:
             self._session.abandon()
         if self.lightning_module is not None:
@@ -559,15 +507,12 @@ class HanayoStrategy(CheckpointingStrategy):
         self.disconnect_processes()
         if self._session is not None:
             self._session.drop_transfers()
-        self.end_launched_processes()
+        if isinstance(self.launcher, CheckingLauncher):
+            self.launcher.end()
 
     @override
     def teardown(self) -> None:
         self._kept = None
-        if self._checkpoints is not None:
-            self._checkpoints.finish()
-        if self._stops_on_signal is not None:
-            self._stops_on_signal.close()
         if self._session is not None:
             self._session.close()
         # After a failure Lightning shows the error of this method, if there is one, instead of the first error.
@@ -577,7 +522,7 @@ class HanayoStrategy(CheckpointingStrategy):
                 with self._unguarded():  # placeholders, and stand-ins for buffers of other ranks, stay as they are
                     self.lightning_module._apply(_to_host)
         if self._session is not None:
-            self._session.guard_module(self.lightning_module)
+            self._session.guard_module()
         self.precision_plugin.teardown()
         available(self.accelerator, "the accelerator is set by the Trainer").teardown()
         self.checkpoint_io.teardown()

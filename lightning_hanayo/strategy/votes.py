@@ -21,10 +21,9 @@ stage 1       77 b1     77 c9    differ: all ranks fail with an error that names
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,20 +31,20 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_hanayo.errors import HanayoError, PeerFailed, ReplicasDifferError, UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
-from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy import failure
-from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to, overrides
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to
+from lightning_hanayo.strategy.run import Run
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 
 Closure = Callable[[], Any]
-Unguarded = Callable[[], AbstractContextManager[None]]
 _END, _STEP = 0, 1
 
 
@@ -58,22 +57,16 @@ class _Skipped(Exception):
 
 
 class StepVotes:
-    """The votes of one rank.
+    """The votes of one rank in a run."""
 
-    Args:
-        relay: tells a rank that doesn't vote from one that is late.
-        rank: of this process, in errors.
-        unguarded: entered while code runs that knows of parts and placeholders of parameters.
-    """
-
-    def __init__(self, relay: Relay, rank: int, unguarded: Unguarded = nullcontext) -> None:
-        self._relay = relay
-        self._rank = rank
-        self._unguarded = unguarded
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._num_closures: int | None = None
         """how often the user's `optimizer_step` has run the closure; None: it doesn't run"""
 
-    def run_override(self, hook: Callable[[Closure], None], closure: Closure, optimizer: Optimizer) -> None:
+    def run_override(
+        self, hook: Callable[..., None], epoch: int, batch_idx: int, optimizer: Any, closure: Closure
+    ) -> None:
         """Run the user's `optimizer_step`. Called by all ranks.
 
         Raises:
@@ -83,7 +76,7 @@ class StepVotes:
 
         def run_closure() -> Any:
             self._num_closures = (self._num_closures or 0) + 1
-            with self._unguarded():
+            with self._run.guard.off():
                 return closure()
 
         def note_step(*_: Any) -> None:  # however the optimizer was called
@@ -94,14 +87,14 @@ class StepVotes:
         register = getattr(unwrapped(optimizer), "register_step_post_hook", None)  # Lightning takes other classes, too
         counter = None if register is None else register(note_step)
         try:
-            hook(run_closure)
+            hook(epoch, batch_idx, optimizer, run_closure)
         finally:
             num_closures, self._num_closures = self._num_closures, None
             if counter is not None:
                 counter.remove()
         if not num_closures:
             raise UnsupportedError(
-                f"optimizer_step didn't run optimizer_closure on rank {self._rank}. The closure runs forward and "
+                f"optimizer_step didn't run optimizer_closure on rank {self._run.rank}. The closure runs forward and "
                 f"backward of the pipeline, for which all ranks wait. Run it on every rank, and then decide whether to "
                 f"call optimizer.step()."
             )
@@ -139,66 +132,40 @@ class StepVotes:
 
     def _exchange(self, vote: int, num_steps: int) -> list[tuple[int, int]]:
         """All ranks' votes, and how often each has stepped."""
-        self._relay.broadcast("vote")
-        own = torch.tensor([vote, num_steps])
-        votes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(votes, own)
-        return [(int(one[0]), int(one[1])) for one in votes]
-
-
-def vote_on_steps(module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:
-    """Let the ranks agree, until `attributes` are restored, if the module overrides `optimizer_step`."""
-    if overrides(module, "optimizer_step"):
-        hook = partial(_optimizer_step, module, vars(module).get("optimizer_step"))  # can be pickled, as no closure can
-        attributes.set(module, "optimizer_step", hook)
-
-
-def _optimizer_step(
-    module: "pl.LightningModule",
-    instance_hook: Callable[..., None] | None,
-    epoch: int,
-    batch_idx: int,
-    optimizer: Any,
-    closure: Closure,
-) -> None:
-    """Takes the place of the module's hook. It holds nothing of the run, so that the module can be copied."""
-    hook = instance_hook or partial(type(module).optimizer_step, module)
-    votes: StepVotes = module.trainer.strategy.session.votes  # type: ignore[attr-defined]
-    votes.run_override(partial(hook, epoch, batch_idx, optimizer), closure, optimizer)
+        self._run.replica_relay.broadcast("vote")  # tells a rank that doesn't vote from one that is late
+        return on_all_ranks(lambda: (vote, num_steps))
 
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 """where users look at gradients and remove them; the module's own hook runs after those of the callbacks"""
 
 
-def agree_after_hooks(trainer: "pl.Trainer", module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:
-    """Let the ranks agree after each hook that is defined, until `attributes` are restored."""
+def agree_after_hooks(run: Run) -> None:
+    """Let the ranks agree after each hook that is defined, for the time of the run."""
     for name in _HOOKS:
-        if is_listened_to(trainer, name):
-            attributes.set(module, name, partial(_hook, module, name, vars(module).get(name)))
+        if is_listened_to(run.trainer, name):
+            run.attributes.wrap(run.module, name, partial(_agree, run, name))
 
 
-def _hook(module: "pl.LightningModule", name: str, instance_hook: Callable[..., Any] | None, *args: Any) -> None:
-    """Takes the place of the module's hook. It holds nothing of the run, so that the module can be copied.
+def _agree(run: Run, name: str, hook: Callable[..., Any], *args: Any) -> None:
+    """Takes the place of the module's hook.
 
     Raises:
         UnsupportedError: the hook has removed all gradients on some ranks only.
     """
-    hook = instance_hook or partial(getattr(type(module), name), module)
-    session: Any = module.trainer.strategy.session  # type: ignore[attr-defined]
-    parameters = session.pipeline.parameters  # no groups in local variables: a traceback would keep them alive
+    parameters = run.pipeline.parameters  # no groups in local variables: a traceback would keep them alive
     had_gradients = _any_gradient(parameters)
     hook(*args)
-    session.replica_relay.broadcast("vote")
-    if session.groups.cube is not None:  # a gradient that one rank lacks is removed on all: they hold shards of it
+    run.replica_relay.broadcast("vote")
+    if run.groups.cube is not None:  # a gradient that one rank lacks is removed on all: they hold shards of it
         present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        dist.all_reduce(present, dist.ReduceOp.MIN, group=session.groups.cube.whole)
+        dist.all_reduce(present, dist.ReduceOp.MIN, group=run.groups.cube.whole)
         for parameter, is_present in zip(parameters, present.tolist(), strict=True):
             if not is_present:
                 parameter.grad = None
     removed = had_gradients and not _any_gradient(parameters)
     counts = torch.tensor([int(had_gradients), int(removed)])
-    dist.all_reduce(counts, group=session.groups.replica)
+    dist.all_reduce(counts, group=run.groups.replica)
     num_had, num_removed = counts.tolist()
     if 0 < num_removed < num_had:
         raise UnsupportedError(
@@ -225,16 +192,12 @@ Key = tuple[str, str]
 class ReplicaCheck:
     """One rank's part in comparing copies of parameters. Its methods are called by all ranks."""
 
-    every: int | None
-    """how many optimizer steps there are from one comparison to the next; None: it is never done"""
-    parameters: Mapping[Key, nn.Parameter]
-    """of this rank, by name and part"""
-    groups: Sequence[dist.ProcessGroup]
-    """gloo groups whose ranks must have equal values under equal names and parts"""
+    run: Run
+    """of the Trainer"""
+    part_of: Callable[[Tensor], str]
+    """names the part of a parameter that this rank has"""
     stage_of: Callable[[str], int]
     """the stage of a parameter, by its name"""
-    place_of: Callable[[int], str]
-    """where a rank is, for messages"""
     _last: int = field(default=0, init=False)
 
     def after(self, step: int) -> None:
@@ -243,23 +206,22 @@ class ReplicaCheck:
         Raises:
             ReplicasDifferError: a parameter isn't the same on all ranks that hold it.
         """
-        if self.every is None or step % self.every or step == self._last or not self.groups:
+        run, every = self.run, self.run.options.check_replicas
+        if every is None or step % every or step == self._last:
             return
         self._last = step
-        hashes = hashes_of(self.parameters)
-        for group in self.groups:
-            found = all_gather_objects(group, (dist.get_rank(), hashes))
-            differing = first_difference(found)
-            if differing is not None:
+        named = ((name, one) for name, one in run.module.named_parameters() if not one.is_meta)
+        hashes = hashes_of({(name, self.part_of(one)): one for name, one in named})
+        data, cube = run.groups.data_control, run.groups.cube
+        for group in (data, None if cube is None else cube.whole):
+            found = [] if group is None else all_gather_objects(group, (run.rank, hashes))
+            if (differing := first_difference(found)) is not None:
                 raise ReplicasDifferError(self._message(step, *differing))
 
-    def close(self) -> None:
-        """Forget the other ranks: the run has ended."""
-        self.groups = ()
-
     def _message(self, step: int, name: str, ranks_by_hash: Mapping[int, Sequence[int]]) -> str:
+        place = self.run.topology.place
         held = "; ".join(
-            f"{value % 2**64:016x} on {' and '.join(f'rank {rank} ({self.place_of(rank)})' for rank in ranks)}"
+            f"{value % 2**64:016x} on {' and '.join(f'rank {rank} ({place(rank)})' for rank in ranks)}"
             for value, ranks in ranks_by_hash.items()
         )
         return (
@@ -316,30 +278,27 @@ def _show_error(hook: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         print(f"{owner}.{name} failed, too: {type(error).__name__}: {line}", file=sys.stderr)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class SavesOnException:
     """One rank's part in the agreement on saves after an error, for one run.
 
     The ranks' monitors agree: a rank that waits for another one's message can't take part in a collective.
     """
 
-    trainer: "pl.Trainer"
-    """whose callbacks save"""
-    failures: Failures
-    """this rank's; have the monitor"""
-    finish: Callable[[], object]
-    """called once a callback has saved; waits until the checkpoint is there"""
-    newest: Callable[[], str | None]
-    """returns the path of the last checkpoint that this run has saved, None without one"""
+    run: Run
+    """of the Trainer whose callbacks save"""
+    checkpoints: "Checkpoints"
+    """of the run"""
     _decision: str | None = field(default=None, init=False)
 
-    def adapt_callbacks(self, attributes: TemporaryAttributes) -> None:
+    def __post_init__(self) -> None:
         """Let the callbacks that save ask all ranks before, and show errors in all of them."""
-        for owner in (*callbacks_of(self.trainer), getattr(self.trainer, "datamodule", None)):
-            if isinstance(owner, Checkpoint) and self.failures.monitor.num_ranks > 1:
-                attributes.set(owner, "on_exception", Substitute(owner.on_exception, self._save))
+        trainer, attributes = self.run.trainer, self.run.attributes
+        for owner in (*callbacks_of(trainer), getattr(trainer, "datamodule", None)):
+            if isinstance(owner, Checkpoint) and self.run.topology.world_size > 1:
+                attributes.wrap(owner, "on_exception", self._save)
             elif owner is not None and not isinstance(owner, Checkpoint):
-                attributes.set(owner, "on_exception", Substitute(owner.on_exception, _show_error))
+                attributes.wrap(owner, "on_exception", _show_error)
 
     def _save(
         self,
@@ -358,7 +317,7 @@ class SavesOnException:
         try:
             self._agree()
             hook(trainer, module, exception)
-            self.finish()
+            self.checkpoints.finish()
         except Exception as error:
             print(f"No checkpoint is saved on this {type(exception).__name__}: {error}", file=sys.stderr)
 
@@ -368,8 +327,9 @@ class SavesOnException:
         Raises:
             HanayoError: not all ranks have stopped at the same step.
         """
-        is_after_error = sys.exception() is not None and self.trainer.state.status == TrainerStatus.INTERRUPTED
-        if is_after_error and self.failures.monitor.num_ranks > 1:
+        status = self.run.trainer.state.status
+        is_after_error = sys.exception() is not None and status == TrainerStatus.INTERRUPTED
+        if is_after_error and self.run.topology.world_size > 1:
             self._agree()
 
     def _agree(self) -> None:
@@ -380,15 +340,15 @@ class SavesOnException:
 
     def _decide(self) -> str:
         """Agree with all ranks that come here in time. The decision of the first of them counts for all."""
-        monitor, topic = self.failures.monitor, f"on_exception/{self.failures.run}"
-        place = [self.trainer.global_step, *self.failures.position[:3]]
-        monitor.answer(topic, lambda _: place)
-        return str(monitor.settle(topic, self._judge, within=failure.GRACE / 2))
+        failures = self.run.failures
+        topic, place = f"on_exception/{failures.run}", [self.run.trainer.global_step, *failures.position[:3]]
+        failures.monitor.answer(topic, lambda _: place)
+        return str(failures.monitor.settle(topic, self._judge, within=failure.GRACE / 2))
 
     def _judge(self, places: dict[int, list[int]]) -> str:
         """Whether all have stopped at the same place; if not, why that is refused."""
-        name = self.failures.name
-        missing = [rank for rank in range(self.failures.monitor.num_ranks) if rank not in places]
+        name = self.run.failures.name
+        missing = [rank for rank in range(self.run.topology.world_size) if rank not in places]
         if missing:
             return (
                 f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
@@ -404,5 +364,5 @@ class SavesOnException:
         )
 
     def _way_out(self) -> str:
-        newest = self.newest()
+        newest = self.checkpoints.newest
         return "No checkpoint was saved before." if newest is None else f"Resume from {newest}, which was saved before."

@@ -4,7 +4,7 @@ llama3-70b-64xh100    80 blocks of width 8192, P=2 W=4, cube 4x2x1, D=4
 here                  80 blocks of width 128,  P=2 W=4, cube 2x1x1, D=1     4 processes on this machine
 
 A rank's own work before the first batch depends on the number of modules and tensors and not on their width, but for
-what it reads. Reading is measured with fewer, wider blocks, beside reading the same bytes alone.
+what it reads. Reading is measured with fewer, wider blocks, and compared with reading the same bytes alone.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
 from lightning_hanayo.errors import CheckpointError, PeerFailed
-from lightning_hanayo.strategy.setup import values
+from lightning_hanayo.strategy.setup import build_pipeline
 from tests.harness import models
 from tests.harness.checkpoints import write
 from tests.harness.models import Batch
@@ -133,18 +133,18 @@ def fit(module: LightningModule, layout: Layout, **options: Any) -> Outcome:
 def tuned(folder: Path, layout: Layout) -> tuple[Outcome, int]:
     """This rank's outcome, and how many bytes of tensors it has read."""
     read: list[int] = []
-    load = values.load_pretrained
+    load = build_pipeline.load_pretrained
 
     def counted(*arguments: Any) -> Any:
         reading = load(*arguments)
         read.append(reading.num_bytes)
         return reading
 
-    values.load_pretrained = counted  # type: ignore[assignment]
+    build_pipeline.load_pretrained = counted  # type: ignore[assignment]
     try:
         outcome = fit(Tuned(folder, reads=False), layout, init_from=str(folder))
     finally:
-        values.load_pretrained = load
+        build_pipeline.load_pretrained = load
     return outcome, read[0]
 
 

@@ -61,7 +61,7 @@ class Signal:
         if (hook, batch, int(os.environ.get("RANK", 0))) == (self.hook, self.batch, self.rank):
             os.kill(os.getpid(), self.number)
             if self.waits or hook in ("setup", "on_sanity_check_start"):
-                assert wait_until(lambda: trainer.strategy._stops_on_signal._stop.decision, 10.0)
+                assert wait_until(lambda: trainer.strategy.session.stops._stop.decision, 10.0)
 
 
 class Signalled(Watch):
@@ -234,7 +234,7 @@ class SignalledEvaluation(Callback):
     def _send(self, trainer: Any, *args: Any) -> None:
         if args[-2:] == (2, 0) and trainer.global_rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert wait_until(lambda: trainer.strategy._stops_on_signal._stop.decision, 10.0)
+            assert wait_until(lambda: trainer.strategy.session.stops._stop.decision, 10.0)
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, idx: int, loader: int = 0) -> None:
         self._send(trainer, idx, loader)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hanayo.strategy.groups import GlooGroups, GroupFactory, GroupSettings, Partition
+from lightning_hanayo.strategy.groups import GroupFactory, GroupSettings, Partition
 from lightning_hanayo.strategy.lightning import parallel_strategy
 
 
@@ -27,7 +27,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class ChannelsOverGloo(GlooGroups):
+class ChannelsOverGloo(GroupFactory):
     """Groups over gloo that count as native: messages go over channels, which are connected and aborted as on GPUs."""
 
     is_native = True

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.strategy.guarded_hooks import guard_hooks, guarded_step_hooks
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.topology import Topology
 
 GUARD = ParameterGuard(torch.device("cpu"))
 
@@ -54,9 +56,10 @@ def trainer() -> Mock:
 
 
 def guarded(trainer: Mock, num_pipe_ranks: int = 2) -> TemporaryAttributes:
-    attributes = TemporaryAttributes()
-    guard_hooks(trainer, GUARD, attributes, num_pipe_ranks=num_pipe_ranks, pipe_rank=0)
-    return attributes
+    run: Any = SimpleNamespace(trainer=trainer, module=trainer.lightning_module, guard=GUARD, pipe_rank=0)
+    run.attributes, run.topology = TemporaryAttributes(), Topology(pipe=num_pipe_ranks)
+    guard_hooks(run)
+    return run.attributes  # type: ignore[no-any-return]
 
 
 def test_hooks_of_module_and_callbacks_are_guarded(trainer: Mock) -> None:
@@ -101,7 +104,7 @@ def test_hooks_on_the_optimizers_steps_are_guarded_but_for_our_own() -> None:
     before = optimizer.register_step_pre_hook(lambda *_: scopes.append(GUARD.scope))
     optimizer.register_step_post_hook(lambda *_: (scopes.append(GUARD.scope), before.remove()))
     own = lambda *_: scopes.append(GUARD.scope)  # noqa: E731
-    own.__module__ = "lightning_hanayo.strategy.optimizer.step_values"
+    own.__module__ = "lightning_hanayo.strategy.optimizer_steps"
     optimizer.register_step_post_hook(own)
     for _ in range(2):
         with guarded_step_hooks(optimizer, GUARD):

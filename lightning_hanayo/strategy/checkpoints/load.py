@@ -7,10 +7,16 @@ anything else   the Trainer's CheckpointIO: old files, remote ones
 Gives the optimizers of a run the states of a checkpoint: checked on all ranks, then each rank reads its part.
 
 Refuses a checkpoint to start from that isn't there, or can't be read, before any process starts.
+
+`KeptValues` keeps what a checkpoint has for a model until the model is cut; then each rank reads its part.
+
+Lightning         resume_start   on_load_checkpoint   load_model_state_dict   strategy.setup
+this package      headers read   may change entries   entries are kept        checked, cut, each rank reads its part
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +24,21 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from lightning_hanayo.dist_checkpointing import plain_file
+from lightning_hanayo.dist_checkpointing import load_state, plain_file
 from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Source
+from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit
 from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, nearest
+from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, listed, nearest
 from lightning_hanayo.strategy.checkpoints.resume import KEY, saved_in_folder
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
+from lightning_hanayo.versions import identity_of
 
 if TYPE_CHECKING:
     from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
@@ -139,25 +145,20 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def load_optimizers(
-    module: "pl.LightningModule",
-    optimizers: Sequence[Optimizer],
-    checkpoint: Mapping[str, Any],
-    names: Mapping[Tensor, str],
-    steps: "OptimizerSteps",
-    options: Options,
-) -> None:
-    """Load all optimizers' states, by the `names` of their parameters. Called by all ranks of the world.
+def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], steps: "OptimizerSteps") -> None:
+    """Load the states of the run's optimizers, by the `names` of their parameters. Called by all ranks of the world.
 
     Raises:
         CheckpointError: on all ranks, before any state changes: they are another optimizer's, of other parameters, or
             missing.
     """
     source, states, sharding = Checkpoint.source_of(checkpoint), checkpoint["optimizer_states"], steps.sharding
+    run, optimizers = steps.run, steps.run.trainer.optimizers
     if len(states) != len(optimizers):
         raise CheckpointError(
-            f"{source} has the states of {len(states)} optimizers, this {type(module).__name__} has {len(optimizers)}. "
-            f"Configure the same ones, or load its weights alone, with init_from or in configure_model."
+            f"{source} has the states of {len(states)} optimizers, this {type(run.module).__name__} has "
+            f"{len(optimizers)}. Configure the same ones, or load its weights alone, with init_from or in "
+            f"configure_model."
         )
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     checked = [
@@ -166,7 +167,7 @@ def load_optimizers(
             state,
             names,
             source,
-            accept=options.load_anyway,
+            accept=run.options.load_anyway,
             shapes=shapes if is_elementwise(one) else None,
         )
         for one, state in zip(optimizers, states, strict=True)
@@ -234,3 +235,86 @@ def _others(path: Path) -> str:
     except OSError:
         return f", nor a folder {path.parent}"
     return f"; {nearest(path.name, found[-5:])}" if found else ""
+
+
+class KeptValues:
+    """A state dict for a module, whole or cut.
+
+    Args:
+        module: its LightningModule.
+        state: what a checkpoint has for it. It may be changed afterwards: this keeps the entries of now.
+        source: where it comes from.
+        options: those of the strategy.
+        strict: whether all names must be the same.
+    """
+
+    def __init__(
+        self, module: nn.Module, state: Mapping[str, Any], source: Source, options: Options, *, strict: bool
+    ) -> None:
+        self._state: Any = copy(state)  # with `_metadata`, the versions of modules' entries, which hooks ask for
+        self._source = source
+        self._options = options
+        self._strict = strict
+        self._versions = _versions(module)
+        self._is_scanned = False
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all entries."""
+        return set(self._state)
+
+    def drop_replaced(self, module: nn.Module) -> None:
+        """Called before the module changes: leave out what user code has given other values since.
+
+        A callback, such as one that averages weights, loads others in its `on_load_checkpoint`.
+        """
+        current = _tensors(module)
+        for name, version in _versions(module).items():
+            if name in self._state and version != self._versions.get(name, version):
+                self._state[name] = current[name]
+
+    def check(self, module: nn.Module, cube: Sharding | None) -> None:
+        """Compare names, shapes and dtypes. Called by all ranks, before a value changes.
+
+        Raises:
+            CheckpointError: on all ranks, what doesn't fit.
+        """
+        has_masters = self._options.master_weights is not None
+        expected = load_state.entries(module, cube, has_masters=has_masters)
+        accepted = check_fit(
+            expected, self._state, self._source, module, strict=self._strict, accept=self._options.load_anyway
+        )
+        for line in accepted:
+            rank_zero_warn(line)
+
+    def put_in(self, module: nn.Module, cube: Sharding | None) -> None:
+        """Read this rank's part of the values into the module. Called by all ranks of the world.
+
+        Raises:
+            CheckpointError: on all ranks, if one can't read its part, or would get weights that are no numbers.
+        """
+        if not self._is_scanned:
+            found = on_all_ranks(lambda: load_state.not_finite(module, self._state, cube))
+            names = sorted({name for names in found for name in names})
+            message = f"{self._source} has NaN or infinite values in {listed(names)}"
+            if names and "nan" not in self._options.load_anyway:
+                raise CheckpointError(
+                    f"{message}: the training had failed before it was saved. Load an earlier checkpoint, or accept "
+                    f"them: HanayoStrategy(load_anyway=('nan',)). No value was changed."
+                )
+            if names:
+                rank_zero_warn(f"{message}: accepted")
+            self._is_scanned = True
+        with_common_errors(lambda: load_state.load(module, self._state, cube, self._source, strict=self._strict))
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """The tensor that each name of the module stands for, and how often it was written."""
+    return {name: identity_of(tensor) for name, tensor in _tensors(module).items()}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

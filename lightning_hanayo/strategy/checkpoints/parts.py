@@ -44,7 +44,6 @@ from importlib.metadata import version
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -64,10 +63,10 @@ from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.run import Run
 
 if TYPE_CHECKING:
     from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
-    from lightning_hanayo.strategy.session import Session
 
 WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file with HanayoStrategy(save_full=True)."
 
@@ -91,21 +90,21 @@ class RankTensors:
     """Collects what one rank writes.
 
     Args:
-        module: is cut into stages; its parameters are not guarded.
-        session: of this rank.
+        steps: of this rank's run; the module is cut into stages, and its parameters are not guarded.
         names: of the parameters.
     """
 
-    def __init__(self, module: nn.Module, session: "Session", names: Mapping[Tensor, str]) -> None:
+    def __init__(self, steps: "OptimizerSteps", names: Mapping[Tensor, str]) -> None:
+        run, module = steps.run, steps.run.module
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
         self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
         self._parameters |= dict(module.named_parameters(remove_duplicate=False))
-        self._owners = session.pipeline.ownership.rank_by_name(module)
-        self._cube, self._steps = session.cube, session.steps
-        self._num_data = session.topology.data
-        self._data_rank, self._pipe_rank = session.data_rank, session.pipe_rank
-        self._cube_rank = 0 if session.cube is None else session.cube.mesh.index("xyz")
+        self._owners = run.pipeline.ownership.rank_by_name(module)
+        self._cube, self._steps = run.cube, steps
+        self._num_data = run.topology.data
+        self._data_rank, self._pipe_rank = run.data_rank, run.pipe_rank
+        self._cube_rank = 0 if run.cube is None else run.cube.mesh.index("xyz")
         self._leads = self._data_rank == self._cube_rank == 0
         """whether this is the first of the ranks with the same stages"""
         self.added: dict[str, Tensor] = {}
@@ -240,20 +239,13 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def rank_part(
-    checkpoint: Mapping[str, Any],
-    module: "pl.LightningModule",
-    session: "Session",
-    optimizers: Sequence[Optimizer],
-    names: Mapping[Tensor, str],
-    resume: ResumeState | None,
+    checkpoint: Mapping[str, Any], steps: "OptimizerSteps", names: Mapping[Tensor, str], resume: ResumeState | None
 ) -> RankPart:
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
-        module: is cut into stages; its parameters are not guarded.
-        session: of this rank.
-        optimizers: of the run.
+        steps: of this rank's run; the module is cut into stages, and its parameters are not guarded.
         names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
@@ -261,9 +253,11 @@ def rank_part(
         UnsupportedError: on all ranks, if one has something that can't be stored.
     """
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
-    named_optimizers = [(one, named_parameters_of(one, names)) for one in map(unwrapped, optimizers)]
-    tied, rank = tied_names(module, checkpoint[MODEL]), session.rank
-    tensors = RankTensors(module, session, names)
+    run = steps.run
+    optimizers = map(unwrapped, run.trainer.optimizers)
+    named_optimizers = [(one, named_parameters_of(one, names)) for one in optimizers]
+    tied, rank = tied_names(run.module, checkpoint[MODEL]), run.rank
+    tensors = RankTensors(steps, names)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
@@ -292,7 +286,7 @@ def rank_part(
     def complete() -> RankPart:
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
-        part = RankPart(tensors.parts, texts, about(checkpoint, module, session, tied) if rank == 0 else {})
+        part = RankPart(tensors.parts, texts, about(checkpoint, run, tied) if rank == 0 else {})
         return part if resume is None else with_resume(part, resume)
 
     return with_common_errors(complete)
@@ -341,15 +335,14 @@ def state_document(
     )
 
 
-def about(
-    checkpoint: Mapping[str, Any], module: nn.Module, session: "Session", tied: Mapping[str, str]
-) -> dict[str, Any]:
+def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
-    layout, shapes = session.pipeline.layout, {} if session.cube is None else session.cube.whole_shapes
+    module, layout = run.module, run.pipeline.layout
+    shapes = {} if run.cube is None else run.cube.whole_shapes
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),
-        "layout": {**asdict(session.topology), "waves": layout.num_waves, "schedule": layout.schedule},
+        "layout": {**asdict(run.topology), "waves": layout.num_waves, "schedule": layout.schedule},
         "module": type(module).__qualname__,
         "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
         "versions": {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "lightning", "torch")},

@@ -55,11 +55,12 @@ from lightning_hanayo.strategy.lightning.resumed_loops import (
     stateful_loaders,
 )
 from lightning_hanayo.strategy.losses.step_samples import WAY_OUT, StepSamples, accumulation
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.topology import Topology
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 if TYPE_CHECKING:
-    from lightning_hanayo.strategy.session import Session
+    from lightning_hanayo.strategy.probing.step_choice import StepChoice
 
 
 PREFIX = "gradient/"
@@ -72,11 +73,11 @@ Read = Callable[[str, Region], Tensor]
 class AccumulatedGradients:
     """The gradients of one rank between two batches."""
 
-    def __init__(self, module: nn.Module, session: "Session") -> None:
-        named = module.named_parameters()
+    def __init__(self, run: Run) -> None:
+        named = run.module.named_parameters()
         self._parameters = {name: one for name, one in named if not one.is_meta and one.requires_grad}
-        self._cube = session.cube
-        self._data_rank, self._num_data = session.data_rank, session.topology.data
+        self._cube = run.cube
+        self._data_rank, self._num_data = run.data_rank, run.topology.data
 
     def parts(self) -> Iterator[TensorPart]:
         """What this rank writes of them: what no other rank has, or has written."""
@@ -193,32 +194,32 @@ class SavedRun:
         return {name.removeprefix(prefix): self.read(name, None) for name in self.names if name.startswith(prefix)}
 
 
-def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
+def resume_state(run: Run, choice: "StepChoice | None") -> ResumeState:
     """Collect what this rank adds to a checkpoint of a run of `fit`. Called by all ranks; no rank waits for another."""
-    rank = session.rank
+    trainer, rank = run.trainer, run.rank
     document = {
-        "seed": session.seed,
-        "samples": vars(_samples(trainer, session)),
-        "layout": _layout(session),
+        "seed": run.seed,
+        "samples": vars(_samples(run)),
+        "layout": _layout(run),
         "metrics": resumed_loops.metrics(trainer),
-        "runs_once": session.choice is not None and session.choice.runs_once,
+        "runs_once": choice is not None and choice.runs_once,
     }
     states: list[Any] = []
     random: dict[str, dict[str, Tensor]] = {}
-    if _reads_data(session):
+    if _reads_data(run):
         states = loader_states(trainer)
         of_loaders = {name: generator.get_state() for name, generator in generators_of_loaders(trainer).items()}
         before = random_states_before(trainer) if states else {}
-        random = {"now": generator_states(session.device) | of_loaders, "before": before}
-    with session.guard.off():
+        random = {"now": generator_states(run.device) | of_loaders, "before": before}
+    with run.guard.off():
         accumulates = resumed_loops.num_accumulated(trainer) and not resumed_loops.was_in_batch(trainer)
-        gradients = list(AccumulatedGradients(trainer.lightning_module, session).parts()) if accumulates else []
+        gradients = list(AccumulatedGradients(run).parts()) if accumulates else []
     tensors = [
         TensorPart.whole(f"random/{rank}/{when}/{name}", state, "state")
         for when in random
         for name, state in random[when].items()
     ]
-    data = {session.data_rank: {"loaders": states, "have_more": have_more(trainer)}} if states else {}
+    data = {run.data_rank: {"loaders": states, "have_more": have_more(trainer)}} if states else {}
     return ResumeState(document, data, [*tensors, *gradients])
 
 
@@ -229,16 +230,16 @@ class Resume:
         saved: None: a plain Trainer's checkpoint, or one of an earlier version.
     """
 
-    def __init__(self, trainer: "pl.Trainer", session: "Session", saved: SavedRun | None) -> None:
-        self._trainer = trainer
-        self._session = session
+    def __init__(self, run: Run, saved: SavedRun | None) -> None:
+        self._trainer = trainer = run.trainer
+        self._run = run
         self._saved = saved
         # Read now: a Tuner removes its checkpoint before training starts.
-        reads_data = _reads_data(session)
+        reads_data = _reads_data(run)
         document: Mapping[str, Any] = {}
         if reads_data and saved is not None:
-            document = saved.data_document(session.data_rank)
-        elif reads_data and session.topology.data == 1:  # a plain Trainer stores those of one process
+            document = saved.data_document(run.data_rank)
+        elif reads_data and run.topology.data == 1:  # a plain Trainer stores those of one process
             document = {"loaders": resumed_loops.plain_loader_states(trainer)}
         self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
         self._set_random = self._random_states(reads_data=reads_data)
@@ -246,40 +247,38 @@ class Resume:
         self._is_after_last_batch = resumed_loops.is_after_last_batch(trainer)
         resumed_loops.correct_loops(trainer)
 
-    def start(self, accept: Collection[str]) -> None:
-        """Called by all ranks in `on_train_start`. `accept`: what "load_anyway" names.
+    def start(self, choice: "StepChoice | None") -> None:
+        """Called by all ranks in `on_train_start`. `choice`: of how often steps run.
 
         Raises:
             HanayoError: optimizer steps would take other samples than they did.
         """
-        trainer, session, saved = self._trainer, self._session, self._saved
+        trainer, run, saved = self._trainer, self._run, self._saved
         self._is_scheduled = resumed_loops.follow_accumulation_schedule(trainer)
-        lines = list(_lines(trainer, session, saved, has_position=bool(self._loader_states)))
+        lines = list(_lines(run, saved, has_position=bool(self._loader_states)))
         if self._is_after_last_batch:
             lines.append(
                 "the checkpoint was saved after the last batch of an epoch, before its end: its validation, "
                 "on_train_epoch_end and schedulers that wait for a metric are left out."
             )
         if saved is not None:
-            if "samples" not in accept:
+            if "samples" not in run.options.load_anyway:
                 lines += self._keep_samples(saved)
-            session.samples.largest = max(session.samples.largest, saved.samples.batch)
-            session.reseed(saved.document["seed"])
-            if session.choice is not None and session.choice.may_run_once:
-                session.choice.runs_once = bool(saved.document.get("runs_once"))
+            run.samples.largest = max(run.samples.largest, saved.samples.batch)
+            run.reseed(saved.document["seed"])
+            if choice is not None and choice.may_run_once:
+                choice.runs_once = bool(saved.document.get("runs_once"))
             lines += self._restore_gradients(saved)
             resumed_loops.set_metrics(trainer, saved.document.get("metrics", {}))
             if self._is_before_plateau:
                 resumed_loops.update_plateau_schedulers(trainer)
-        resumed_loops.read_data_anew(
-            trainer, session.attributes, self._loader_states, self._have_more, self._set_random
-        )
+        resumed_loops.read_data_anew(trainer, run.attributes, self._loader_states, self._have_more, self._set_random)
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
     def _random_states(self, *, reads_data: bool) -> Callable[[str], None]:
         """A function that sets the generators to their states "now" or "before". It holds no more than those."""
-        saved, device, trainer, data_rank = self._saved, self._session.device, self._trainer, self._session.data_rank
+        saved, device, trainer, data_rank = self._saved, self._run.device, self._trainer, self._run.data_rank
         states = {} if saved is None else {when: saved.random_states(data_rank, when) for when in _WHEN}
 
         def set_states(when: str) -> None:
@@ -292,13 +291,13 @@ class Resume:
         return set_states
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
-        trainer, session = self._trainer, self._session
-        before, now = saved.samples, _samples(trainer, session)
+        trainer, run = self._trainer, self._run
+        before, now = saved.samples, _samples(run)
         moved = _scale_position(trainer, saved, now)
         if moved:
             yield moved
         if now.batch == 0:
-            session.samples.expect(before, now)
+            run.samples.expect(before, now)
             return
         scaled = accumulation(before, now)
         if scaled != trainer.accumulate_grad_batches:
@@ -317,9 +316,8 @@ class Resume:
     def _restore_gradients(self, saved: SavedRun) -> Iterator[str]:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
         if before == now and resumed_loops.num_accumulated(self._trainer):
-            with self._session.guard.off():
-                gradients = AccumulatedGradients(self._trainer.lightning_module, self._session)
-                gradients.restore(saved.names, saved.read)
+            with self._run.guard.off():
+                AccumulatedGradients(self._run).restore(saved.names, saved.read)
         elif before != now and saved.has_gradients:
             yield (
                 f"the gradients of the batches since the last optimizer step are left out: accumulate_grad_batches was "
@@ -327,15 +325,16 @@ class Resume:
             )
 
 
-def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
+def _lines(run: Run, saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
     """What can't be as in the uninterrupted run. `has_position`: the checkpoint holds the loaders' states."""
+    trainer = run.trainer
     accumulated, in_epoch = resumed_loops.num_accumulated(trainer), resumed_loops.is_in_epoch(trainer)
     has_state = bool(stateful_loaders(trainer))
     if saved is None:
         yield "the checkpoint holds no random states: shuffled data and random numbers may differ from then on."
-    elif (layout := saved.layout) != _layout(session):
+    elif (layout := saved.layout) != _layout(run):
         yield (
-            f"the checkpoint was saved on {layout}, this is {_layout(session)}: values are added up in another order, "
+            f"the checkpoint was saved on {layout}, this is {_layout(run)}: values are added up in another order, "
             f"so they agree within rounding errors."
         )
     if in_epoch:
@@ -385,21 +384,21 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
     )
 
 
-def _samples(trainer: "pl.Trainer", session: "Session") -> StepSamples:
+def _samples(run: Run) -> StepSamples:
     """What an optimizer step takes; the batch is known from the loader, or from batches that were read."""
-    size = batch_size(trainer) or session.samples.largest
-    return StepSamples(size, session.topology.data, trainer.accumulate_grad_batches)
+    size = batch_size(run.trainer) or run.samples.largest
+    return StepSamples(size, run.topology.data, run.trainer.accumulate_grad_batches)
 
 
-def _layout(session: "Session") -> dict[str, Any]:
-    topology, num_microbatches = session.topology, session.pipeline.layout.num_microbatches
+def _layout(run: Run) -> dict[str, Any]:
+    topology, num_microbatches = run.topology, run.pipeline.layout.num_microbatches
     sizes = {"data": topology.data, "pipe": topology.pipe, "cube": list(topology.cube)}
     return {**sizes, "num_microbatches": num_microbatches}
 
 
-def _reads_data(session: "Session") -> bool:
+def _reads_data(run: Run) -> bool:
     """Whether the rank is the one of its data rank that reads the loader."""
-    return session.rank % session.topology.replica_size == 0
+    return run.rank % run.topology.replica_size == 0
 
 
 def with_resume(part: RankPart, state: ResumeState) -> RankPart:

@@ -40,35 +40,30 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.strategy.checkpoints.parts import with_distributed_marked
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, gathered
-from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
-from lightning_hanayo.topology import Topology
+from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.topology import AXES, Topology
 
 
 class Checkpoints:
     """Those of one run. All ranks of the world call each method alike.
 
     Args:
-        options: of the strategy.
-        topology: of the ranks.
-        rank: this one.
-        groups: from which a group of all ranks is made.
+        run: of the Trainer.
         io: the user's way to write files; Lightning's own is replaced.
     """
 
-    def __init__(
-        self, options: Options, topology: Topology, rank: int, groups: ProcessGroups, io: CheckpointIO
-    ) -> None:
-        self.is_sharded = topology.world_size > 1 and not options.save_full
+    def __init__(self, run: Run, io: CheckpointIO) -> None:
+        options, several = run.options, run.topology.world_size > 1
+        self.is_sharded = several and not options.save_full
         """whether a checkpoint is a folder"""
-        self._rank = rank
+        self._rank = run.rank
         self._io = io
         self._uses_own_files = type(io) is TorchCheckpointIO  # else a plugin of the user's writes and removes files
-        world, factory = topology.groups("data", "pipe", "x", "y", "z"), groups.factory
-        self._peers = SavingRanks(None if topology.world_size == 1 else factory.control(world))
+        world, factory = run.topology.groups(*AXES), run.groups.factory
+        self._peers = SavingRanks(factory.control(world) if several else None)
         self.newest: str | None = None
         """the path of the last one that was saved; in the background of the one before, which is there for certain"""
         self._begun: str | None = None
@@ -76,6 +71,9 @@ class Checkpoints:
         self._saver = Saver(self._peers, SavingRanks(factory.background(world)) if self.in_background else None)
         self.poll, self.wait = self._saver.poll, self._saver.wait
         self.finish, self.abandon = self._saver.finish, self._saver.abandon
+        for callback in callbacks_of(run.trainer) if self.in_background else ():
+            if isinstance(callback, ModelCheckpoint):  # a name is looked for once the save in flight has ended
+                run.attributes.before(callback, "file_exists", self.wait)
 
     @contextmanager
     def one_file(self) -> Iterator[None]:
@@ -263,18 +261,6 @@ def _warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
             f"load_from_checkpoint(path, {arguments}). To leave them out yourself: "
             f"save_hyperparameters(ignore={[*left_out]})."
         )
-
-
-def adapt_callbacks(trainer: "pl.Trainer", checkpoints: Checkpoints, attributes: TemporaryAttributes) -> None:
-    """Let callbacks look for a name once the save in flight has ended. Their questions are asked by all ranks."""
-
-    def ask(file_exists: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        checkpoints.wait()
-        return file_exists(*args, **kwargs)
-
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, ModelCheckpoint) and checkpoints.in_background:
-            attributes.set(callback, "file_exists", Substitute(callback.file_exists, ask))
 
 
 def ends_job(path: str | os.PathLike[str]) -> bool:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -330,16 +330,10 @@ class CheckingLauncher(_SubprocessScriptLauncher):
 
 def _start_script(local_rank: int) -> "subprocess.Popen[bytes]":
     """Run this process's script again, as another rank."""
-    command, folder = (
-        _hydra_subprocess_cmd(local_rank)
-        if _HYDRA_AVAILABLE and import_module("hydra.core.hydra_config").HydraConfig.initialized()
-        else (_script_command(), None)
-    )
+    folder = None
+    if _HYDRA_AVAILABLE and import_module("hydra.core.hydra_config").HydraConfig.initialized():
+        command, folder = _hydra_subprocess_cmd(local_rank)
+    else:
+        command = [sys.executable, *sys.orig_argv[1:]] if sys.argv[0] == "-c" else _basic_subprocess_cmd()
     environment = os.environ | {"LOCAL_RANK": str(local_rank)}
     return subprocess.Popen(command_ending_with_parent(command), env=environment, cwd=folder)
-
-
-def _script_command() -> Sequence[str]:
-    if sys.argv[0] == "-c":
-        return [sys.executable, *sys.orig_argv[1:]]
-    return _basic_subprocess_cmd()

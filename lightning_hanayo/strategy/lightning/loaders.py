@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
+from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,15 +29,16 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.monitor.processes import begin_fork, heed_signals_of_parent_alone
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.pipeline_parallel.rng import SharedGenerators, generator_states
-from lightning_hanayo.pipeline_parallel.transport import Relay
+from lightning_hanayo.pipeline_parallel.rng import generator_states
 from lightning_hanayo.strategy.lightning.loops import SameLength
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.user_code.collected import Missing
+from lightning_hanayo.topology import Topology
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
@@ -62,11 +64,8 @@ class PlaceholderBatch(dict[str, Any]):
         )
 
 
-GetRelay = Callable[[], Relay]
-"""Returns the pipeline's relay. Loaders may be asked for, and for their length, before the relay exists."""
-GetGroup = Callable[[], dist.ProcessGroup]
-"""Returns the ranks of the cube, or the data ranks."""
-GetGenerators = Callable[[], SharedGenerators]
+GetRun = Callable[[], Run]
+"""Returns the run under way. Loaders may be asked for, and for their length, before there is one."""
 
 
 class _LoaderWrapper:
@@ -74,7 +73,7 @@ class _LoaderWrapper:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_get_relay", "_get_cube", "_get_generators", "_same_length") or name.startswith("__"):
+        if name in ("loader", "_get_run", "_same_length") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
@@ -92,9 +91,9 @@ class _LoaderWrapper:
 class PlaceholderLoader(_LoaderWrapper):
     """Placeholder batches on the ranks above 0: as many as the user's loader has, or as rank 0 announces."""
 
-    def __init__(self, loader: Any, get_relay: GetRelay, same_length: SameLength | None, *, is_certain: bool) -> None:
+    def __init__(self, loader: Any, get_run: GetRun, same_length: SameLength | None, *, is_certain: bool) -> None:
         super().__init__(loader)
-        self._get_relay = get_relay
+        self._get_run = get_run
         self._same_length = same_length
         self._is_certain = is_certain
 
@@ -114,7 +113,7 @@ class PlaceholderLoader(_LoaderWrapper):
             for _ in range(len(self)):
                 yield PlaceholderBatch()
         else:
-            relay = self._get_relay()
+            relay = self._get_run().pipe_relay
             while relay.broadcast("data"):
                 yield PlaceholderBatch()
 
@@ -153,15 +152,15 @@ class EqualLoader(_LoaderWrapper):
 class AnnouncingLoader(_LoaderWrapper):
     """The user's loader on pipeline rank 0, where its length isn't certain: announces each batch and the end."""
 
-    def __init__(self, loader: Any, get_relay: GetRelay) -> None:
+    def __init__(self, loader: Any, get_run: GetRun) -> None:
         super().__init__(loader)
-        self._get_relay = get_relay
+        self._get_run = get_run
 
     def __iter__(self) -> Iterator[Any]:
         return self._announce(iter(self.loader))
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        relay = self._get_relay()
+        relay = self._get_run().pipe_relay
         for batch in batches:
             relay.broadcast("data", True)
             yield batch
@@ -174,31 +173,35 @@ class CubeLoader(_LoaderWrapper):
     They get its random generators, too, from which the hooks draw that transfer the batch.
     """
 
-    def __init__(self, loader: Any, get_cube: GetGroup, get_generators: GetGenerators) -> None:
+    def __init__(self, loader: Any, get_run: GetRun) -> None:
         super().__init__(loader)
-        self._get_cube = get_cube
-        self._get_generators = get_generators
+        self._get_run = get_run
 
     @override
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler" and self._get_cube().rank() > 0:
+        if name == "batch_sampler" and self._cube.rank() > 0:
             raise AttributeError(name)
         return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
-        # No local variable holds the group: it would outlive a failure.
-        return self._send(iter(self.loader)) if self._get_cube().rank() == 0 else self._receive()
+        return self._send(iter(self.loader)) if self._cube.rank() == 0 else self._receive()
+
+    @property
+    def _cube(self) -> dist.ProcessGroup:
+        """No local variable holds the group: it would outlive a failure."""
+        group: dist.ProcessGroup = available(self._get_run().groups.cube, "the model is cut over a cube").whole
+        return group
 
     def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            broadcast_object((batch, self._get_generators().packed()), self._get_cube())
+            broadcast_object((batch, self._get_run().generators.packed()), self._cube)
             yield batch
-        broadcast_object((), self._get_cube())
+        broadcast_object((), self._cube)
 
     def _receive(self) -> Iterator[Any]:
-        while message := broadcast_object((), self._get_cube()):
+        while message := broadcast_object((), self._cube):
             batch, states = message
-            self._get_generators().take(states)
+            self._get_run().generators.take(states)
             yield batch
 
 
@@ -262,35 +265,28 @@ def _has_certain_length(loader: Any) -> bool:
     return all(type(sampler) in _SAMPLERS for sampler in samplers) and type(batches) in (type(None), BatchSampler)
 
 
-def wrap_loader(
-    loader: Any,
-    pipe_rank: int,
-    get_relay: GetRelay | None,
-    get_cube: GetGroup | None = None,
-    get_generators: GetGenerators | None = None,
-    get_data_ranks: GetGroup | None = None,
-) -> Any:
+def wrap_loader(loader: Any, get_run: GetRun, topology: Topology, pipe_rank: int, *, is_shortened: bool = False) -> Any:
     """The loader that a rank iterates over instead of the user's `loader`.
 
     Args:
         loader: the user's.
+        get_run: called when it is iterated.
+        topology: of the ranks.
         pipe_rank: this process's place on the pipeline axis.
-        get_relay: the pipeline's; None if it has one rank.
-        get_cube: None without a cube, as `get_generators`.
-        get_data_ranks: those that train with as many batches as this one; None: this rank reads all of its own.
+        is_shortened: whether all data ranks train with as many batches; else this rank reads all of its own.
     """
     is_certain, same_length = _has_certain_length(loader), None
-    if get_data_ranks is not None:
-        same_length = SameLength(sized_len(loader), is_certain, get_data_ranks)
+    if is_shortened:
+        same_length = SameLength(sized_len(loader), is_certain, get_run)
         is_certain = same_length.is_certain
-    if pipe_rank > 0 and get_relay is not None:
-        return PlaceholderLoader(loader, get_relay, same_length, is_certain=is_certain)
+    if pipe_rank > 0:
+        return PlaceholderLoader(loader, get_run, same_length, is_certain=is_certain)
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     own = ResumableLoader(loader) if has_state else loader
-    shared = own if get_cube is None or get_generators is None else CubeLoader(own, get_cube, get_generators)
+    shared = CubeLoader(own, get_run) if prod(topology.cube) > 1 else own
     if same_length is not None and not (is_certain and same_length.length == len(loader)):
         shared = EqualLoader(shared, same_length)
-    return shared if is_certain or get_relay is None else AnnouncingLoader(shared, get_relay)
+    return shared if is_certain or topology.pipe == 1 else AnnouncingLoader(shared, get_run)
 
 
 def end_workers_with_process(loader: Any, rank: int, attributes: TemporaryAttributes) -> None:
@@ -345,7 +341,7 @@ def after_new_iterators(trainer: "pl.Trainer", attributes: TemporaryAttributes, 
             if loop._data_fetcher is not fetcher:
                 call()
 
-        attributes.set(loop, name, Substitute(getattr(loop, name), then_call))
+        attributes.wrap(loop, name, then_call)
 
 
 def source_of(trainer: "pl.Trainer") -> BatchSource:

@@ -12,21 +12,33 @@ both           b0  b1  b2  end
 by its own clock.
 
 `load_instead`: a run starts from another checkpoint than the one that `fit` was given.
+
+`end_searches_on_failure`: a search for the largest batch size ends when one of several ranks is out of memory.
+
+trial     2 fits    4 fits    8: rank 1 is out of memory, while rank 0 waits for its message
+error     on all ranks: "rank 1 is out of memory with batch_size=8 ... 4 has fitted"
+
+In one process Lightning goes on with a smaller size. Here the batch is half done on the other ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.parsing import lightning_getattr
 
-from lightning_hanayo.errors import HanayoError, listed
+from lightning_hanayo.errors import HanayoError, UnsupportedError, available, listed
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
-from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.joining import on_all_ranks
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 
 
 def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
@@ -37,7 +49,7 @@ def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) 
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         if loop.inference_mode:
-            attributes.set(loop, "run", partial(_in_inference_mode, loop.run))
+            attributes.wrap(loop, "run", _in_inference_mode)
 
 
 def _in_inference_mode(run: Callable[[], Any]) -> Any:
@@ -45,46 +57,32 @@ def _in_inference_mode(run: Callable[[], Any]) -> Any:
         return run()
 
 
-def agree_on_counts(
-    trainer: "pl.Trainer", attributes: TemporaryAttributes, rank: int, get_groups: Callable[[], ProcessGroups]
-) -> None:
-    """Compare the numbers of loaders whenever a loop asks for its loaders. Called by all ranks of several.
-
-    Args:
-        trainer: whose loops ask.
-        attributes: restored at the end of the run.
-        rank: this process's, in the world.
-        get_groups: returns its process groups. None is kept: it would outlive a failure.
-    """
+def agree_on_counts(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
+    """Compare the numbers of loaders whenever a loop asks for its loaders. Called by all ranks of several."""
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     for loop in (*loops, trainer.predict_loop):
-        source = loop._data_source
-        attributes.set(source, "dataloader", partial(_request, source.dataloader, source.name, rank, get_groups))
+        attributes.wrap(loop._data_source, "dataloader", partial(_request, loop._data_source.name))
 
 
-def check_counts(name: str, counts: dict[int, int]) -> None:
+def check_counts(name: str, counts: Sequence[int]) -> None:
     """Check that all ranks have the same number of loaders. `counts`: by rank.
 
     Raises:
         HanayoError: they don't.
     """
-    if len(set(counts.values())) > 1:
-        found = listed([f"{count} on rank {rank}" for rank, count in sorted(counts.items())], 4)
+    if len(set(counts)) > 1:
+        found = listed([f"{count} on rank {rank}" for rank, count in enumerate(counts)], 4)
         raise HanayoError(
             f"{name} gives ranks different numbers of loaders: {found}. All ranks go through the loaders together: "
             f"return as many on each rank, whatever data they read."
         )
 
 
-def _request(request: Callable[[], Any], name: str, rank: int, get_groups: Callable[[], ProcessGroups]) -> Any:
+def _request(name: str, request: Callable[[], Any]) -> Any:
     """Lightning's request for loaders, and the check."""
     loaders = request()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    counts = {rank: len(combined.flattened)}
-    for axis in ("replica", "data_control"):  # the ranks that share this one's data, then all data ranks
-        if (group := getattr(get_groups(), axis)) is not None:
-            counts = {rank: count for part in all_gather_objects(group, counts) for rank, count in part.items()}
-    check_counts(name, counts)
+    check_counts(name, on_all_ranks(lambda: len(combined.flattened)))
     return loaders
 
 
@@ -100,13 +98,12 @@ class SameLength:
     Args:
         own: the number of this rank's batches; None: not known.
         is_certain: whether the loader surely gives as many.
-        get_group: returns the data ranks with this rank's place, over gloo. No group is kept: it would outlive a
-            failure.
+        get_run: returns the run under way.
     """
 
-    def __init__(self, own: int | None, is_certain: bool, get_group: Callable[[], dist.ProcessGroup]) -> None:
-        self._get_group = get_group
-        found = all_gather_objects(get_group(), (own, is_certain))
+    def __init__(self, own: int | None, is_certain: bool, get_run: Callable[[], Run]) -> None:
+        self._get_run = get_run
+        found = all_gather_objects(self._group, (own, is_certain))
         lengths = [length for length, _ in found if length is not None]
         self.length = min(lengths) if len(lengths) == len(found) else None
         """the number of batches on all data ranks; None if one of them doesn't know its own"""
@@ -118,10 +115,15 @@ class SameLength:
     def all_have_one_more(self, has_one: bool, num_read: int) -> bool:
         """Whether all data ranks have a batch, after `num_read` that all had. Waits for the slowest of them."""
         have_one = torch.tensor(int(has_one))
-        dist.all_reduce(have_one, dist.ReduceOp.MIN, self._get_group())
+        dist.all_reduce(have_one, dist.ReduceOp.MIN, self._group)
         if not have_one:
-            _warn([num_read + int(one) for one in all_gather_objects(self._get_group(), has_one)], or_more=True)
+            _warn([num_read + int(one) for one in all_gather_objects(self._group, has_one)], or_more=True)
         return bool(have_one)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The data ranks. Not kept: the group would outlive a failure."""
+        return available(self._get_run().groups.data_control, "there are several data ranks")
 
 
 def _warn(lengths: list[int], *, or_more: bool = False) -> None:
@@ -139,23 +141,8 @@ def validate_together(trainer: "pl.Trainer", attributes: TemporaryAttributes) ->
     """Validate as soon as one rank would: its vote is asked for after each batch. Called by all ranks of several."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
-        decide = partial(_as_one_rank, epoch_loop._should_check_val_fx, trainer)
-        attributes.set(epoch_loop, "_should_check_val_fx", decide)
-
-
-def before_validations(trainer: "pl.Trainer", attributes: TemporaryAttributes, call: Callable[[], object]) -> None:
-    """Call `call` at the start of each validation of `fit`, until `attributes` are restored."""
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    attributes.set(loop, "run", partial(_after, call, loop.run))
-
-
-def _after(call: Callable[[], object], run: Callable[[], Any]) -> Any:
-    call()
-    return run()
-
-
-def _as_one_rank(decide: Any, trainer: "pl.Trainer", fetcher: Any) -> bool:
-    return trainer.strategy.reduce_boolean_decision(decide(fetcher), all=False)
+        agree = trainer.strategy.reduce_boolean_decision
+        attributes.wrap(epoch_loop, "_should_check_val_fx", lambda own, fetcher: agree(own(fetcher), all=False))
 
 
 Load = Callable[[Any, bool | None], None]
@@ -172,13 +159,7 @@ def load_instead(
         attributes: restored at the end of the run.
         load: gets Lightning's own function, which it may call with other arguments, and the user's path.
     """
-    connector = trainer._checkpoint_connector
-    original = connector.resume_start
-
-    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        load(original, checkpoint_path, weights_only)
-
-    attributes.set(connector, "resume_start", resume_start)
+    attributes.wrap(trainer._checkpoint_connector, "resume_start", load)
 
 
 def loaded(trainer: "pl.Trainer") -> Mapping[str, Any]:
@@ -190,3 +171,66 @@ def was_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
     """Whether it was saved in the middle of an epoch."""
     batches = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
     return bool(batches.get("current", {}).get("processed")) and not batches.get("is_last_batch")
+
+
+def end_searches_on_failure(trainer: "pl.Trainer", attributes: TemporaryAttributes, rank: int) -> None:
+    """Let a trial that fails end the run: `BatchSizeFinder`, and `Tuner.scale_batch_size`, which adds one.
+
+    Args:
+        trainer: of a run on several ranks.
+        attributes: restored at the end of the run.
+        rank: this process's, in the world.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, BatchSizeFinder):
+            search = partial(_search, callback.scale_batch_size, callback._batch_arg_name, rank)
+            attributes.set(callback, "scale_batch_size", search)
+
+
+def _search(
+    own: Callable[..., object], name: str, rank: int, trainer: "pl.Trainer", module: "pl.LightningModule"
+) -> None:
+    """Lightning's search, with trials of ours."""
+    loop: Any = trainer._active_loop
+    attributes = TemporaryAttributes()
+    attributes.set(loop, "run", _Trials(loop, module, name, rank, attributes))
+    try:
+        own(trainer, module)
+    finally:
+        attributes.restore()
+
+
+class _Trials:
+    """Takes the place of a loop's `run` while Lightning searches."""
+
+    def __init__(
+        self, loop: Any, module: "pl.LightningModule", name: str, rank: int, attributes: TemporaryAttributes
+    ) -> None:
+        self._loop, self._run = loop, loop.run
+        self._module, self._name, self._rank = module, name, rank
+        self._attributes = attributes
+        self._fitted: list[int] = []
+
+    def __call__(self) -> Any:
+        size: Any = lightning_getattr(self._module, self._name)
+        try:
+            result = self._run()
+        except Exception as error:
+            failure = self._named(size) if is_oom_error(error) else error
+            # Lightning then restores model and loaders, for which it would wait for ranks that don't do so.
+            self._attributes.set(self._loop, "load_state_dict", partial(_raise, failure))
+            raise failure from (error if failure is not error else error.__cause__)
+        self._fitted.append(size)
+        return result
+
+    def _named(self, size: int) -> UnsupportedError:
+        advice = f"{max(self._fitted)} has fitted: set it" if self._fitted else "start with a smaller init_val"
+        return UnsupportedError(
+            f"rank {self._rank} is out of memory with {self._name}={size}. A search for the batch size can't go on "
+            f"after that, because other ranks are in the middle of the batch; {advice}, without a BatchSizeFinder, or "
+            f"limit the search with max_val."
+        )
+
+
+def _raise(error: BaseException, *_: object) -> NoReturn:
+    raise error

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -26,9 +25,9 @@ from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
 from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
-from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 
 
 class SharedMetrics(_LoggerConnector):
@@ -38,25 +37,26 @@ class SharedMetrics(_LoggerConnector):
     that object, so another one in its place would not be asked.
     """
 
-    relay: Relay
-    """over all ranks that train one copy of the model"""
-    computes: bool
-    """whether this rank's steps have logged the same as rank 0's: on pipeline rank 0 of each cube rank"""
-    warns: bool
+    run: Run
     at_epoch_end: Callable[[], None]
     """called by all ranks, before and after the hooks"""
+
+    @property
+    def computes(self) -> bool:
+        """Whether this rank's steps have logged the same as rank 0's. The ranks of a cube log alike."""
+        return self.run.pipe_rank == 0
 
     def share(self, result: Any = None) -> Any:
         """Give all ranks of the pipeline rank 0's metrics; return its `result`. Called by all of them."""
         names = ("_callback_metrics", "_logged_metrics")
         own = {name: getattr(self, name) for name in names}
-        transport = self.relay.transport
-        if transport.num_ranks == 1:
+        relay = self.run.replica_relay
+        if relay.transport.num_ranks == 1:
             return result
-        if transport.rank == 0:  # one copy to the host, for all tensors
-            self.relay.broadcast("metrics", to_text((own, result)))
+        if relay.transport.rank == 0:  # one copy to the host, for all tensors
+            relay.broadcast("metrics", to_text((own, result)))
             return result
-        received, result = from_text(self.relay.broadcast("metrics"), transport.device)
+        received, result = from_text(relay.broadcast("metrics"), relay.transport.device)
         for name, metrics in received.items():
             getattr(self, name).update(metrics)
         return result
@@ -71,7 +71,7 @@ class SharedMetrics(_LoggerConnector):
     @override
     def metrics(self) -> Any:
         with warnings.catch_warnings():
-            if not self.warns:  # one data rank: there is nothing to sync
+            if self.run.topology.data == 1:  # there is nothing to sync
                 warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
             return super().metrics
 
@@ -104,22 +104,19 @@ class SharedMetrics(_LoggerConnector):
         return super().logged_metrics if self.computes else self._logged_metrics
 
 
-def share_metrics(
-    trainer: "pl.Trainer",
-    relay: Relay,
-    attributes: TemporaryAttributes,
-    *,
-    computes: bool,
-    warns: bool,
-    at_epoch_end: Callable[[], None],
-) -> None:
+def share_metrics(run: Run, at_epoch_end: Callable[[], None]) -> None:
     """Make the trainer's metrics known on every rank of the pipeline and of its cubes, for the time of a run."""
-    connector, module = trainer._logger_connector, trainer.lightning_module
-    attributes.set(connector, "__class__", SharedMetrics)
-    for name, value in {"relay": relay, "computes": computes, "warns": warns, "at_epoch_end": at_epoch_end}.items():
-        attributes.set(connector, name, value)
-    hook = partial(_on_train_epoch_end, module, vars(module).get("on_train_epoch_end"))
-    attributes.set(module, "on_train_epoch_end", hook)
+    connector = run.trainer._logger_connector
+    for name, value in {"__class__": SharedMetrics, "run": run, "at_epoch_end": at_epoch_end}.items():
+        run.attributes.set(connector, name, value)
+
+    def then_share(hook: Any) -> None:
+        """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after."""
+        if callable(hook):  # Lightning ignores anything else
+            hook()
+        shared_metrics_of(run.trainer).share_current()
+
+    run.attributes.wrap(run.module, "on_train_epoch_end", then_share)
 
 
 def shared_metrics_of(trainer: "pl.Trainer") -> SharedMetrics:
@@ -132,20 +129,6 @@ def shared_metrics_of(trainer: "pl.Trainer") -> SharedMetrics:
     if not isinstance(connector, SharedMetrics):
         raise NotAvailableError("metrics are shared between ranks only while the Trainer runs")
     return connector
-
-
-def _on_train_epoch_end(module: "pl.LightningModule", instance_hook: Callable[[], object] | None) -> None:
-    """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after it.
-
-    `instance_hook`: set by the user on the instance, in place of the method.
-    """
-    if instance_hook is None:
-        type(module).on_train_epoch_end(module)
-    elif callable(instance_hook):  # Lightning ignores anything else
-        instance_hook()
-    connector = module.trainer._logger_connector
-    if isinstance(connector, SharedMetrics):
-        connector.share_current()
 
 
 class LogCall(NamedTuple):

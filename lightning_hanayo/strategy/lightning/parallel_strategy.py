@@ -277,11 +277,6 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             trainer._teardown()
             trainer.state.stage = None
 
-    def end_launched_processes(self) -> None:
-        """After a failure: end the processes that this one has started."""
-        if isinstance(self._launcher, CheckingLauncher):
-            self._launcher.end()
-
     def connect_processes(self) -> None:
         """Join the process group, and create those of the topology unless an earlier run of this Trainer did."""
         self.set_world_ranks()

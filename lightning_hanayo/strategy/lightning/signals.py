@@ -36,10 +36,10 @@ from torch.utils.data import get_worker_info
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy import stopping
-from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.strategy.run import Run
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -211,23 +211,12 @@ class StopsOnSignal:
     """One rank's part in stopping a run by a signal: asks before each batch whether it goes on. Made by all ranks.
 
     Args:
-        trainer: whose run may be stopped.
-        failures: this rank's; have the monitor.
-        device: this rank's.
-        attributes: restored at the end of the run.
+        run: may be stopped.
         finish: waits until a checkpoint is there.
     """
 
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        failures: Failures,
-        device: torch.device,
-        attributes: TemporaryAttributes,
-        *,
-        finish: Callable[[], object],
-    ) -> None:
-        self._trainer, self._failures, self._device, self._finish = trainer, failures, device, finish
+    def __init__(self, run: Run, finish: Callable[[], object]) -> None:
+        self._trainer, self._failures, self._device, self._finish = run.trainer, run.failures, run.device, finish
         self._place: stopping.Place = (0, 0)
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
@@ -235,10 +224,11 @@ class StopsOnSignal:
         self._weights_before: list[Tensor] = []
         self._is_epoch_start = False
         self._goes_on: bool | None = None
-        self._stop = stopping.StopTogether(failures)
-        self._signals = Signals(trainer, self._stop, failures.monitor if failures.monitor.num_ranks > 1 else None)
-        self._signals.listen(attributes)
-        self._add_to_loops(attributes)
+        self._stop = stopping.StopTogether(run.failures)
+        monitor = run.failures.monitor if run.topology.world_size > 1 else None
+        self._signals = Signals(self._trainer, self._stop, monitor)
+        self._signals.listen(run.attributes)
+        self._add_to_loops(run.attributes)
 
     def close(self) -> None:
         """The run has ended on this rank."""
@@ -253,15 +243,15 @@ class StopsOnSignal:
 
     def _add_to_loops(self, attributes: TemporaryAttributes) -> None:
         trainer: Any = self._trainer
-        self._before(attributes, trainer.fit_loop.epoch_loop, "run", self._begin_epoch)
-        self._before(attributes, trainer.fit_loop.epoch_loop, "advance", self._train)
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        self._before(attributes, validation, "run", self._begin_validation)
-        for loop in (validation, trainer.validate_loop, trainer.test_loop):
-            self._before(attributes, loop, "_evaluation_step", self._evaluate)
-            self._before(attributes, loop, "_store_dataloader_outputs", self._end_loader)
-        self._before(attributes, trainer.predict_loop, "_predict_step", self._evaluate)
-        self._before(attributes, trainer.predict_loop, "on_run_end", self._end_loader)
+        training = trainer.fit_loop.epoch_loop
+        attributes.before(training, "run", self._begin_epoch)
+        attributes.before(training, "advance", self._train)
+        attributes.before(training.val_loop, "run", self._begin_validation)
+        for loop in (training.val_loop, trainer.validate_loop, trainer.test_loop):
+            attributes.before(loop, "_evaluation_step", self._evaluate)
+            attributes.before(loop, "_store_dataloader_outputs", self._end_loader)
+        attributes.before(trainer.predict_loop, "_predict_step", self._evaluate)
+        attributes.before(trainer.predict_loop, "on_run_end", self._end_loader)
 
     @contextmanager
     def _as_after_batch(self) -> Iterator[None]:
@@ -344,14 +334,6 @@ class StopsOnSignal:
                 for one in self._trainer.lightning_module.parameters()
                 if not one.is_meta and one.is_floating_point()
             ]
-
-    @staticmethod
-    def _before(attributes: TemporaryAttributes, loop: Any, name: str, ask: Callable[[], None]) -> None:
-        def ask_first(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            ask()
-            return method(*args, **kwargs)
-
-        attributes.set(loop, name, Substitute(getattr(loop, name), ask_first))
 
     def _end(self, decision: stopping.Decision) -> None:
         trainer = self._trainer

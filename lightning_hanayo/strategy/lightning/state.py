@@ -121,16 +121,15 @@ def call_before_steps(
     """
     scaler = _scaler_of(plugin)
     if scaler is not None:
-        attributes.set(scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler, on_unscaled))
-    else:
-        attributes.set(plugin, "_clip_gradients", partial(_clip_gradients, plugin, on_gradients))
+        attributes.wrap(scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler, on_unscaled))
+        return
 
+    def clip_gradients(
+        clip: Callable[..., object], model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        on_gradients(optimizer, partial(clip, model, optimizer, *args, **kwargs))
 
-def _clip_gradients(
-    plugin: Precision, on_gradients: OnGradients, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
-) -> None:
-    """Takes the place of the plugin's own method: the last that is called, with complete gradients, before a step."""
-    on_gradients(optimizer, partial(type(plugin)._clip_gradients, plugin, model, optimizer, *args, **kwargs))
+    attributes.wrap(plugin, "_clip_gradients", clip_gradients)  # the last that is called before a step
 
 
 def _scaler_of(plugin: Precision) -> GradScaler | None:
@@ -142,6 +141,7 @@ def _scaler_of(plugin: Precision) -> GradScaler | None:
 def _unscale_and_agree(
     scaler: GradScaler,
     on_unscaled: OnUnscaled,
+    unscale: Callable[..., dict[torch.device, Tensor]],
     optimizer: Optimizer,
     inv_scale: Tensor,
     found_inf: Tensor,
@@ -151,7 +151,7 @@ def _unscale_and_agree(
 
     The method returns `found_inf` for each device on which gradients are.
     """
-    for found in type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, *args).values():
+    for found in unscale(optimizer, inv_scale, found_inf, *args).values():
         found_inf += found.to(found_inf.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)

@@ -15,7 +15,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -26,10 +25,11 @@ from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource, childre
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps, Ran
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.pipeline_parallel.stages import find_loss
-from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
+from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.lightning.metrics import copy_state, recorded_logs, restore_state
 from lightning_hanayo.strategy.probing import comparison
 from lightning_hanayo.strategy.probing.rules import NAMED, SAMPLES, Named, Rule, named_tensors, possible_rules
+from lightning_hanayo.strategy.run import Run
 
 DRAWS, WHOLE_DRAWS = 4, 2
 """of outputs of the stack: a loss of the largest values of few samples is a mean over samples in one of them"""
@@ -77,21 +77,17 @@ class Probe:
     """Probes batches of one run on one rank.
 
     Args:
+        run: of the Trainer.
         steps: runs dry steps.
-        trainer: whose step they run.
-        splitter: cuts micro-batches in two.
         outside: the modules outside the stack.
-        device: of this rank.
         ready: to be entered while dry steps run.
         num_kept: of how many blocks this rank keeps the activations until their backward.
         named: weighs pieces by the rule that the user has named, which is tried, too.
     """
 
+    run: Run
     steps: DrySteps
-    trainer: "pl.Trainer"
-    splitter: BatchSplitter
     outside: Sequence[nn.Module]
-    device: torch.device
     ready: Callable[[], AbstractContextManager[None]] = nullcontext
     num_kept: int = 0
     named: Callable[[Sequence[Any], PieceSizes], Sequence[float]] | None = None
@@ -99,6 +95,11 @@ class Probe:
     """that the code outside the stack needs for each sample, at most"""
     kept_bytes: float = field(default=0.0, init=False)
     """that blocks keep for each sample, at most"""
+
+    def __post_init__(self) -> None:
+        self.trainer, self.device = self.run.trainer, self.run.device
+        self.splitter = WholeSplitter(self.run.options.batch_rule)
+        """cuts micro-batches in two"""
 
     def probe(self, given: Sample, fits: Callable[[float], bool], differ: Differ, *, trains: bool = True) -> Verdict:
         """Probe a batch, which stays as it is.

@@ -13,17 +13,21 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_hanayo.partition.stack import modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
+from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import SplitBatch
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights
+from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.probing.probe import Probe, Sample, Verdict
 from lightning_hanayo.strategy.probing.rules import (
     CLOSE,
@@ -36,7 +40,11 @@ from lightning_hanayo.strategy.probing.rules import (
     are_close,
     named_tensors,
 )
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.setup.cube import Cube
 
 ALWAYS, LOOKS = 16, 64
 """the first batches are all looked at; later, where the host would wait for it, every so many"""
@@ -127,22 +135,18 @@ class StepChoice:
     """The choices of one run, on one data rank.
 
     Args:
+        run: of the Trainer.
         probe: of batches.
-        num_data: D, data ranks.
-        group: of the data ranks; None if there is one.
         in_cube: gathers objects from the ranks of the cube, which all have the same batch.
-        device: of this rank.
         may_run_once: whether steps can run once on a whole batch.
         named: the rule that the user has named, by which steps of micro-batches are weighed in training.
     """
 
+    run: Run
     probe: Probe
-    num_data: int
-    group: dist.ProcessGroup | None
     in_cube: AllGatherObject
-    device: torch.device
     may_run_once: bool
-    named: str = ""
+    named: str
     runs_once: bool = field(default=False, init=False)
     """for good: no rule puts the losses of micro-batches together"""
     rules: StageRules = field(default_factory=StageRules, init=False)
@@ -161,6 +165,34 @@ class StepChoice:
     _evaluates_once: dict[str, bool] = field(default_factory=dict, init=False)
     _evaluations: dict[str, StageRules | None] = field(default_factory=dict, init=False)
     """by stage; None: it can't be told, or a value follows none"""
+
+    @staticmethod
+    def of_run(run: Run, pipeline: Pipeline, cube: "Cube | None", rule: LossWeight) -> "StepChoice | None":
+        """The choices of a run; None where an option has made them. `rule`: weighs micro-batches, if it was named."""
+        ends, options, module = pipeline.ends.get(False), run.options, run.module
+        probes = options.step == "auto" and not pipeline.runs_whole_batches and module.automatic_optimization
+        if ends is None or not probes:
+            return None
+        is_single, user = pipeline.runs_whole_steps, ends.user_step
+        if cube is None and not is_single:  # no block may run in the step
+            whole = pipeline.ends[True].user_step
+            assert isinstance(whole, WholeStep)
+            user = whole.user
+        assert isinstance(user, UserStep)
+        outside = list(module.modules()) if is_single else modules_outside(module, pipeline.ownership.stack)
+        first_block = None if cube is None else cube.first_block(ends.stages[0])
+        own = [pipeline.ownership.blocks(stage) for stage in pipeline.ownership.stages_of(pipeline.rank)]
+        weighting, names = LossWeighting(rule, 1, None), options.loss_weight != "auto"
+        probe = Probe(
+            run,
+            DrySteps(user, module, outside, first_block, pipeline.gather_in_cube),
+            outside,
+            pipeline.gradients.dry_runs,
+            sum(map(len, own)) if options.recompute == "none" else 1,
+            (lambda pieces, sizes: weighting.for_training(pieces, sizes).in_loss) if names else None,
+        )
+        named = repr(getattr(options.loss_weight, "__name__", options.loss_weight)) if names else ""
+        return StepChoice(run, probe, pipeline.gather_in_cube, pipeline.may_run_once or is_single, named)
 
     def trains_once(self, given: Sample, *, is_first: bool) -> bool:
         """Whether the step of a training batch runs once. Called by all data ranks.
@@ -292,7 +324,7 @@ class StepChoice:
         found = batch.by(rule) if sizes.are_known or rule != SAMPLES else None
         in_loss = of_all(by_samples if found is None else found)
         in_mean = of_all(by_samples) if rule == EACH else in_loss
-        in_gradient = tuple(weight / self.num_data for weight in in_loss)
+        in_gradient = tuple(weight / self.run.topology.data for weight in in_loss)
         logged = {}
         for name, candidates in rules.logged.items():
             weights = batch.by(candidates.rules[0])
@@ -353,7 +385,7 @@ class StepChoice:
 
     @property
     def _name(self) -> str:
-        return type(self.probe.trainer.lightning_module).__name__
+        return type(self.run.module).__name__
 
     @property
     def _why_in_parts(self) -> str:
@@ -361,7 +393,7 @@ class StepChoice:
 
     def _looks(self, number: int) -> bool:
         """Whether to look for differences: not always where the host would wait in each batch."""
-        return self.device.type == "cpu" or number < ALWAYS or number % LOOKS == 0
+        return self.run.device.type == "cpu" or number < ALWAYS or number % LOOKS == 0
 
     def _check_named(self, verdicts: Sequence[Verdict]) -> None:
         """Warn, once, if the named rule isn't one that puts losses together."""
@@ -386,9 +418,10 @@ class StepChoice:
             rank_zero_info(f"{why}. They are weighed by samples; set HanayoStrategy(loss_weight=...) if that is wrong.")
 
     def _fits(self, num_bytes: float) -> bool:
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        device = self.run.device
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         else:
             free = psutil.virtual_memory().available
         return num_bytes <= free / 2
@@ -397,7 +430,8 @@ class StepChoice:
         return all(self.in_cube(self._fits(num_bytes)))
 
     def _gathered(self, value: Any) -> list[Any]:
-        of_data = [value] if self.group is None else all_gather_objects(self.group, value)
+        group = self.run.groups.data_control
+        of_data = [value] if group is None else all_gather_objects(group, value)
         return [one for row in self.in_cube(of_data) for one in row]
 
 

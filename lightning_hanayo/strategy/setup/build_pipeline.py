@@ -1,13 +1,14 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
@@ -60,6 +61,7 @@ from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.schedule.communication import message_pairs
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplitter, WholeSplitter
+from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.pipeline import OUTSIDE, Ends, GradientSync, Pipeline
@@ -68,40 +70,29 @@ from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
 from lightning_hanayo.strategy.setup.plan import ModelPlan, recomputed_modules
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
-from lightning_hanayo.strategy.setup.values import fill_initial_values, load_on_all_ranks, make_room
+from lightning_hanayo.strategy.setup.values import fill_initial_values, load_on_all_ranks, load_pretrained, make_room
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 
 def build_pipeline(
-    model: nn.Module,
-    plan: ModelPlan,
-    prepared: PreparedModel,
-    run: Run,
-    streams: RandomStreams | None,
-    example: Callable[[], object] | None = None,
-    given: Collection[str] = (),
-    *,
-    scatters_gradients: bool | None = None,
+    run: Run, plan: ModelPlan, prepared: PreparedModel, streams: RandomStreams | None, given: Collection[str] = ()
 ) -> Pipeline:
-    """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
+    """Cut the run's module into this rank's stages and connect them. Called by all ranks of the world.
 
     Args:
-        model: whole, and the same on all ranks; afterwards the parameters of other ranks are placeholders.
+        run: its module is whole, and the same on all ranks; afterwards parameters of other ranks are placeholders.
         plan: of the stack, the layout and the cube.
         prepared: the changes of earlier runs to the model; takes the blocks of each stage.
-        run: of the Trainer.
         streams: of random numbers; None: torch's own generators, unchanged.
-        example: runs the model once, for `balance="time"`.
         given: the names of tensors that get their values from a checkpoint.
-        scatters_gradients: whether data ranks may have sums of their own rows only; None: nothing is trained.
     """
-    layout, cube = plan.layout, prepared.cube
+    model, layout, cube = run.module, plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
     stage_blocks = [range(len(plan.stack))] if layout.num_stages == 1 else prepared.stage_blocks
     # A copy of a module may be trained on a layout with another number of stages.
     if stage_blocks is None or len(stage_blocks) != layout.num_stages:
-        loads = _loads(model, plan, run, example)
+        loads = _loads(plan, run)
         stage_blocks = cut(loads, table.stage_ranks[: layout.num_stages], outside_stage=_outside_stage(layout))
         prepared.stage_shares = stage_shares(loads[0], stage_blocks, _outside_stage(layout))
     if run.options.costs is None and prepared.stage_shares is not None:
@@ -122,7 +113,7 @@ def build_pipeline(
         on_failure=run.failures.on_transfer,
     )
     deferred = DeferredInit(model, run.seed) if is_deferred(model) else None
-    builder = RankBuilder(model, ownership, run, cube, streams)
+    builder = RankBuilder(ownership, run, cube, streams)
     parameters = builder.keep_own()
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
     if cube is not None:
@@ -131,7 +122,8 @@ def build_pipeline(
     full_parameters = builder.guard_parameters()
     own_modules = builder.own_modules
     if plan.pretrained:
-        load_on_all_ranks(plan.pretrained, model, own_modules, deferred, run.device, cube)
+        load = partial(load_pretrained, plan.pretrained, model, own_modules, deferred, run.device, cube)
+        load_on_all_ranks(plan.pretrained, model, load)
     if deferred is not None:
         make_room(deferred, model, own_modules, given, run.device)
         fill_initial_values(deferred, own_modules, run.device, cube)
@@ -139,13 +131,13 @@ def build_pipeline(
     weights, shared = ownership.shared_parameters(model), None
     if weights:
         shared = SharedWeights(model, weights, run.groups.replica_tensors, run.device)
-        if scatters_gradients is not None and run.options.shard_optimizer and run.groups.data is not None:
+        if run.trainer.state.fn == TrainerFn.FITTING and run.options.shard_optimizer and run.groups.data is not None:
             raise UnsupportedError(
                 "shard_optimizer=True can't shard a model whose blocks share weights over pipeline ranks. Leave it out."
             )
     with nullcontext() if shared is None else shared.lent():
         stages, ends = builder.build_stages(layout)
-    gradients = builder.gradient_sync(full_parameters, scatters_gradients, shared)
+    gradients = builder.gradient_sync(full_parameters, shared)
     engine = Engine(
         stages,
         PointToPointChannel(transport),
@@ -180,14 +172,14 @@ def build_pipeline(
 class RankBuilder:
     """Builds the parts of one rank from a model that has been cut."""
 
-    model: nn.Module
-    """has this rank's parameters, in a cube its shards of them, and placeholders elsewhere, once `keep_own` has run"""
     ownership: Ownership
     run: Run
     cube: Cube | None
     streams: RandomStreams | None
 
     def __post_init__(self) -> None:
+        self.model = self.run.module
+        """has this rank's parameters, in a cube its shards of them, and placeholders elsewhere, after `keep_own`"""
         self.numbers = self.ownership.stages_of(self.run.pipe_rank)
         """of this rank's stages"""
         self.end = len(self.ownership.stages) - 1
@@ -228,7 +220,7 @@ class RankBuilder:
         run, cube = self.run, self.cube
         shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, {})
         run.guard.watch(parameters, owners, shapes, in_steps)
-        return FullParameters(parameters, owners, run.pipe_rank, run.groups, cube, run.guard)
+        return FullParameters(run, parameters, owners, cube)
 
     def build_stages(self, layout: Layout) -> tuple[dict[int, Stage], dict[bool, Ends]]:
         """This rank's stages by number, and those with user code by whether the step runs once.
@@ -343,15 +335,13 @@ class RankBuilder:
             ]
         )
 
-    def gradient_sync(
-        self, full_parameters: FullParameters, scatters: bool | None, shared: SharedWeights | None
-    ) -> GradientSync:
+    def gradient_sync(self, full_parameters: FullParameters, shared: SharedWeights | None) -> GradientSync:
         """Sum over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
         groups, cube = self.run.groups, self.cube
         trained = self.ownership.stage_parameters(self.model, self.numbers)
         if cube is None:
             sparse = sparse_weights(self.model).values()
-            shards = self._optimizer_shards(trained, scatters, sparse)
+            shards = self._optimizer_shards(trained, sparse)
             late = set() if shared is None else set(shared.weights)
             early = {stage: [one for one in own if one not in late] for stage, own in trained.items()}
             over_data = None
@@ -362,7 +352,7 @@ class RankBuilder:
         outside = cube.outside
         excluded = set(outside.parameters)
         sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
-        shards = self._optimizer_shards({OUTSIDE: outside.parameters, **sharded}, scatters)
+        shards = self._optimizer_shards({OUTSIDE: outside.parameters, **sharded})
         all_reduce = GradientAllReduce(
             sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
         )
@@ -372,16 +362,14 @@ class RankBuilder:
         return GradientSync(all_reduce, full_parameters, outside, over_data, shards)
 
     def _optimizer_shards(
-        self,
-        stages: Mapping[int, Sequence[nn.Parameter]],
-        scatters: bool | None,
-        whole: Iterable[torch.Tensor] = (),
+        self, stages: Mapping[int, Sequence[nn.Parameter]], whole: Iterable[torch.Tensor] = ()
     ) -> OptimizerShards | None:
-        """The rows of each parameter that this data rank will update; None if the optimizer isn't sharded."""
-        data = self.run.groups.data
-        if data is None or scatters is None or not self.run.options.shard_optimizer:
+        """The rows of each parameter that this data rank will update; None if no optimizer is sharded."""
+        data, trainer = self.run.groups.data, self.run.trainer
+        if data is None or trainer.state.fn != TrainerFn.FITTING or not self.run.options.shard_optimizer:
             return None
         axis = MeshAxis(data, data.size(), data.rank(), what="rows of a sharded optimizer")
+        scatters = not user_hooks.may_see_gradients(trainer)  # else user code may want sums of all rows
         return OptimizerShards(stages, axis, self.cube, whole=frozenset(whole), scatters=scatters)
 
     def pairs(self, stages: Mapping[int, Stage]) -> Pairs | None:
@@ -461,9 +449,9 @@ def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
     return [tensor for tensor in stored if not tensor.is_meta]
 
 
-def _loads(model: nn.Module, plan: ModelPlan, run: Run, example: Callable[[], object] | None) -> list[Load]:
+def _loads(plan: ModelPlan, run: Run) -> list[Load]:
     """The loads that pipeline ranks are to share evenly, the same on all of them: time, and parameters."""
-    stack, options = plan.stack, run.options
+    model, stack, options = run.module, plan.stack, run.options
     sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
     parameters = Load(sizes, num_parameters_outside(model, stack))
     once = plan.layout.runs_step_once  # then all ranks wait for the code outside the stack
@@ -471,7 +459,7 @@ def _loads(model: nn.Module, plan: ModelPlan, run: Run, example: Callable[[], ob
         return [Load(sizes, 0 if once else num_parameters_outside(model, stack, computing=True)), parameters]
     if options.balance != "time":
         return [Load([float(cost) for cost in options.balance])]
-    times, outside = _measured_times(model, stack, example, run.device)
+    times, outside = _measured_times(run, stack)
     return [Load(times, 0.0 if once else outside), parameters]
 
 
@@ -480,15 +468,14 @@ def _outside_stage(layout: Layout) -> int:
     return -1 if layout.ends_on_first_rank else 0
 
 
-def _measured_times(
-    model: nn.Module, stack: Stack, example: Callable[[], object] | None, device: torch.device
-) -> tuple[Sequence[float], float]:
+def _measured_times(run: Run, stack: Stack) -> tuple[Sequence[float], float]:
     """Seconds of each block, and of everything outside the stack, as rank 0 measured them."""
-    if is_deferred(model):
+    example = user_hooks.example_run(run.module, run.device)
+    if is_deferred(run.module):
         raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
     if example is None:
         raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
-    times, outside = measure_block_times(model, stack, example, device)
+    times, outside = measure_block_times(run.module, stack, example, run.device)
     measured = torch.tensor([*times, outside], dtype=torch.float64)
     if dist.is_initialized():
         dist.broadcast(measured, src=0)

@@ -73,6 +73,15 @@ class Cube:
             self._shards[parameter] = self.outside.shards.get(parameter, Shard((), "xyz"))
         self._whole_in_steps.update(others)
 
+    def add_copies(self, originals: Mapping[Tensor, Tensor]) -> None:
+        """Treat parameters of a copy of the model as those that they were copied from. `originals`: these, by copy."""
+        self._shards.update({copied: self._shards[own] for copied, own in originals.items() if own in self._shards})
+
+    def drop_copies(self, copies: Iterable[Tensor]) -> None:
+        """Forget them."""
+        for copied in copies:
+            self._shards.pop(copied, None)
+
     def close(self) -> None:
         """The run has ended: refuse calls of the 3-D layers, which would wait for other ranks."""
         if self.queue is not None:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError, available
-from lightning_hanayo.partition.guards import ParameterGuard
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.ownership import Placeholder
-from lightning_hanayo.strategy.groups import ProcessGroups
+from lightning_hanayo.strategy.groups import broadcast_bytes
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.weight_gradients import gradient_dtype
 
@@ -37,22 +37,17 @@ class _Leaf:
 class FullParameters:
     """Gathers parameters for user code of one run."""
 
+    run: Run
+    """of the Trainer"""
     parameters: InitVar[Mapping[str, nn.Parameter]]
     """all of the model, by qualified name"""
     owners: Mapping[str, int]
     """the pipeline rank of each"""
-    pipe_rank: int
-    """this one's"""
-    groups: InitVar[ProcessGroups]
-    """the process groups"""
     cube: Cube | None
     """None without one"""
-    guard: ParameterGuard
-    """says which user code runs"""
 
-    def __post_init__(self, parameters: Mapping[str, nn.Parameter], groups: ProcessGroups) -> None:
+    def __post_init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-        self._open_groups: ProcessGroups | None = groups
         self._leaves: dict[Tensor, _Leaf] = {}
         self._batch = 0
 
@@ -64,8 +59,9 @@ class FullParameters:
                 f"{type(parameter).__name__}"
             )
         assert isinstance(parameter, nn.Parameter)
-        scope, hook = self.guard.scope, self.guard.hook_name
-        with self.guard.off():
+        guard = self.run.guard
+        scope, hook = guard.scope, guard.hook_name
+        with guard.off():
             if scope == "step":
                 return self._in_step(parameter)
             if scope == "alone":
@@ -88,13 +84,8 @@ class FullParameters:
                 leaf.whole.grad = None  # user code may keep the leaf
 
     def forget(self) -> None:
-        """Drop all whole tensors and the process groups, after a failure."""
+        """Drop all whole tensors, after a failure."""
         self._leaves = {}
-        self._open_groups = None
-
-    @property
-    def _groups(self) -> ProcessGroups:
-        return available(self._open_groups, "process groups exist until a run has failed")
 
     # whole tensors
 
@@ -113,12 +104,15 @@ class FullParameters:
         return self._new_leaf(parameter, self._gathered(parameter), is_everywhere=False)
 
     def _in_hook(self, parameter: nn.Parameter, *, keeps_gradient: bool) -> Tensor:
-        is_missing, owner = self._groups.control.size() > 1, self.owners[self._names[parameter]]
+        is_missing, owner = self.run.topology.pipe > 1, self.owners[self._names[parameter]]
         if keeps_gradient and not is_missing and self.cube is None:
             return parameter
-        whole = self._gathered(parameter) if owner == self.pipe_rank else torch.empty_like(parameter, device="cpu")
+        is_here = owner == self.run.pipe_rank
+        whole = self._gathered(parameter) if is_here else torch.empty_like(parameter, device="cpu")
         if is_missing:
-            whole = self._broadcast(whole, parameter, owner)
+            whole = whole.cpu().contiguous()
+            broadcast_bytes(whole, self.run.groups.control, owner)
+            whole = whole.to(self.run.device)
         return self._new_leaf(parameter, whole, is_everywhere=True) if keeps_gradient else whole
 
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
@@ -127,13 +121,6 @@ class FullParameters:
         if cube is not None and not cube.outside.is_whole(parameter):
             whole = cube.unshard(whole, parameter)
         return whole.to(parameter.device, copy=True)
-
-    def _broadcast(self, whole: Tensor, parameter: nn.Parameter, owner: int) -> Tensor:
-        sent = whole.cpu().contiguous()
-        if sent.numel():
-            # As bytes: gloo knows neither complex numbers nor 16-bit integers.
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=self._groups.control, group_src=owner)
-        return sent.to(self.guard.device)
 
     def _new_leaf(self, parameter: nn.Parameter, whole: Tensor, *, is_everywhere: bool) -> Tensor:
         self._leaves[parameter] = _Leaf(parameter, whole, is_everywhere)
@@ -163,50 +150,46 @@ class FullParameters:
     def _used(self, leaves: list[_Leaf], *, reduce: bool) -> list[bool]:
         """Which leaves have a gradient, on any rank whose gradients are summed."""
         own = [int(leaf.whole.grad is not None) for leaf in leaves]
-        if self.pipe_rank == 0 and self.cube is not None:
+        run = self.run
+        if run.pipe_rank == 0 and self.cube is not None:
             own = self.cube.mesh.largest(own)
         counts = torch.tensor(own)
         everywhere = torch.tensor([leaf.is_everywhere for leaf in leaves])
-        if self._groups.control.size() > 1 and everywhere.any():
+        if run.topology.pipe > 1 and everywhere.any():
             known = counts[everywhere]
-            dist.broadcast(known, group=self._groups.control, group_src=0)
+            dist.broadcast(known, group=run.groups.control, group_src=0)
             counts[everywhere] = known
-        if reduce and self._groups.data_control is not None:
-            dist.all_reduce(counts, group=self._groups.data_control)
+        if reduce and run.groups.data_control is not None:
+            dist.all_reduce(counts, group=run.groups.data_control)
         return [bool(count) for count in counts.tolist()]
 
     def _add(self, leaf: _Leaf, *, reduce: bool) -> None:
-        owner = self.owners[self._names[leaf.parameter]]
-        if self.pipe_rank not in (0, owner):
+        owner, rank = self.owners[self._names[leaf.parameter]], self.run.pipe_rank
+        if rank not in (0, owner):
             return
         gradient = leaf.whole.grad
         if gradient is None:
             gradient = torch.zeros_like(leaf.whole, dtype=gradient_dtype(leaf.parameter))
-        if self.pipe_rank == 0:
-            gradient = self._sum_over_cube(gradient.contiguous())
+        if rank == 0 and self.cube is not None:
+            gradient = self.cube.mesh.axis("xyz").all_reduce(gradient.contiguous()).wait()
         if owner != 0:
             gradient = self._send_to(owner, gradient)
-        if self.pipe_rank == owner:
+        if rank == owner:
             self._accumulate(leaf.parameter, gradient, reduce=reduce)
 
-    def _sum_over_cube(self, tensor: Tensor) -> Tensor:
-        if self.cube is None:
-            return tensor
-        return self.cube.mesh.axis("xyz").all_reduce(tensor).wait()
-
     def _send_to(self, owner: int, gradient: Tensor) -> Tensor:
-        control, sent = self._groups.control, gradient.detach().cpu().contiguous()
+        control, sent = self.run.groups.control, gradient.detach().cpu().contiguous()
         as_bytes: Any = sent.view(-1).view(torch.uint8)
-        if self.pipe_rank == 0:
+        if self.run.pipe_rank == 0:
             dist.send(as_bytes, group=control, group_dst=owner)
         else:
             dist.recv(as_bytes, group=control, group_src=0)
         return sent.to(gradient.device)
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor, *, reduce: bool) -> None:
-        part = gradient if self.cube is None else self.cube.shard(gradient, parameter)
-        if reduce and self._groups.data is not None:
-            dist.all_reduce(part, group=self._groups.data)
+        part, data = gradient if self.cube is None else self.cube.shard(gradient, parameter), self.run.groups.data
+        if reduce and data is not None:
+            dist.all_reduce(part, group=data)
         if not reduce and self.cube is not None and not self.cube.adds_whole_gradient(parameter):
             return  # a later batch sums the ranks' gradients of this parameter, so one of them adds it
         parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)

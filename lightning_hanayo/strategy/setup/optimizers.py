@@ -19,9 +19,6 @@ from torch import Tensor, nn, optim
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import PartialParameter
-from lightning_hanayo.partition.guards import GuardedPlaceholder
-from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.topology import Topology
 
 Scope = Literal["element", "parameter", "model"]
@@ -70,23 +67,6 @@ _QUANTIZED = ("bitsandbytes", "torchao")
 """packages whose states are quantized in blocks of one parameter"""
 _WRAPPERS = {"Lookahead": "optimizer", "ScheduleFreeWrapper": "base"}
 """treat each element alone, around the optimizer in this attribute"""
-
-
-def refuse_partial_states(optimizers: Sequence[Optimizer]) -> None:
-    """From now on user code can't take an optimizer's `state_dict()` that holds the states of one rank alone."""
-    for optimizer in optimizers:
-        if isinstance(unwrapped(optimizer), Optimizer):
-            unwrapped(optimizer).register_state_dict_pre_hook(_check_whole)
-
-
-def _check_whole(optimizer: Optimizer) -> None:
-    """Called by `state_dict()`. Parameters are guarded while user code runs, and only then."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(isinstance(parameter, PartialParameter | GuardedPlaceholder) for parameter in parameters):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}.state_dict() has on this rank only the states of the parameters, or parts of "
-            f"them, that the rank holds. Call trainer.save_checkpoint(path) on all ranks, which writes all of them."
-        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_sharded: bool = False) -> None:

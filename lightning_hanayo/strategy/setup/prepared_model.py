@@ -29,10 +29,10 @@ from lightning_hanayo.partition.ownership import Ownership, Placeholder, exchang
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_values
+from lightning_hanayo.strategy.groups import ProcessGroups, broadcast_bytes, broadcast_values
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.patches import Substitute, TemporaryAttributes
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.topology import Topology
 
@@ -163,8 +163,7 @@ class PreparedModel:
     def take_parts(self, module: nn.Module) -> None:
         """After a run: let scripts load whole values into the module, or into one in it."""
         for one in module.modules():
-            load = Substitute(one.load_state_dict, partial(self._load, one))
-            self.between_runs.set(one, "load_state_dict", load)
+            self.between_runs.wrap(one, "load_state_dict", partial(self._load, one))
 
     def _load(self, module: nn.Module, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Takes the place of `load_state_dict`. No rank waits for another."""
@@ -293,9 +292,8 @@ class PreparedModel:
                     whole = self.cube.unshard(own[name], own[name]).contiguous()
                 else:
                     whole = _to_cpu(own[name])
-                if whole.numel() and control.size() > 1:
-                    # As bytes: gloo knows neither complex numbers nor 16-bit integers.
-                    dist.broadcast(whole.view(-1).view(torch.uint8), group=control, group_src=owner)
+                if control.size() > 1:
+                    broadcast_bytes(whole, control, owner)
                 yield name, whole
 
 

@@ -13,7 +13,7 @@ load     each rank reads and converts its tensors, in a cube its shards; then al
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -208,20 +208,13 @@ def load_pretrained(
     return Reading(num_bytes, time.perf_counter() - start, frozenset(conversions), replaced)
 
 
-def load_on_all_ranks(
-    plans: Sequence[FolderPlan],
-    model: nn.Module,
-    modules: Iterable[nn.Module],
-    deferred: DeferredInit | None,
-    device: torch.device,
-    cube: Cube | None,
-) -> None:
+def load_on_all_ranks(plans: Sequence[FolderPlan], model: nn.Module, load: Callable[[], Reading]) -> None:
     """Load this rank's part, and say on rank 0 how much all have read. Called by all ranks of the world.
 
     Raises:
         HanayoError: on all ranks, if one couldn't read its part.
     """
-    readings = on_all_ranks(lambda: load_pretrained(plans, model, modules, deferred, device, cube))
+    readings = on_all_ranks(load)
     object.__setattr__(model, _WAS_READ, True)
     _warn(plans, readings)
     rank_zero_info(_report(plans, readings))

@@ -6,7 +6,7 @@ in a hook        the data ranks: the ranks of a cube have the same values there,
 Ranks agree on each call before any of them issues it (`Agreement`): if one calls something else, or is further already,
 it is an error on all of them within seconds, and none waits in vain.
 
-Calls of `torch.distributed` over the whole world are checked, too (`Run`):
+Calls of `torch.distributed` over the whole world are checked, too (`PATCHES`):
 
     dist.all_reduce(x) in training_step          pipeline rank 0 alone runs it: an error, not a wait without end
     dist.all_reduce(x) in on_train_epoch_end     all ranks run it, also those without data of their own: an error
@@ -16,7 +16,6 @@ Calls of `torch.distributed` over the whole world are checked, too (`Run`):
 
 import functools
 import inspect
-import json
 import sys
 import time
 import warnings
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from types import FrameType
 from typing import Any
 
@@ -34,11 +34,11 @@ from torch.distributed import distributed_c10d
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.monitor.waiting import Waiting
-from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.groups import AllGather, ProcessGroups
-from lightning_hanayo.strategy.patches import PatchedFunction
+from lightning_hanayo.strategy.failure import Failures, meet
+from lightning_hanayo.strategy.groups import AllGather
+from lightning_hanayo.strategy.patches import PatchedFunction, PatchedInRuns
+from lightning_hanayo.strategy.run import Run
 
 _LOOK = 1.0
 """seconds between two looks at how far the others are"""
@@ -56,7 +56,7 @@ class Call:
     """of the function, with options that must be the same"""
     place: str
     """where: the hook, or the step and its micro-batch"""
-    shape: tuple[int, ...] | None = None
+    shape: Sequence[int] | None = None
     dtype: str = ""
     num_samples: int = 1
     """of the samples that it is about, how many this rank has"""
@@ -124,7 +124,6 @@ class Agreement:
         self.ranks = list(ranks)
         self._failures = failures
         self._depth = depth
-        self._store = failures.store
         self._count = 0
 
     def on(self, call: Call) -> list[Call]:
@@ -133,6 +132,8 @@ class Agreement:
         Raises:
             UnsupportedError: another rank calls something else, or nothing.
         """
+        if len(self.ranks) == 1:
+            return [call]
         calls = self._exchange(call)
         present = next((i for i, one in enumerate(calls) if one.num_samples), 0)
         for rank, other in zip(self.ranks, calls, strict=True):
@@ -144,33 +145,23 @@ class Agreement:
         return calls
 
     def _exchange(self, call: Call) -> list[Call]:
-        self._count += 1
-        key, earlier = f"{self._key}/{self._count}", f"{self._key}/{self._count - 1}"
-        try:
-            self._store.set(f"{key}/{self._failures.rank}", json.dumps(asdict(call)))
-            if self._store.add(f"{key}/arrived", 1) == len(self.ranks):
-                self._store.set(f"{key}/all", "")
-            with Waiting(call, self):
-                self._wait(f"{key}/all", call)
-            calls = [_call_of(json.loads(self._store.get(f"{key}/{rank}"))) for rank in self.ranks]
-            for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
-                self._store.delete_key(f"{earlier}/{name}")
-        except RuntimeError as error:
-            self._failures.on_transfer(error)
-        return calls
+        deadline, ahead = time.monotonic() + _LOOK, None
 
-    def _wait(self, key: str, call: Call) -> None:
-        """Wait for the key, while no rank of the group is further than this one."""
-        deadline, pause = time.monotonic() + _LOOK, 1e-4
-        ahead: int | None = None
-        while not self._store.check([key]):
-            time.sleep(pause)
-            pause = min(1.5 * pause, 2e-3)
+        def look() -> None:
+            """Wait as long as no rank of the group is further than this one."""
+            nonlocal deadline, ahead
             if time.monotonic() > deadline:
                 earlier, ahead = ahead, self._rank_ahead()
                 if ahead is not None and ahead == earlier:
                     raise UnsupportedError(f"rank {ahead} has not called {call}, for which others wait. {WAY_OUT}.")
                 deadline = time.monotonic() + _LOOK
+
+        self._count += 1
+        own = asdict(call)
+        calls = meet(self._failures, f"{self._key}/{self._count}", self.ranks, own, Waiting(call, self), look)
+        for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
+            self._failures.store.delete_key(f"{self._key}/{self._count - 1}/{name}")
+        return [Call(**one) for one in calls]
 
     def _rank_ahead(self) -> int | None:
         """A rank that has passed this point of the run.
@@ -182,11 +173,6 @@ class Agreement:
         own = self._failures.position[: self._depth]
         positions = self._failures.positions()
         return next((rank for rank in self.ranks if positions.get(rank, ())[: self._depth] > own), None)
-
-
-def _call_of(fields: dict[str, Any]) -> Call:
-    shape: Sequence[int] | None = fields.pop("shape")
-    return Call(**fields, shape=None if shape is None else tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -203,59 +189,21 @@ class RunningStep:
         return f"{self.name}, micro-batch {self.microbatch} of {self.num_microbatches}"
 
 
-@dataclass
-class Peers:
-    """The ranks that call a collective together: `group` carries the values. None for a rank alone."""
-
-    group: dist.ProcessGroup | None = None
-    agreement: Agreement | None = None
-
-    def agree(self, call: Call) -> list[Call]:
-        """The call of each rank."""
-        return [call] if self.agreement is None else self.agreement.on(call)
-
-    def forget(self) -> None:
-        """Drop the process group, after a failure: a traceback may keep this object."""
-        self.group = None
-
-
-def connect_collectives(
-    guard: ParameterGuard, groups: ProcessGroups, failures: Failures, world_size: int, *, cube_size: int
-) -> "UserCollectives":
-    """The collectives of a run. `cube_size`: how many ranks of a cube share a micro-batch."""
-
-    def peers(name: str, group: dist.ProcessGroup | None, depth: int | None) -> Peers:
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
-        return Peers(group, Agreement(name, ranks, failures, depth)) if len(ranks) > 1 else Peers()
-
-    return UserCollectives(
-        guard,
-        peers("steps", groups.metrics, None),
-        peers("hooks", groups.data, IN_HOOKS),
-        Agreement("world", range(world_size), failures, IN_HOOKS),
-        cube_size=cube_size,
-    )
-
-
 class UserCollectives:
-    """The collectives of one rank.
+    """The collectives of one rank, in one run."""
 
-    Args:
-        guard: knows which kind of user code runs.
-        in_steps: the ranks that see different samples of a batch.
-        in_hooks: the data ranks.
-        world: all ranks.
-        cube_size: how many ranks of `in_steps` share a micro-batch.
-    """
+    def __init__(self, run: Run) -> None:
+        self._run, self._guard = run, run.guard
+        self._cube_size = prod(run.topology.cube)
+        """how many ranks share a micro-batch"""
 
-    def __init__(
-        self, guard: ParameterGuard, in_steps: Peers, in_hooks: Peers, world: Agreement, *, cube_size: int
-    ) -> None:
-        self._guard = guard
-        self._in_steps = in_steps
-        self._in_hooks = in_hooks
-        self._world = world
-        self._cube_size = cube_size
+        def agreement(name: str, group: dist.ProcessGroup | None, depth: int | None) -> Agreement:
+            ranks = [run.rank] if group is None else dist.get_process_group_ranks(group)
+            return Agreement(name, ranks, run.failures, depth)
+
+        self._in_steps = agreement("steps", run.groups.metrics, None)
+        self._in_hooks = agreement("hooks", run.groups.data, IN_HOOKS)
+        self._world = Agreement("world", range(run.topology.world_size), run.failures, IN_HOOKS)
         self._step: RunningStep | None = None
         self._has_warned = False
         self.used: set[int] = set()
@@ -277,7 +225,7 @@ class UserCollectives:
     def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
         """[...] of each rank to [ranks, ...], in the order of their samples. With a gradient if `sync_grads`."""
         calls = self.agree("self.all_gather" + ("(sync_grads=True)" if sync_grads else ""), tensor)
-        group = self._peers.group
+        group = self._group
         present = [i for i, call in enumerate(calls) if call.num_samples]
         if sync_grads:
             self._check_gradients(calls)
@@ -285,10 +233,10 @@ class UserCollectives:
             return (tensor if sync_grads else tensor.detach()).unsqueeze(0)
         if not calls[group.rank()].num_samples:
             tensor = tensor.new_zeros(calls[present[0]].shape or ())
-        peers, place = self._peers, self.place  # as they are now: the backward may run elsewhere
+        agreement, place = self._agreement, self.place  # as they are now: the backward may run elsewhere
 
         def agree() -> None:
-            peers.agree(Call("the backward of self.all_gather(sync_grads=True)", place))
+            agreement.on(Call("the backward of self.all_gather(sync_grads=True)", place))
 
         with nullcontext() if sync_grads else torch.no_grad():
             gathered: Tensor = AllGather.apply(tensor, group, agree)
@@ -311,7 +259,7 @@ class UserCollectives:
         if self.runs_on_all_ranks:
             return broadcast_object(value, source=source)
         self.agree(f"strategy.broadcast(src={source})")
-        group = self._peers.group
+        group = self._group
         if group is None:
             return value
         if source not in dist.get_process_group_ranks(group):
@@ -340,7 +288,7 @@ class UserCollectives:
         Raises:
             UnsupportedError: they don't, or the ranks of a cube have shares of different sizes.
         """
-        calls = self._peers.agree(self._call(name, tensor))
+        calls = self._agreement.on(self._call(name, tensor))
         for start in range(0, len(calls), self._cube_size if self._in_step else 1):
             shares = [call.num_samples for call in calls[start : start + self._cube_size] if call.num_samples]
             if self._in_step and tensor is not None and len(set(shares)) > 1:
@@ -351,10 +299,33 @@ class UserCollectives:
                 )
         return calls
 
-    def forget(self) -> None:
-        """Drop the process groups, after a failure."""
-        self._in_steps.forget()
-        self._in_hooks.forget()
+    def check_world(self, name: str, tensor: Any) -> None:
+        """Check a call of `torch.distributed` over the whole world.
+
+        Raises:
+            UnsupportedError: not all ranks call it, or some have no data of their own.
+        """
+        topology = self._run.topology
+        if not self.is_user_code or topology.world_size == 1:
+            return
+        if self.runs_on_all_ranks:
+            if name in _REDUCING and topology.replica_size > 1:
+                raise UnsupportedError(
+                    f"torch.distributed.{name} over all ranks in {self.place}: of {topology.replica_size} ranks each, "
+                    f"only one has data of its own, so that sums would count it several times. {_WAY_OUT}."
+                )
+        elif topology.pipe > 1:
+            raise UnsupportedError(
+                f"torch.distributed.{name} over all ranks in {self.place}, which runs on pipeline rank 0 alone: the "
+                f"other ranks would never call it. {_WAY_OUT}."
+            )
+        elif self._cube_size > 1:
+            raise UnsupportedError(
+                f"torch.distributed.{name} over all ranks in {self.place}: the ranks of a cube may have no samples of "
+                f"a micro-batch, and don't count then. {_WAY_OUT}."
+            )
+        else:
+            self.agree(f"torch.distributed.{name}", tensor)
 
     @property
     def runs_on_all_ranks(self) -> bool:
@@ -375,8 +346,14 @@ class UserCollectives:
         return self._guard.hook_name == ""
 
     @property
-    def _peers(self) -> Peers:
+    def _agreement(self) -> Agreement:
         return self._in_steps if self._in_step else self._in_hooks
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The ranks that agree, if there are several. Not kept: it would outlive a failure."""
+        group = self._run.groups.metrics if self._in_step else self._run.groups.data
+        return None if group is None or group.size() == 1 else group
 
     def _call(self, name: str, tensor: Tensor | None) -> Call:
         call = Call(name, self.place)
@@ -440,78 +417,6 @@ _WAY_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run in which user code may call these functions.
-
-    Args:
-        collectives: know which user code runs.
-        num_pipe_ranks: P.
-        cube_size: ranks that hold each stage together.
-    """
-
-    collectives: UserCollectives
-    num_pipe_ranks: int
-    cube_size: int
-
-    def check(self, name: str, tensor: Any) -> None:
-        """Check a call over the whole world.
-
-        Raises:
-            UnsupportedError: not all ranks call it, or some have no data of their own.
-        """
-        if not self.collectives.is_user_code or self.num_pipe_ranks * self.cube_size == 1 == self._num_data:
-            return
-        place = self.collectives.place
-        if self.collectives.runs_on_all_ranks:
-            if name in _REDUCING and self.num_pipe_ranks * self.cube_size > 1:
-                raise UnsupportedError(
-                    f"torch.distributed.{name} over all ranks in {place}: of {self.num_pipe_ranks * self.cube_size} "
-                    f"ranks each, only one has data of its own, so that sums would count it several times. {_WAY_OUT}."
-                )
-        elif self.num_pipe_ranks > 1:
-            raise UnsupportedError(
-                f"torch.distributed.{name} over all ranks in {place}, which runs on pipeline rank 0 alone: the other "
-                f"ranks would never call it. {_WAY_OUT}."
-            )
-        elif self.cube_size > 1:
-            raise UnsupportedError(
-                f"torch.distributed.{name} over all ranks in {place}: the ranks of a cube may have no samples of a "
-                f"micro-batch, and don't count then. {_WAY_OUT}."
-            )
-        else:
-            self.collectives.agree(f"torch.distributed.{name}", tensor)
-
-    @property
-    def _num_data(self) -> int:
-        return dist.get_world_size() // (self.num_pipe_ranks * self.cube_size)
-
-
-_running: list[Run] = []
-_patches: list[PatchedFunction] = []
-
-
-def start(run: Run) -> None:
-    """From now on, check the calls of user code."""
-    if not _running:
-        functions = {name: getattr(distributed_c10d, name) for name in (*_REDUCING, *_OTHERS)}
-        possible = {name: one for name, one in functions.items() if PatchedFunction.is_possible(one)}
-        _patches.extend(PatchedFunction(one, partial(_checked, name)) for name, one in possible.items())
-        for patch in _patches:
-            patch.start()
-    _running.append(run)
-
-
-def stop(run: Run) -> None:
-    """Check the calls of this run no longer. A second call does nothing."""
-    if run in _running:
-        _running.remove(run)
-    if not _running:
-        for patch in _patches:
-            patch.stop()
-        _patches.clear()
-
-
 @contextmanager
 def world_size_watched(note: Callable[[FrameType], None]) -> Iterator[None]:
     """Inside it, `note` gets the frame of each caller of `torch.distributed.get_world_size()`."""
@@ -531,13 +436,23 @@ def world_size_watched(note: Callable[[FrameType], None]) -> Iterator[None]:
 
 def _checked(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Takes the place of one of the functions."""
-    for run in _running if distributed_c10d.is_initialized() else ():
+    for collectives in PATCHES.running if distributed_c10d.is_initialized() else ():
         bound = _signature(original).bind(*args, **kwargs).arguments
         if bound.get("group") in (None, dist.group.WORLD):
-            run.check(name, next((value for value in bound.values() if isinstance(value, Tensor)), None))
-            with run.collectives.unchecked():  # the functions call each other
+            collectives.check_world(name, next((one for one in bound.values() if isinstance(one, Tensor)), None))
+            with collectives.unchecked():  # the functions call each other
                 return original(*args, **kwargs)
     return original(*args, **kwargs)
 
 
 _signature = functools.cache(inspect.signature)
+
+
+def _patched() -> dict[str, PatchedFunction]:
+    functions = {name: getattr(distributed_c10d, name) for name in (*_REDUCING, *_OTHERS)}
+    possible = {name: one for name, one in functions.items() if PatchedFunction.is_possible(one)}
+    return {name: PatchedFunction(one, partial(_checked, name)) for name, one in possible.items()}
+
+
+PATCHES: PatchedInRuns[UserCollectives] = PatchedInRuns(_patched)
+"""check the calls of user code"""

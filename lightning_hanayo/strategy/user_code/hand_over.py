@@ -22,8 +22,7 @@ from lightning_hanayo.partition.guards import MissingValues, Owner, without_valu
 from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
 from lightning_hanayo.pipeline_parallel.batches.reader import step_to
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
-from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
-from lightning_hanayo.pipeline_parallel.transport import Relay
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.user_code.collected import Collections, Missing, name_of
 
 WAY_OUT = (
@@ -41,14 +40,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 class HandOver:
     """One pipeline rank's part in giving values to the ranks above 0."""
 
-    relay: Relay
-    """over the ranks of the pipeline"""
-    device: torch.device
-    """where received tensors go"""
+    run: Run
+    """of the Trainer; its generators are those from which data sets and steps may draw"""
     collections: Collections
     """the lists and attributes that steps set"""
-    generators: SharedGenerators
-    """of random numbers, from which data sets and steps may draw"""
     before_batches: bool
     """whether hooks run between the reading of each batch and its steps"""
     after_batches: bool
@@ -58,14 +53,14 @@ class HandOver:
 
     def at_epoch_end(self) -> None:
         """Send the values set by steps, and by hooks that run on pipeline rank 0 alone. Called by all ranks."""
-        self.generators.share()
+        self.run.generators.share()
         if self.after_epochs:
             self._exchange(EPOCH_BUDGET, {})
 
     def before_batch(self) -> None:
         """Called by all ranks once a batch is read and transferred."""
         if self.before_batches:
-            self.generators.share()
+            self.run.generators.share()
 
     def after_batch(self, **values: Any) -> dict[str, Any]:
         """Send the values set by the steps of a batch, and these values of pipeline rank 0.
@@ -74,19 +69,20 @@ class HandOver:
         """
         if not self.after_batches:
             return values
-        self.generators.share()
+        self.run.generators.share()
         return self._exchange(BATCH_BUDGET, values)
 
     def _exchange(self, budget: int, values: dict[str, Any]) -> dict[str, Any]:
-        if self.relay.transport.num_ranks == 1:
+        relay = self.run.pipe_relay
+        if relay.transport.num_ranks == 1:
             return values
-        if self.relay.transport.rank == 0:
+        if relay.transport.rank == 0:
             packer = Packer(budget)
             changed = self.collections.take_changed()
             left = {path: (start, packer.pack(name_of(path), value)) for path, (start, value) in changed.items()}
-            self.relay.broadcast("values", to_text((left, {name: packer.pack(name, v) for name, v in values.items()})))
+            relay.broadcast("values", to_text((left, {name: packer.pack(name, v) for name, v in values.items()})))
             return values
-        left, received = from_packed(self.relay.broadcast("values"), self.device)
+        left, received = from_packed(relay.broadcast("values"), self.run.device)
         self.collections.give(left)
         return dict(received)
 

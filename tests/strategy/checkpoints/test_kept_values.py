@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_hanayo.dist_checkpointing.load_state import Source
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from tests.harness.training import Layout, make_strategy
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState
-from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from tests.harness import models
 from tests.harness.live_bytes import Live
 from tests.harness.pool import Pool

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_hanayo.schedule import build
 from lightning_hanayo.schedule.communication import message_pairs
-from lightning_hanayo.strategy.groups import DATA, GlooGroups, Partition, ProcessGroups, covering
+from lightning_hanayo.strategy.groups import DATA, GroupFactory, Partition, ProcessGroups, covering
 from lightning_hanayo.topology import Topology
 from tests.harness import models
 from tests.harness.fake_groups import FakeGroups, fake_world
@@ -63,7 +63,7 @@ def two_partitions(extra: bool) -> tuple[list[int], float, bool]:
     dist.init_process_group("gloo")
     if extra:
         dist.new_group([0, 1])
-    factory = GlooGroups(torch.device("cpu"), timedelta(seconds=60))
+    factory = GroupFactory(torch.device("cpu"), timedelta(seconds=60))
     rows: Partition = ((0, 1), (2, 3))
     across: Partition = ((0, 2), (1, 3))
     row, column = factory.control(rows), factory.tensors(across, DATA)
@@ -86,7 +86,7 @@ def rendezvous_of_members() -> int:
     original = dist.new_group
     dist.new_group = lambda ranks, **options: made.append(ranks) or original(ranks, **options)
     try:
-        GlooGroups(torch.device("cpu"), timedelta(seconds=60)).control(((0,), (1,), (2,)))
+        GroupFactory(torch.device("cpu"), timedelta(seconds=60)).control(((0,), (1,), (2,)))
     finally:
         dist.new_group = original
     return len(made)

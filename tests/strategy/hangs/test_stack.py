@@ -11,7 +11,7 @@ import torch
 
 from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCalls, suspend
 from lightning_hanayo.schedule import Action, Kind
-from lightning_hanayo.strategy import stacks
+from lightning_hanayo.strategy import hangs
 from tests.harness.limits import wait_until
 
 
@@ -48,7 +48,7 @@ def test_the_line_of_user_code_is_read() -> None:
         blocked()
 
     with trainer_thread(hook, blocked) as ident:
-        text, source = stacks.doing(stacks.read_stack(ident).frames)
+        text, source = hangs.doing(hangs.read_stack(ident).frames)
     assert text == f"is in wait, tests/strategy/hangs/test_stack.py:{Blocked.wait.__code__.co_firstlineno + 2}"
     assert source == (__file__, Blocked.wait.__code__.co_firstlineno + 2)
 
@@ -68,9 +68,9 @@ def test_the_step_that_runs_is_read_and_not_one_that_is_suspended() -> None:
         calls.close()
 
     with trainer_thread(run, blocked) as ident:
-        threads, frames = stacks.read_stack(ident)
+        threads, frames = hangs.read_stack(ident)
         names = [frame.f_code.co_name for frame in frames]
-        text, _ = stacks.doing(frames)
+        text, _ = hangs.doing(frames)
         del frames
     assert len(threads) == 2
     assert threads[1] == ident
@@ -84,8 +84,8 @@ def test_a_thread_that_has_ended_has_no_stack() -> None:
     blocked = Blocked()
     with trainer_thread(blocked, blocked) as ident:
         pass
-    assert wait_until(lambda: stacks.read_stack(ident).frames == [], 10.0)
-    assert stacks.doing([]) == ("is in a thread that has ended", None)
+    assert wait_until(lambda: hangs.read_stack(ident).frames == [], 10.0)
+    assert hangs.doing([]) == ("is in a thread that has ended", None)
 
 
 def test_nothing_that_was_read_stays_alive() -> None:
@@ -104,7 +104,7 @@ def test_nothing_that_was_read_stays_alive() -> None:
         calls.close()
 
     with trainer_thread(run, blocked) as ident:
-        stacks.doing(stacks.read_stack(ident).frames)
+        hangs.doing(hangs.read_stack(ident).frames)
         assert tensors[0]() is not None
     assert tensors[0]() is None
 
@@ -123,10 +123,10 @@ def test_what_the_code_is_about_is_named(module: str, activity: str) -> None:
     library: dict[str, object] = {"__name__": module, "blocked": blocked}
     exec("def called(): blocked()", library)
     with trainer_thread(library["called"], blocked) as ident:  # type: ignore[arg-type]
-        text, _ = stacks.doing(stacks.read_stack(ident).frames, Action(3, Kind.I, 5))
+        text, _ = hangs.doing(hangs.read_stack(ident).frames, Action(3, Kind.I, 5))
     assert text.startswith(f"is {activity}, in wait, ")
 
 
-@pytest.mark.parametrize("module", [*stacks._ACTIVITIES, stacks._TRAINER])
+@pytest.mark.parametrize("module", [*hangs._ACTIVITIES, hangs._TRAINER])
 def test_the_modules_that_are_known_by_name_exist(module: str) -> None:
     assert importlib.util.find_spec(module) is not None

@@ -14,8 +14,8 @@ from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
 from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.transport import MEANINGS, MessageKind, ProcessGroupTransport, Relay
-from lightning_hanayo.strategy import stacks
-from lightning_hanayo.strategy.stacks import WORLD, find_wait, operations_done, read_stack
+from lightning_hanayo.strategy import hangs
+from lightning_hanayo.strategy.hangs import WORLD, find_wait, operations_done, read_stack
 from lightning_hanayo.strategy.user_code.collectives import Agreement, Call
 from lightning_hanayo.strategy.waits import Wait
 from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
@@ -173,7 +173,7 @@ def test_all_kinds_of_messages_have_a_meaning() -> None:
 
 
 def test_the_functions_of_torch_that_are_known_by_name_exist() -> None:
-    names = stacks._MAKING_GROUPS + tuple(stacks._MEETINGS)
+    names = hangs._MAKING_GROUPS + tuple(hangs._MEETINGS)
     assert all(callable(getattr(dist.distributed_c10d, name)) for name in names)
 
 

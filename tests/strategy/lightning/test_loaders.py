@@ -5,7 +5,9 @@ rank 1   .   .   .   end        uncertain: "one more" x 3, "end" come down the c
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, wrap_loader
+from lightning_hanayo.topology import Topology
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
 
@@ -39,10 +42,16 @@ LOADERS = {
 }
 
 
+def wrapped(loader: Any, rank: int, get_relay: Callable[[], Relay]) -> Any:
+    """As on a rank of a pipeline whose run has this relay."""
+    get_run: Any = lambda: SimpleNamespace(pipe_relay=get_relay())  # noqa: E731
+    return wrap_loader(loader, get_run, Topology(data=1, pipe=2), rank)
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 def test_all_ranks_get_as_many_batches(kind: str) -> None:
     chains = [Relay(transport) for transport in Hub(3, timeout=real_seconds(30)).transports()]
-    loaders = [wrap_loader(LOADERS[kind](), rank, lambda chain=chain: chain) for rank, chain in enumerate(chains)]
+    loaders = [wrapped(LOADERS[kind](), rank, lambda chain=chain: chain) for rank, chain in enumerate(chains)]
     for _ in range(2):
         walks = [iter(loader) for loader in loaders]
         lengths = [0, 0, 0]
@@ -54,14 +63,14 @@ def test_all_ranks_get_as_many_batches(kind: str) -> None:
 
 def test_a_certain_length_is_not_announced() -> None:
     loader = LOADERS["of known length"]()
-    assert wrap_loader(loader, 0, no_chain) is loader
-    assert len(list(wrap_loader(loader, 1, no_chain))) == 2
+    assert wrapped(loader, 0, no_chain) is loader
+    assert len(list(wrapped(loader, 1, no_chain))) == 2
 
 
 def test_the_length_is_the_loaders() -> None:
-    assert [len(wrap_loader(LOADERS["of known length"](), rank, lambda: CHAIN)) for rank in (0, 1)] == [2, 2]
+    assert [len(wrapped(LOADERS["of known length"](), rank, lambda: CHAIN)) for rank in (0, 1)] == [2, 2]
     with pytest.raises(TypeError, match="DataLoader has no length"):
-        len(wrap_loader(LOADERS["a stream"](), 1, lambda: CHAIN))
+        len(wrapped(LOADERS["a stream"](), 1, lambda: CHAIN))
 
 
 USES = {
@@ -105,7 +114,7 @@ class Resumable(DataLoader[torch.Tensor]):
 def test_a_resumed_loader_takes_its_placeholder_along() -> None:
     chains = [Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports()]
     first, above = (
-        wrap_loader(Resumable(torch.arange(4.0)), rank, lambda chain=chain: chain)  # type: ignore[arg-type]
+        wrapped(Resumable(torch.arange(4.0)), rank, lambda chain=chain: chain)  # type: ignore[arg-type]
         for rank, chain in enumerate(chains)
     )
     assert len(first) == len(above) == 4
@@ -121,7 +130,7 @@ def no_chain() -> Relay:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lengths_are_known_before_the_pipeline(rank: int) -> None:
-    loader = wrap_loader(Resumable(torch.arange(4.0)), rank, no_chain)  # type: ignore[arg-type]
+    loader = wrapped(Resumable(torch.arange(4.0)), rank, no_chain)  # type: ignore[arg-type]
     assert len(loader) == 4
     with pytest.raises(AssertionError, match="before it is there"):
         next(iter(loader))

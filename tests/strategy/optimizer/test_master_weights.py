@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.strategy.optimizer.step_values import StepValues
+from lightning_hanayo.strategy.optimizer_steps import StepValues
 from tests.harness import models
 from tests.harness.checkpoints import read
 from tests.harness.devices import trainer_on

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.lightning.loaders import first_batch
-from lightning_hanayo.strategy.setup.called_stacks import called_stacks
+from lightning_hanayo.strategy.uncut_step import called_stacks
 from tests.harness import models
 from tests.harness.models import MLP, NUM_BLOCKS, WIDTH, Batch, Block
 from tests.harness.oracle import plain

@@ -39,11 +39,11 @@ def clip(dtype: torch.dtype, poison: float | None, max_norm: float, norm_type: f
             if index % 2 != dist.get_rank():
                 found[index] = nn.Parameter(parameter.detach().to("meta"))
         norms = GradientNorms(found, (dist.group.WORLD, dist.group.WORLD), device=torch.device("cpu"))
-        norm_functions.start(norms)
+        norm_functions.PATCHES.start(norms)
         try:
             total = clip_grad_norm_(iter(found), max_norm, norm_type)
         finally:
-            norm_functions.stop(norms)
+            norm_functions.PATCHES.stop(norms)
     return [total, *(parameter.grad for parameter in found)]
 
 

@@ -41,21 +41,21 @@ def running(*modules: nn.Module) -> Iterator[list[GradientNorms]]:
     """Runs of one rank each."""
     runs = [GradientNorms(list(one.parameters()), None, device=torch.device("cpu")) for one in modules]
     for run in runs:
-        norms.start(run)
+        norms.PATCHES.start(run)
     try:
         yield runs
     finally:
         for run in runs:
-            norms.stop(run)
+            norms.PATCHES.stop(run)
 
 
 def test_they_are_restored_after_the_last_run() -> None:
     with running(model(), model()) as (first, second):
-        norms.stop(first)
+        norms.PATCHES.stop(first)
         assert not set(codes()) & set(BEFORE)
-        norms.stop(second)
+        norms.PATCHES.stop(second)
         assert codes() == BEFORE
-        norms.stop(second)
+        norms.PATCHES.stop(second)
     assert codes() == BEFORE
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
-MAX_LINES = 39_441
+MAX_LINES = 38_604
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 268
+MAX_FILES = 264
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

@@ -10,12 +10,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.benchmarks.gpu.card import find_card
-from recipes.benchmarks.gpu.models import ALL, COMPILED, MICROBATCHES
+from recipes.benchmarks.gpu.models import ALL, COMPILED, EAGER, MICROBATCHES
 from recipes.benchmarks.gpu.parts import FULL, PARTS, TOY, Figures, Run
 from recipes.benchmarks.gpu.steps import CaseFigures, Rounds, StepFigures, largest_difference
 from recipes.benchmarks.harness import (
@@ -191,6 +192,7 @@ def _groups(
 
 
 PRECISIONS = ("bf16-true", "bf16-mixed")
+BLOCKS = {"eager": EAGER, "compiled": ALL[len(EAGER) :]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,7 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     number(parser, "--rounds", 5, "the median is shown")
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="(default bf16-true)")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, which also run on a CPU: for trying it out")
-    parser.add_argument("--eager", action="store_true", help="leave out compiled blocks, which take minutes to compile")
+    parser.add_argument("--blocks", choices=BLOCKS, help="(default: both; compiled ones take minutes to compile)")
+    parser.add_argument("--tokens", nargs="+", type=int, metavar="N", help="per micro-batch (default: 1024 4096 16384)")
     parser.add_argument("--again", type=Path, metavar="FILE.json", help="measure nothing: format the figures in it")
     return run(_measure, parser.parse_args(arguments))
 
@@ -214,7 +217,9 @@ def _figures(options: argparse.Namespace) -> Figures:
     card = find_card(toy=options.toy)
     _say(card.about)
     scale = TOY if options.toy else FULL
-    measuring = Run(card, scale, Rounds(options.rounds), options.eager, options.precision, _say)
+    if options.tokens:
+        scale = replace(scale, tokens=tuple(options.tokens))
+    measuring = Run(card, scale, Rounds(options.rounds), BLOCKS.get(options.blocks, ALL), options.precision, _say)
     sizes = "toy sizes, which say nothing about the device" if options.toy else f"parts: {' '.join(options.parts)}"
     note = f"{options.precision}; {sizes}"
 

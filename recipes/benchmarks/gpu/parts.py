@@ -30,7 +30,7 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from recipes.benchmarks.gpu import steps
 from recipes.benchmarks.gpu.card import Card
-from recipes.benchmarks.gpu.models import ALL, COMPILED, EAGER, Case, Kind, LlamaStack, Precision, Sizes, build
+from recipes.benchmarks.gpu.models import COMPILED, EAGER, Candidate, Case, Kind, LlamaStack, Precision, Sizes, build
 from recipes.benchmarks.gpu.steps import CaseFigures, Rounds, Say
 from recipes.benchmarks.harness import Summary
 from recipes.benchmarks.pairs.tables import ALONE, STEADY, WAYS, table_of
@@ -374,18 +374,18 @@ class Scale:
     """sequence; more tokens are several sequences"""
     product: tuple[int, int, int]
 
-    def cases(self, kind: Kind, *, is_eager: bool) -> list[Case]:
+    def cases(self, kind: Kind, asked: Sequence[Candidate]) -> list[Case]:
         """The cases of a model."""
         found = []
         for tokens in self.tokens:
             sequence = min(tokens, self.longest)
-            candidates = ALL if tokens == self.bar_tokens and not is_eager else EAGER
+            candidates = tuple(one for one in asked if tokens == self.bar_tokens or not one.is_compiled)
             found.append(Case(kind, self.models[kind], tokens // sequence, sequence, candidates))
-        return found
+        return [case for case in found if case.candidates]
 
-    def host_cases(self, *, is_eager: bool) -> list[Case]:
+    def host_cases(self, asked: tuple[Candidate, ...]) -> list[Case]:
         """The cases of narrow models."""
-        return [Case(kind, sizes, 1, 16, EAGER if is_eager else ALL) for kind, sizes in self.narrow.items()]
+        return [Case(kind, sizes, 1, 16, asked) for kind, sizes in self.narrow.items()]
 
 
 LLAMA_7B = Sizes(width=4096, num_heads=32, feed_forward=11008, num_blocks=4)
@@ -406,8 +406,7 @@ class Run:
     card: Card
     scale: Scale
     rounds: Rounds
-    is_eager: bool
-    """leave out compiled blocks"""
+    candidates: tuple[Candidate, ...]
     precision: Precision
     say: Say
 
@@ -429,7 +428,7 @@ class Run:
 
     def _measure(self, part: str, figures: Figures, keep: Callable[[Figures], None]) -> None:
         tokens, rounds = self.scale.bar_tokens, self.rounds
-        cases, into = self.scale.host_cases(is_eager=self.is_eager), figures.host
+        cases, into = self.scale.host_cases(self.candidates), figures.host
         match part:
             case "products":
                 figures.products += measure_products(self.scale.product, self.card, self.say)
@@ -444,7 +443,7 @@ class Run:
             case "host":
                 rounds = replace(rounds, rounds=3 * rounds.rounds)  # steps of milliseconds
             case "llama" | "gpt":
-                cases, into = self.scale.cases(part, is_eager=self.is_eager), figures.steps
+                cases, into = self.scale.cases(part, self.candidates), figures.steps
         for case in cases:
             into.append(steps.measure(replace(case, precision=self.precision), self.card, rounds, self.say))
             keep(figures)

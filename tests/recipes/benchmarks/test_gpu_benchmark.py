@@ -70,7 +70,7 @@ def test_each_block_waits_for_a_collective_forward_and_backward(way: str) -> Non
 
 
 def test_three_parts_run_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
-    data, page, picture = found_in(tmp_path, pool, "--eager", "--parts", "llama", "products", "memory")
+    data, page, picture = found_in(tmp_path, pool, "--blocks", "eager", "--parts", "llama", "products", "memory")
     assert data["failed"] == {} and [(case["kind"], case["tokens"]) for case in data["steps"]] == [("llama", 16)]
     check_candidates(data["steps"][0])
     assert len(data["memory"]) == 1 and [one["num_blocks"] for one in data["products"]] == [0, 4, 16, 32]
@@ -97,7 +97,7 @@ def check_candidates(case: dict[str, Any]) -> None:
 
 
 def test_the_same_table_is_made_again_from_the_figures(pool: Pool, tmp_path: Path) -> None:
-    _, page, _ = found_in(tmp_path, pool, "--eager", "--parts", "products", "memory")
+    _, page, _ = found_in(tmp_path, pool, "--blocks", "eager", "--parts", "products", "memory")
     again = ["--again", str(tmp_path / "found.json"), "--table", str(tmp_path / "again.md")]
     assert main(again) == 0
     assert (tmp_path / "again.md").read_text() == page

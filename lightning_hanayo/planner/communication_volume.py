@@ -159,6 +159,7 @@ class ExpertLayer:
         parameters: elements of all experts.
         flops: of the forward.
         saved: bytes that the forward keeps for the backward, besides parameters.
+        dtype: of the products, which autocast may leave in fp32; empty: that of the model's other products.
     """
 
     tokens: int
@@ -168,6 +169,7 @@ class ExpertLayer:
     parameters: int
     flops: float = 0.0
     saved: float = 0.0
+    dtype: str = ""
 
     def of_a_rank(self, mesh: MeshSizes) -> int:
         """Returns the most experts that a rank has."""

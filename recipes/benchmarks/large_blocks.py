@@ -157,7 +157,8 @@ def measure(model: str, card: Card, device: str, rounds: int, *, toy: bool) -> B
     facts = read_model(module, {"input_ids": torch.zeros(1, context, dtype=torch.long)}, 1, precision="bf16-mixed")
     block = facts.blocks[0]
     planned = time_block(block, (1, 1, 1), 1, machine(device), facts.dtype, facts.element).alone
-    kept = block.saved_by_a_rank(1, (1, 1, 1), facts.element) + facts.element * block.cast_by_a_rank(1, (1, 1, 1))
+    own = block.of_a_rank(1, (1, 1, 1), facts.element)
+    kept = own.saved + facts.element * own.cast
     forwards, backwards, held = _times(*_first_call(_module(model, 1, toy=toy), context, card), card, rounds)
     return BlockFigures(model, context, block.parameters, block.flops, Summary.of(forwards), Summary.of(backwards),
                         held, planned.forward, planned.backward, kept)  # fmt: skip

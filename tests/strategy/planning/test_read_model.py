@@ -340,7 +340,7 @@ def test_mixed_precision_keeps_what_autocast_makes() -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saved_tensors_hooks(keep, lambda one: one):
         block(x)
     own = facts.blocks[0]
-    counted = SAMPLES * own.saved + 2 * own.cast_by_a_rank(SAMPLES, (1, 1, 1))
+    counted = SAMPLES * own.saved + 2 * own.of_a_rank(SAMPLES, (1, 1, 1)).cast
     assert counted == pytest.approx(sum(one.untyped_storage().nbytes() for one in kept.values()), rel=0.02)
     assert facts.message == 4 * CONTEXT * WIDTH
     assert facts.dtype == "bfloat16"

@@ -26,7 +26,7 @@ from lightning_hanayo.topology import Topology, cube_sizes, resolve
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """The Trainer's options that change the training."""
+    """The Trainer's options that change the training, by the names that it gives them."""
 
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None

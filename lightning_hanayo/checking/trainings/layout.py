@@ -61,10 +61,6 @@ def make_trainer(case: Case, *observers: Callback, **options: Any) -> Trainer:
         accelerator="cpu",
         max_steps=case.steps,
         max_epochs=1,
-        accumulate_grad_batches=case.trainer.accumulate_grad_batches,
-        gradient_clip_val=case.trainer.gradient_clip_val,
-        gradient_clip_algorithm=case.trainer.gradient_clip_algorithm,
-        callbacks=[*case.trainer.callbacks, _LenientSchedulers(), *observers],
         plugins=[LightningEnvironment()],
         limit_val_batches=0,
         num_sanity_val_steps=0,
@@ -73,7 +69,7 @@ def make_trainer(case: Case, *observers: Callback, **options: Any) -> Trainer:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **vars(case.trainer) | {"callbacks": [*case.trainer.callbacks, _LenientSchedulers(), *observers]} | options,
     )
 
 

@@ -20,7 +20,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
@@ -31,7 +30,7 @@ from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
-from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.joining import on_all_ranks, place_in_world, with_common_errors
 from lightning_hanayo.strategy.setup.cube import Cube
 
 
@@ -279,9 +278,7 @@ def _signature(folder: Path) -> str:
 
 
 def _verify(folder: Path) -> None:
-    is_alone = not dist.is_initialized()
-    place = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-    open_weights(folder).folder.verify(*place, kind="model/")
+    open_weights(folder).folder.verify(*place_in_world(), kind="model/")
 
 
 def _own_sources(

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -33,8 +32,8 @@ from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, listed, nearest
-from lightning_hanayo.strategy.checkpoints.resume import KEY, saved_in_folder
-from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.checkpoints.resume import saved_run
+from lightning_hanayo.strategy.joining import on_all_ranks, place_in_world, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
@@ -109,7 +108,7 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
     def read() -> Checkpoint:
         if storage.is_local and plain_file.is_zip(local):
             if verify:
-                verify_file(str(local), *_place())
+                verify_file(str(local), *place_in_world())
             content = plain_file.load_mapped(local, weights_only=weights_only)
         else:
             with plain_file.reading(local):
@@ -130,19 +129,13 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
 
     def read() -> Checkpoint:
         if verify:
-            folder.verify(*_place())
+            folder.verify(*place_in_world())
         return Checkpoint(folder_content(folder))
 
     content = with_common_errors(read)
     content.source = Source(str(path), str(folder.manifest.about.get("module", "")).rpartition(".")[2] or None)
-    if KEY in content:
-        content[KEY] = saved_in_folder(folder, content[KEY])
+    saved_run(content)  # raises if that isn't in order
     return content
-
-
-def _place() -> tuple[int, int]:
-    """This rank, and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], steps: "OptimizerSteps") -> None:

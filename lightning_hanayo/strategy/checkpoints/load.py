@@ -17,6 +17,7 @@ this package      headers read   may change entries   entries are kept        ch
 import os
 from collections.abc import Collection, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from lightning_hanayo.dist_checkpointing import load_state, plain_file
 from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit
+from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit, tensors_of
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, listed, nearest
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
@@ -154,15 +155,9 @@ def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], 
             f"configure_model."
         )
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
+    check = partial(OptimizerState, names=names, source=source, accept=run.options.load_anyway)
     checked = [
-        OptimizerState(
-            unwrapped(one),
-            state,
-            names,
-            source,
-            accept=run.options.load_anyway,
-            shapes=shapes if is_elementwise(one) else None,
-        )
+        check(unwrapped(one), state, shapes=shapes if is_elementwise(one) else None)
         for one, state in zip(optimizers, states, strict=True)
     ]
     for line in (line for one in checked for line in one.warnings):
@@ -261,7 +256,7 @@ class KeptValues:
 
         A callback, such as one that averages weights, loads others in its `on_load_checkpoint`.
         """
-        current = _tensors(module)
+        current = tensors_of(module)
         for name, version in _versions(module).items():
             if name in self._state and version != self._versions.get(name, version):
                 self._state[name] = current[name]
@@ -303,11 +298,4 @@ class KeptValues:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """The tensor that each name of the module stands for, and how often it was written."""
-    return {name: identity_of(tensor) for name, tensor in _tensors(module).items()}
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    return {name: identity_of(tensor) for name, tensor in tensors_of(module).items()}

@@ -337,6 +337,8 @@ def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> d
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
     module, layout = run.module, run.pipeline.layout
     shapes = {} if run.cube is None else run.cube.whole_shapes
+    models = transformers_models(module)
+    configs = [(name, one, one.config.to_json_string(use_diff=False)) for name, one in models]
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),
@@ -346,12 +348,7 @@ def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> d
         "versions": {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "lightning", "torch")},
         "tied": dict(tied),
         "huggingface": [
-            {
-                "prefix": name,
-                "class": type(one).__name__,
-                "config": json.loads(one.config.to_json_string(use_diff=False)),
-            }
-            for name, one in transformers_models(module)
+            {"prefix": name, "class": type(one).__name__, "config": json.loads(text)} for name, one, text in configs
         ],
     }
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing import huggingface
 from lightning_hanayo.dist_checkpointing.export import Weights, open_weights
-from lightning_hanayo.dist_checkpointing.load_state import own_part
+from lightning_hanayo.dist_checkpointing.load_state import own_part, tensors_of
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
 from lightning_hanayo.monitor.waiting import Waiting
@@ -56,8 +55,7 @@ def make_room(
 ) -> None:
     """Give memory to meta tensors in `modules`, this rank's, that have one of the names: values are read later."""
     own = {tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())}
-    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for name, tensor in tensors:
+    for name, tensor in tensors_of(model).items():
         if name in names and tensor in own and tensor.is_meta:
             deferred.assign_one(tensor, torch.empty_like(tensor, device=device))
 

@@ -161,12 +161,7 @@ def topology_of(options: Options, devices: int | None) -> Topology:
                 "nothing says how many processes the layout has: give devices=N, or sizes to HanayoStrategy, such as "
                 "pipeline_parallel_size=2"
             )
-    return resolve(
-        devices,
-        pipeline_parallel_size=pipe,
-        data_parallel_size=data,
-        cube=options.cube,
-    )
+    return resolve(devices, pipeline_parallel_size=pipe, data_parallel_size=data, cube=options.cube)
 
 
 def select_callbacks(callbacks: Iterable[Callback]) -> tuple[tuple[Callback, ...], tuple[str, ...]]:

@@ -33,13 +33,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        "hanayo plan",
-        __doc__,
-        usage="hanayo plan --config recipe.yaml --devices N (--device NAME | --machine FILE) [options] "
-        "[options of hanayo fit]",
-        epilog=OTHERS,
-    )
+    usage = "hanayo plan --config recipe.yaml --devices N (--device NAME | --machine FILE) [options] "
+    parser = CommandParser("hanayo plan", __doc__, usage=f"{usage}[options of hanayo fit]", epilog=OTHERS)
     add, to_bytes = parser.add_argument, partial(quantity, units=_UNITS, expected="bytes, such as 80GB or 40GiB")
     add("--devices", type=whole_number, metavar="N", required=True, help="devices of all nodes")
     add("--nodes", type=whole_number, default=1, metavar="N", help="nodes (default: 1)")

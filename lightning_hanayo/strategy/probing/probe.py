@@ -266,6 +266,7 @@ class Probe:
         self, step: Callable[[Any], Any], union: Any, parts: SplitBatch, outputs: comparison.Outputs, draw: int
     ) -> tuple[comparison.DryRun, list[comparison.DryRun]]:
         """Dry runs of the samples together, and of their parts, which begin with the same random numbers."""
+        states = generator_states(self.device)
         try:
             pieces, sizes = parts.counted
             whole = self._run(step, union, sum(sizes), outputs.of_union(draw))
@@ -277,6 +278,7 @@ class Probe:
         runs = []
         for number, piece in enumerate(pieces):
             try:
+                set_generators(states, self.device)
                 runs.append(self._run(step, piece, sizes[number], outputs.of_part(number)))
             except UnsupportedError as error:
                 raise comparison.CannotBeCut(str(error)) from error
@@ -286,6 +288,7 @@ class Probe:
                 raise comparison.Differs(
                     f"the step fails on fewer samples ({type(error).__name__}: {error})"
                 ) from error
+        set_generators(states, self.device)  # for the run of a scaled loss
         return whole, runs
 
     def needs(self, given: Sample) -> float | None:
@@ -341,7 +344,6 @@ class Probe:
             ran = self.steps.run(step, own_copy(samples), num_samples, given)
         after = generator_states(self.device)
         is_random = any(not torch.equal(before[name], after[name]) for name in before)
-        set_generators(before, self.device)  # each run draws the same numbers
         loss = find_loss(ran.result)
         gradients, outside = self._gradients(ran, loss, scale)
         return comparison.DryRun(ran, loss, gradients, outside, recorded.logged, is_random, recorded.calls_logger)

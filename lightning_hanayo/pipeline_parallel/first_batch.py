@@ -335,8 +335,9 @@ class _BlockRun:
     def _run(self, values: Sequence[Any]) -> list[Tensor]:
         """The floating-point tensors in the block's output."""
         set_generators(self._states, self._device)
-        if self._is_cube and (randomness := forward_patch.randomness_of(self._block)) is not None:
-            randomness.streams.begin_block(randomness.index)  # the ranks draw alike
+        if self._is_cube:
+            patch = forward_patch.patch_of(self._block)
+            patch.streams.begin_block(patch.index)  # the ranks draw alike
         args, kwargs = tree_unflatten([one.clone() if isinstance(one, Tensor) else one for one in values], self._spec)
         made = tree_leaves(forward_patch.run_uncompiled(self._block, *args, **kwargs))
         return [one for one in made if isinstance(one, Tensor) and one.is_floating_point()]

@@ -32,7 +32,7 @@ from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.stages import Stage
 from lightning_hanayo.pipeline_parallel.transport import Relay
@@ -182,8 +182,7 @@ class Pipeline:
     """of the batch that runs, or of the last one; None above pipeline rank 0"""
     ends: Mapping[bool, Ends] = field(default_factory=dict)
     """by whether the step runs once on a whole batch; empty above pipeline rank 0"""
-    random_streams: RandomStreams | None = None
-    """None: random numbers come from torch's own generators, unchanged"""
+    random_streams: RandomStreams = NO_STREAMS
     first_batch: FirstBatch | None = field(default=None, init=False)
     """examines the first training batch; None: no longer, or never"""
     _late_weight: float = field(default=1.0, init=False)
@@ -261,9 +260,7 @@ class Pipeline:
             self.engine.use(ends.stages)
         self.gradients.begin_batch()
         with (
-            self.random_streams.batch(key, has_shares=not batch.is_whole)
-            if self.random_streams is not None
-            else nullcontext(),
+            self.random_streams.batch(key, has_shares=not batch.is_whole),
             self.step_state.watched(batch.num_microbatches, is_whole=batch.is_whole) if trains else nullcontext(),
             self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
         ):

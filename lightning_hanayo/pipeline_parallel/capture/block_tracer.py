@@ -15,7 +15,6 @@ After its last block the step may call the first one again: a further pass, with
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -42,7 +41,7 @@ from lightning_hanayo.pipeline_parallel.capture.between import (
     with_indices,
 )
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.forward_patch import randomness_of, run_block, run_original
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
 from lightning_hanayo.pipeline_parallel.capture.proxy import (
     SKIPPED_BLOCKS,
     Proxy,
@@ -192,8 +191,7 @@ class BlockTracer:
                 f"pass in one grad mode. To freeze some blocks, call requires_grad_(False) on them."
             )
         self.num_called += 1
-        randomness = randomness_of(block)  # also of a block on another rank: the caller's stream advances everywhere
-        with nullcontext() if randomness is None else randomness.of_call():
+        with patch_of(block).stream_of_call():  # also of one on another rank: the caller's stream advances everywhere
             return self._run_or_record(block, index, args, kwargs)
 
     def _run_or_record(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ Nothing remains of it but what it has shown: buffers, attributes, logs, metrics 
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -261,10 +261,7 @@ class DrySteps:
     def running(self) -> Iterator[None]:
         """To be open while dry steps run, outside of batches."""
         self._user.begin_batch()
-        streams = self._user.streams
-        with ExitStack() as stack:
-            if streams is not None:
-                stack.enter_context(streams.batch("dry runs", has_shares=False))
+        with self._user.streams.batch("dry runs", has_shares=False):
             yield
 
 

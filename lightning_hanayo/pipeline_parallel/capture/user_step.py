@@ -42,7 +42,7 @@ from lightning_hanayo.pipeline_parallel.capture.threads import (
 )
 from lightning_hanayo.pipeline_parallel.message import Message
 from lightning_hanayo.pipeline_parallel.pytree import OutputReference
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 
 
 class ReplacedParameters:
@@ -232,7 +232,7 @@ class UserStep:
     blocks: Sequence[nn.Module]
     num_local: int
     name: str
-    streams: RandomStreams | None = None
+    streams: RandomStreams = NO_STREAMS
     carriers: Carriers = NO_CARRIERS
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
     sends_objects: bool = True
@@ -271,8 +271,7 @@ class UserStep:
         if self.replaced_parameters is not None:
             self.replaced_parameters.begin_batch()
         self.carriers.begin_batch(self.num_local)
-        if self.streams is not None:
-            self.streams.num_local = self.num_local
+        self.streams.num_local = self.num_local
         self._state = ThreadState.current()
         self._calls.context = copy_context()
 
@@ -280,8 +279,7 @@ class UserStep:
         """Run the whole step where the stack is one stage, and return its result."""
         assert batch.step is not None
         batch.on_user_code(microbatch)
-        if self.streams is not None:
-            self.streams.begin_user_code(microbatch)
+        self.streams.begin_user_code(microbatch)
         is_whole = len(batch.loss_weights) == 1  # then it may do anything, as in one process
         if is_whole:
             with self.guarded():
@@ -418,8 +416,7 @@ class UserStep:
         """
         self._enter(batch, None)
         if self.num_local == self.num_blocks:
-            if self.streams is not None:
-                self.streams.begin_user_code(0)
+            self.streams.begin_user_code(0)
             with self._user_code(batch):
                 return batch.dry_run_step(0)  # type: ignore[misc]
         call, tracer = self._start(batch, batch.dry_run_step or batch.step, 0, NO_CARRIERS)  # type: ignore[arg-type]
@@ -482,8 +479,7 @@ class UserStep:
             first_numbers=self._first_numbers,
             stand_ins=self.stand_ins,
         )
-        if self.streams is not None:
-            self.streams.begin_user_code(microbatch)
+        self.streams.begin_user_code(microbatch)
         with self._user_code(batch):
             call = self._calls.start(lambda: _run_step(function, microbatch), tracer, state)
         self._check_suspended(call, tracer)

@@ -344,7 +344,7 @@ class WholeStep:
             )
         device = next((one.device for one in user.blocks[0].parameters()), torch.device("cpu"))
         states = generator_states(device)
-        streams = None if user.streams is None else user.streams.save()
+        streams = user.streams.save()
         try:
             with kept_buffers(self.outside):
                 calls = user.start_dry_run(batch, microbatch, CarriersOfDryRun(user.carriers, trees))
@@ -361,8 +361,7 @@ class WholeStep:
             else:
                 calls = user.finish_dry_run(batch, microbatch, after.output)
         set_generators(states, device)
-        if streams is not None and user.streams is not None:
-            user.streams.restore(streams)
+        user.streams.restore(streams)
         return calls
 
     def _joined(self, current: Pass) -> tuple[Any, Sequence[Any]]:

@@ -38,7 +38,7 @@ from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce, Tied
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import (
@@ -76,7 +76,7 @@ from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 
 def build_pipeline(
-    run: Run, plan: ModelPlan, prepared: PreparedModel, streams: RandomStreams | None, given: Collection[str] = ()
+    run: Run, plan: ModelPlan, prepared: PreparedModel, streams: RandomStreams, given: Collection[str] = ()
 ) -> Pipeline:
     """Cut the run's module into this rank's stages and connect them. Called by all ranks of the world.
 
@@ -84,7 +84,7 @@ def build_pipeline(
         run: its module is whole, and the same on all ranks; afterwards parameters of other ranks are placeholders.
         plan: of the stack, the layout and the cube.
         prepared: the changes of earlier runs to the model; takes the blocks of each stage.
-        streams: of random numbers; None: torch's own generators, unchanged.
+        streams: of random numbers.
         given: the names of tensors that get their values from a checkpoint.
     """
     model, layout, cube = run.module, plan.layout, prepared.cube
@@ -175,7 +175,7 @@ class RankBuilder:
     ownership: Ownership
     run: Run
     cube: Cube | None
-    streams: RandomStreams | None
+    streams: RandomStreams
 
     def __post_init__(self) -> None:
         self.model = self.run.module
@@ -242,7 +242,7 @@ class RankBuilder:
         if cube is not None and "torch._dynamo" in sys.modules:  # whose import takes seconds
             # layers of compiled blocks hand results to each other by attributes: recomputed ones are in the graph
             run.attributes.set(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-        if streams is not None or not is_single:
+        if streams is not NO_STREAMS or not is_single:
             forward_patch.patch_blocks(stack.blocks, streams, values=run.values, single_stage=is_single)
         encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
         for encoder in encoders if not is_single else ():
@@ -384,9 +384,7 @@ class RankBuilder:
             )
             return None
         whole, parameters = groups.whole, list(self.model.parameters())
-        states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values())]
-        if self.streams is not None:
-            states.append(self.streams)
+        states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values()), self.streams]
         return Pairs(
             cube.queue,
             states,

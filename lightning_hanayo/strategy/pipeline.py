@@ -155,7 +155,7 @@ class GradientSync:
 class Ends:
     """The stages with user code, of pipeline rank 0, and the runner of its step: once, or for each micro-batch."""
 
-    user_step: UserStep | WholeStep
+    user_step: UserStep
     stages: Mapping[int, Stage]
     """all of this rank, by number"""
 
@@ -178,7 +178,7 @@ class Pipeline:
     gather_in_cube: AllGatherObject
     """gathers Python objects from the ranks of this rank's cube"""
     step_state: StepState
-    user_step: UserStep | WholeStep | None = None
+    user_step: UserStep | None = None
     """of the batch that runs, or of the last one; None above pipeline rank 0"""
     ends: Mapping[bool, Ends] = field(default_factory=dict)
     """by whether the step runs once on a whole batch; empty above pipeline rank 0"""
@@ -392,7 +392,7 @@ class Pipeline:
         """
         found: list[bool] = []
 
-        def next_pass(user_step: UserStep | WholeStep) -> bool | None:
+        def next_pass(user_step: UserStep) -> bool | None:
             try:
                 return user_step.next_pass(batch, 0)
             except Exception as error:
@@ -406,7 +406,7 @@ class Pipeline:
                 self.step_state.end_pass(len(found) - 1)
         return tuple(found)
 
-    def _announced(self, ask: Callable[[UserStep | WholeStep], Any]) -> Any:
+    def _announced(self, ask: Callable[[UserStep], Any]) -> Any:
         """The answer of the user's step, on all ranks of the pipeline. On rank 0 the ranks of a cube must agree.
 
         Raises:

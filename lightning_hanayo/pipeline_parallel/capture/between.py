@@ -157,24 +157,21 @@ class StandIns:
     """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank.
 
     Args:
-        blocks: of the stack, those of other ranks with placeholders.
         copy_of: copies a block, in a cube with the layers that it had; also returns whole shapes of parameters.
     """
 
     def __init__(
         self,
-        blocks: Sequence[nn.Module],
         copy_of: Callable[[nn.Module], tuple[nn.Module, Shapes]] = lambda block: (copy.deepcopy(block), {}),
     ) -> None:
-        self._blocks = blocks
         self._copy_of = copy_of
         self._known: dict[Any, Made] = {}
         self._mode: FakeTensorMode | None = None
 
     def run(
-        self, index: int | None, call: pytree.Skeleton, tensors: Sequence[Tensor], value_of: Callable[..., Value]
+        self, block: nn.Module | None, call: pytree.Skeleton, tensors: Sequence[Tensor], value_of: Callable[..., Value]
     ) -> tuple[Made, list[Value]]:
-        """Run the block of this index, or the function that the call names; also return the values that it gets.
+        """Run the block, or the function that the call names; also return the values that it gets.
 
         `value_of` is called with the path and the distance of each output in the call.
 
@@ -187,25 +184,25 @@ class StandIns:
         given += [value_of(path, distance) for _, distance, path in proxies]
         specs = tuple([one.spec for one in given])
         current = torch.is_grad_enabled(), autocast_state()
-        key = index, own, specs, current, index is not None and self._blocks[index].training
+        key = block, own, specs, current, block is not None and block.training
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             try:
-                self._known[key] = self._run(index, own, specs, len(indices))
+                self._known[key] = self._run(block, own, specs, len(indices))
             except Exception as error:  # of the user's code
-                if index is None:
+                if block is None:
                     raise
                 raise UnsupportedError(
-                    f"code between two blocks computes with the output of a {type(self._blocks[index]).__name__} on "
+                    f"code between two blocks computes with the output of a {type(block).__name__} on "
                     f"another rank, whose shape isn't known, as the block doesn't run without values "
                     f"({type(error).__name__}: {error}). Move that code into the block."
                 ) from error
         return self._known[key], given
 
-    def _run(self, index: int | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
+    def _run(self, block: nn.Module | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
-        copied = None if index is None else self._copy(index)  # torch 2.10 to 2.12 copy no placeholder in the mode
+        copied = None if block is None else self._copy(block)  # torch 2.10 to 2.12 copy no placeholder in the mode
         # hooks of a checkpoint around the call must not see tensors of this run
         with self._mode, torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             given = [spec.fake() for spec in specs]
@@ -231,9 +228,8 @@ class StandIns:
             tuple((i, Spec.of(one)) for i, one in enumerate(given) if one._version != before[i]),
         )
 
-    def _copy(self, index: int) -> tuple[nn.Module, nn.Module, Shapes]:
+    def _copy(self, block: nn.Module) -> tuple[nn.Module, nn.Module, Shapes]:
         """The block, an unpatched copy, and the whole shapes of parameters of which ranks have parts."""
-        block = self._blocks[index]
         with torch._C.DisableTorchFunctionSubclass():
             copied, shapes = self._copy_of(block)
         unpatch_blocks([copied])

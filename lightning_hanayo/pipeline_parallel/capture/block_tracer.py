@@ -14,7 +14,8 @@ After its last block the step may call the first one again: a further pass, with
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -60,37 +61,45 @@ MOST_CALLS = 1 << 24
 _PLAIN = (type(None), bool, int, float, str)
 
 
+@dataclass(eq=False, repr=False)
+class TracedStack:
+    """The stack as the steps of one rank call it.
+
+    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. Errors call the stack by
+    its qualified `name`.
+    """
+
+    blocks: Sequence[nn.Module]
+    num_local: int
+    name: str
+    _: KW_ONLY
+    sends_objects: bool = True
+    """whether blocks work on the same samples and features as the step, so that they may get any objects"""
+    stand_ins: StandIns = field(default_factory=StandIns)
+    """tell what isn't here, for code between two blocks"""
+
+    def __post_init__(self) -> None:
+        self.index_of = {id(block): i for i, block in enumerate(self.blocks)}
+        self.first_numbers = count(0, MOST_CALLS)
+        """of the outputs of each pass, so that a proxy from another step or pass is known as such"""
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of the stack."""
+        return len(self.blocks)
+
+
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
     One pass after another; its attributes are those of the latest one.
 
-    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry values
-    that the step and the blocks store for each other. The step begins in `grad_mode`. Unless it `sends_objects`,
-    arguments are tensors and plain values. `first_numbers` gives each pass a number, from which on its outputs are
-    numbered, so that a proxy from another step or pass is known as such. `stand_ins` tell what isn't here.
+    `carriers` carry values that the step and the blocks store for each other. The step begins in `grad_mode`.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        num_local: int,
-        name: str,
-        carriers: Carriers = NO_CARRIERS,
-        *,
-        grad_mode: bool = True,
-        sends_objects: bool = True,
-        first_numbers: Iterator[int] | None = None,
-        stand_ins: StandIns | None = None,
-    ) -> None:
-        self._blocks = blocks
-        self._index_of = {id(block): i for i, block in enumerate(blocks)}
-        self._num_local = num_local
-        self._name = name
+    def __init__(self, stack: TracedStack, carriers: Carriers = NO_CARRIERS, *, grad_mode: bool = True) -> None:
+        self._stack = stack
         self._grad_mode = grad_mode
-        self._sends_objects = sends_objects
-        self._first_numbers = first_numbers or count(0, MOST_CALLS)
-        self._stand_ins = stand_ins or StandIns(blocks)
         self.pass_number = -1
         self.line = ""
         """the user's line that calls the stack, in passes other than a usual step's"""
@@ -112,7 +121,7 @@ class BlockTracer:
     def _begin_pass(self) -> None:
         self.num_called = 0
         self.pass_number += 1
-        self._first_number = next(self._first_numbers)
+        self._first_number = next(self._stack.first_numbers)
         self._nested: list[Tensor] = []
         self.has_gradients = self._grad_mode
         self._output: Any = None
@@ -121,7 +130,7 @@ class BlockTracer:
         self._autocast = autocast_state()
         self._position = 0
         self._of_last_block = -1
-        self._described: dict[int, tuple[int, pytree.Skeleton, list[Tensor]]] = {}
+        self._described: dict[int, tuple[nn.Module, pytree.Skeleton, list[Tensor]]] = {}
         self._values: dict[int, Any] = {}
         self._proxies: list[weakref.ref[Proxy]] = []
         self._numbered: list[Any] = []
@@ -130,7 +139,7 @@ class BlockTracer:
 
     def _forget_calls(self) -> None:
         # what a first block that is called alone puts into a dictionary, the step learns too late for later calls
-        shares = self._sends_objects and (self._num_local > 0 or self.num_called > 0)
+        shares = self._stack.sends_objects and (self._stack.num_local > 0 or self.num_called > 0)
         self._flattener = pytree.Flattener(self._numbered if shares else None)
         self._calls: dict[pytree.Skeleton, int] = {}
         self._call_of_block: list[int] = []
@@ -139,12 +148,12 @@ class BlockTracer:
     @property
     def is_between_passes(self) -> bool:
         """Whether the step has called no block yet, or the whole stack."""
-        return self.num_called in (0, len(self._index_of))
+        return self.num_called in (0, self._stack.num_blocks)
 
     @property
     def next_block(self) -> str:
         """The name of the block that the step has to call next."""
-        return f"{self._name}[{self.num_called % len(self._index_of)}]"
+        return f"{self._stack.name}[{self.num_called % self._stack.num_blocks}]"
 
     def take_message(self) -> Message:
         """The recorded calls, the output of the blocks before them, and the carried trees.
@@ -153,8 +162,9 @@ class BlockTracer:
         """
         if self._versions != [version_of(tensor) for tensor in self._flattener.tensors[: len(self._versions)]]:
             raise UnsupportedError(
-                f"the step changes a tensor in place that it has passed to a block of {self._name} before, or has used "
-                f"between two blocks: they run later, on other ranks, and would see the change. Change a copy of it."
+                f"the step changes a tensor in place that it has passed to a block of {self._stack.name} before, or "
+                f"has used between two blocks: they run later, on other ranks, and would see the change. Change a copy "
+                f"of it."
             )
         recorded = tuple(self._call_of_block)
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
@@ -174,20 +184,20 @@ class BlockTracer:
             UnsupportedError: blocks out of order or in another grad mode than those before, or an argument that can't
                 be sent.
         """
-        index = self._index_of.get(id(block))
+        index = self._stack.index_of.get(id(block))
         if index is None:  # a copy of the model (an average, say) that user code calls in its step
             return run_block(block, *args, **kwargs)
         if index == 0 and self.is_between_passes:
             self._enter_pass()
         if index != self.num_called:
             raise UnsupportedError(
-                f"{self._name}[{index}] is called where {self.next_block} is next; a pipeline runs all blocks of the "
-                f"stack, in order. {SKIPPED_BLOCKS}"
+                f"{self._stack.name}[{index}] is called where {self.next_block} is next; a pipeline runs all blocks of "
+                f"the stack, in order. {SKIPPED_BLOCKS}"
             )
         if torch.is_grad_enabled() != self.has_gradients:
             raise UnsupportedError(
-                f"{self._name}[{index}] is called with grad mode {'off' if self.has_gradients else 'on'}, and the "
-                f"blocks before it with grad mode {'on' if self.has_gradients else 'off'}. A pipeline runs a whole "
+                f"{self._stack.name}[{index}] is called with grad mode {'off' if self.has_gradients else 'on'}, and "
+                f"the blocks before it with grad mode {'on' if self.has_gradients else 'off'}. A pipeline runs a whole "
                 f"pass in one grad mode. To freeze some blocks, call requires_grad_(False) on them."
             )
         self.num_called += 1
@@ -199,13 +209,13 @@ class BlockTracer:
         self._of_last_block = position
         for cache in filter(pytree.is_cache, (*args, *kwargs.values())):
             self._caches.setdefault(id(cache), CacheArgument(cache, self.pass_number)).check(self.pass_number)
-        if index < self._num_local:
+        if index < self._stack.num_local:
             output = self._output = run_original(block, *args, **kwargs)
             self._structures[type(block)] = _without_tensors(output)
         else:
-            if index == self._num_local:
+            if index == self._stack.num_local:
                 self._carriers.begin_recording(self._numbered)
-            name = f"{self._name}[{index}]"
+            name = f"{self._stack.name}[{index}]"
             call = (
                 "tuple",
                 ("tuple", *(self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args))),
@@ -213,13 +223,13 @@ class BlockTracer:
                            for key, arg in kwargs.items())),
             )  # fmt: skip
             self._record(call)
-            self._described[position] = index, call, self._flattener.tensors
+            self._described[position] = block, call, self._flattener.tensors
             if index == 0:
                 self._output = self._suspend()
                 self._structures[type(block)] = _without_tensors(self._output)
-            if self.num_called < len(self._index_of):
+            if self.num_called < self._stack.num_blocks:
                 output = self._output_of(block, position)
-        if self.num_called < len(self._index_of):
+        if self.num_called < self._stack.num_blocks:
             return output
         kept = self._keep(position)
         self._described.clear()
@@ -257,7 +267,7 @@ class BlockTracer:
                 made = mapped(structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number))
             except UnsupportedError:
                 structure = self._output
-        one_class = len({type(one) for one in self._blocks}) == 1
+        one_class = len({type(one) for one in self._stack.blocks}) == 1
         self._returned = pytree.structure_of(self._output) if one_class else pytree.VALUE
         return self._noted(proxies_like(structure, number) if made is None else made)
 
@@ -268,8 +278,8 @@ class BlockTracer:
     def _values_at(self, position: int) -> Any:
         """What is known of an output on another rank: a tree with a `Value` for each tensor."""
         if position not in self._values:
-            index, call, tensors = self._described[position]
-            made, given = self._stand_ins.run(index, call, tensors, partial(self._value, position))
+            block, call, tensors = self._described[position]
+            made, given = self._stack.stand_ins.run(block, call, tensors, partial(self._value, position))
             self._values[position] = made.values(given, position)
         return self._values[position]
 
@@ -290,7 +300,7 @@ class BlockTracer:
             return function(*tree_map(self._from_kept, args), **tree_map(self._from_kept, kwargs))
         name, grad = name_of(function), torch.is_grad_enabled()
         shown = getattr(function, "__name__", str(function)) if name is None else name.removeprefix("torch.")
-        if name is None or not self._sends_objects:
+        if name is None or not self._stack.sends_objects:
             return proxy.refuse(shown)
         position, autocast = self._position, autocast_state()
         modes = None if (grad, autocast) == (self.has_gradients, self._autocast) else (grad, autocast)
@@ -300,7 +310,7 @@ class BlockTracer:
         if name in ("torch.Tensor.__getitem__", "torch.Tensor.__setitem__"):
             asked = self._function_call(position, with_indices(args), kwargs, name, modes)
         try:
-            made, given = self._stand_ins.run(None, asked, tensors, partial(self._value, position))
+            made, given = self._stack.stand_ins.run(None, asked, tensors, partial(self._value, position))
         except NEEDS_VALUES:
             proxy.refuse(shown)
         changed = [(given[i], spec) for i, spec in made.changed]
@@ -361,10 +371,12 @@ class BlockTracer:
 
     def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
         if pytree.is_cache(value):
-            value = self._caches[id(value)].sent_to(self._blocks[index])
+            value = self._caches[id(value)].sent_to(self._stack.blocks[index])
         skeleton = self._flattener.flatten(value, what, is_argument=True)
         position = self._position - 1
-        if not self._sends_objects and any(n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)):
+        if not self._stack.sends_objects and any(
+            n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)
+        ):
             raise UnsupportedError(
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
                 f"samples or features than the step. Pass tensors, set cube=1, or, where blocks aren't registered, "
@@ -402,7 +414,7 @@ class BlockTracer:
             if frame is not None:
                 kind = type(own).__name__.removesuffix("Backward")
                 raise UnsupportedError(
-                    f"{user_line()} calls {self._name}[0] in the forward of an autograd.Function ({kind}). Its "
+                    f"{user_line()} calls {self._stack.name}[0] in the forward of an autograd.Function ({kind}). Its "
                     f"backward may call the blocks again, when other ranks don't run theirs: gradients would be "
                     f"missing. With torch.utils.checkpoint pass use_reentrant=False, or call it in the block's "
                     f"forward. Reversible networks can't be cut into stages."

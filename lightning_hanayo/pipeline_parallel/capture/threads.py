@@ -166,10 +166,17 @@ class SuspendedCall:
     """One function under way. After `run` and after `resume` it is suspended, or it is `done` and has a `result`."""
 
     def __init__(
-        self, thread: CallThread, function: Callable[[], Any], state: ThreadState, variables: "Variables"
+        self,
+        calls: "SuspendedCalls",
+        thread: CallThread,
+        function: Callable[[], Any],
+        state: ThreadState,
+        variables: "Variables",
     ) -> None:
         self.result: Any = None
         self.done = False
+        self.tracer: Any = None
+        self._calls = calls
         self._function = function
         self.thread = thread
         self._state = state
@@ -179,7 +186,8 @@ class SuspendedCall:
 
     def run(self, tracer: Any) -> None:
         """Start; return when the function suspends or ends, and raise its error."""
-        self.thread.tracer, self.thread.call = tracer, self
+        self.tracer = self.thread.tracer = tracer
+        self.thread.call = self
         self.thread.tasks.put(self._work)
         self._wait()
 
@@ -203,9 +211,12 @@ class SuspendedCall:
         if not self.done:
             self._values.put(_Abandoned())
             self._events.get()
+            self._calls.release(self)
 
     def _wait(self) -> None:
         error = self._events.get()
+        if self.done:
+            self._calls.release(self)
         if error is not None:
             raise error
         if self.done:
@@ -278,22 +289,20 @@ class SuspendedCalls:
         """
         thread = self._idle.pop() if self._idle else CallThread()
         variables = Variables(self.context or copy_context(), self._are_read)
-        call = SuspendedCall(thread, function, state or ThreadState.current(), variables)
+        call = SuspendedCall(self, thread, function, state or ThreadState.current(), variables)
         self._busy.append(call)
         call.run(tracer)
         return call
 
     def release(self, call: SuspendedCall) -> None:
-        """Make the thread of a finished call idle again."""
+        """Called by a call that ends: its thread is idle again."""
         self._busy.remove(call)
         self._idle.append(call.thread)
 
     def close(self) -> None:
         """Unwind the suspended calls and end all threads."""
         while self._busy:
-            call = self._busy.pop(0)
-            call.abandon()
-            self._idle.append(call.thread)
+            self._busy[0].abandon()
         for thread in self._idle:
             thread.tasks.put(None)
         for thread in self._idle:

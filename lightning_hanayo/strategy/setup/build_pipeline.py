@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,11 +52,7 @@ from lightning_hanayo.pipeline_parallel.stages import (
     Stage,
     StageHooks,
 )
-from lightning_hanayo.pipeline_parallel.tp_stages import (
-    TensorParallelFirstStage,
-    WholeBatchFirstStage,
-    WholeBatchLastStage,
-)
+from lightning_hanayo.pipeline_parallel.tp_stages import TensorParallelFirstStage
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind
@@ -257,22 +254,23 @@ class RankBuilder:
         }
         if 0 not in self.numbers:
             return stages, {}
-        sends_objects = cube is None or cube.keeps_layout
-        replaced = ReplacedParameters(model)
-        stand_ins = StandIns(stack.blocks, self._without_values)
-
-        def user_step(num_local: int) -> UserStep:
-            others = partial(other_lists, model, stack)
-            around = carriers, run.guard.step, sends_objects, replaced, others, stand_ins
-            return UserStep(stack.blocks, num_local, stack.name, streams, *around)
-
+        around: dict[str, Any] = {
+            "streams": streams,
+            "carriers": carriers,
+            "guarded": run.guard.step,
+            "sends_objects": cube is None or cube.keeps_layout,
+            "replaced_parameters": ReplacedParameters(model),
+            "other_lists": partial(other_lists, model, stack),
+            "stand_ins": StandIns(self._without_values),
+        }
         ends: dict[bool, Ends] = {}
         if not layout.runs_step_once:
-            step = user_step(len(ownership.stages[0]) if cube is None else 0)
+            step = UserStep(stack.blocks, len(ownership.stages[0]) if cube is None else 0, stack.name, **around)
             ends[False] = Ends(step, stages | self._ends(step, queues, tied))
         may_run_once = run.options.step == "auto" and not is_single and not run.options.pairs
         if layout.runs_step_once or may_run_once:
-            whole = WholeStep(user_step(0), self.outside, int if cube is None else cube.own_rows)
+            around |= {"outside": self.outside, "own_rows": int if cube is None else cube.own_rows}
+            whole = WholeStep(stack.blocks, 0, stack.name, **around)
             ends[True] = Ends(whole, stages | self._ends(whole, queues, tied))
         return dict(next(iter(ends.values())).stages), ends
 
@@ -285,23 +283,15 @@ class RankBuilder:
         forward_patch.unpatch_blocks([copied])  # before the cube's own changes are undone, which came first
         return copied, {} if self.cube is None else self.cube.undo_in_copy(block, copied)
 
-    def _ends(
-        self, step: UserStep | WholeStep, queues: Mapping[int, WeightGradientQueue], tied: TiedGradients
-    ) -> dict[int, Stage]:
+    def _ends(self, step: UserStep, queues: Mapping[int, WeightGradientQueue], tied: TiedGradients) -> dict[int, Stage]:
         """The stages that run user code: the first and the last, or one that is both."""
-        cube, blocks = self.cube, self.ownership.blocks
-        kinds: tuple[type[TensorParallelFirstStage], type[LastStage]]
-        if isinstance(step, WholeStep):
-            kinds, carriers = (WholeBatchFirstStage, WholeBatchLastStage), step.user.carriers
-            boundary = NoReshard() if cube is None else cube.whole_boundary
-        elif self.end == 0:
+        cube, blocks, is_whole = self.cube, self.ownership.blocks, isinstance(step, WholeStep)
+        if self.end == 0 and not is_whole:
             return {0: SingleStage(user=step, queue=queues[0])}
-        else:
-            kinds, carriers = (TensorParallelFirstStage, LastStage), step.carriers
-            boundary = NoReshard() if cube is None else cube.boundary
-        first = FirstStage(user=step, tied=tied, queue=queues[0], carriers=carriers)
-        if cube is not None or isinstance(step, WholeStep):  # no block runs in the step
-            first = kinds[0](
+        boundary = NoReshard() if cube is None else cube.whole_boundary if is_whole else cube.boundary
+        first = FirstStage(user=step, tied=tied, queue=queues[0], carriers=step.carriers)
+        if cube is not None or is_whole:  # no block runs in the step
+            first = TensorParallelFirstStage(
                 user=step,
                 tied=tied,
                 queue=queues[0],
@@ -309,15 +299,15 @@ class RankBuilder:
                 boundary=boundary,
                 streams=() if cube is None else cube.plan.streams,
                 hooks=self._hooks(0),
-                carriers=carriers,
+                carriers=step.carriers,
             )
-        last = kinds[1](
+        last = LastStage(
             blocks=blocks(self.end),
             first=first,
             queue=queues[self.end],
             boundary=boundary,
             hooks=self._hooks(self.end),
-            carriers=carriers,
+            carriers=step.carriers,
         )
         return {0: first, self.end: last}
 

@@ -25,7 +25,7 @@ from lightning_hanayo.pipeline_parallel import pytree, split_backward
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import alias
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import stop_recomputing
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import unpatch_blocks
-from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_state, set_autocast
+from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_as, autocast_state
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """raised for functions whose result, or its shape, depends on values"""
@@ -60,13 +60,11 @@ def function_of(name: str) -> Callable[..., Any]:
 @contextmanager
 def modes(grad: bool, autocast: Autocast) -> Iterator[None]:
     """In this context the modes are those in which the step calls a function. A pass without gradients has none."""
-    before, cache = autocast_state(), torch.is_autocast_cache_enabled()
-    set_autocast(autocast, cache)
-    try:
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            yield
-    finally:
-        set_autocast(before, cache)
+    with (
+        autocast_as(autocast, torch.is_autocast_cache_enabled()),
+        torch.set_grad_enabled(grad and torch.is_grad_enabled()),
+    ):
+        yield
 
 
 def run(args: Sequence[Any], kwargs: dict[str, Any], name: str, changed_modes: tuple[bool, Autocast] | None) -> Any:
@@ -116,7 +114,8 @@ class Value:
     """of the call that has made it"""
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """Stands for a tensor in a tree."""
 
     number: int
@@ -140,17 +139,7 @@ class Made:
             Value(spec, object() if i is None else arguments[i].storage, position)
             for spec, i in zip(self.specs, self.storages, strict=True)
         ]
-        return mapped(self.tree, lambda leaf, _: made[leaf.number] if isinstance(leaf, Slot) else leaf)
-
-
-def mapped(tree: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
-    """The tree with `change` applied to each leaf and its path. Named tuples and torch's return types stay such."""
-    if isinstance(tree, (tuple, list)) and type(tree) not in (Slot, torch.Size):
-        items = [mapped(item, change, (*path, i)) for i, item in enumerate(tree)]
-        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {key: mapped(item, change, (*path, key)) for key, item in tree.items()}
-    return change(tree, path)
+        return pytree.map_tree(self.tree, lambda leaf, _: made[leaf.number] if isinstance(leaf, Slot) else leaf)
 
 
 class StandIns:
@@ -219,7 +208,7 @@ class StandIns:
             tensors.append(leaf)
             return Slot(len(tensors) - 1)
 
-        tree = mapped(made, slot)
+        tree = pytree.map_tree(made, slot)
         known, own = ([one.untyped_storage()._cdata for one in some] for some in (given, tensors))
         return Made(
             tree,

@@ -37,7 +37,6 @@ from lightning_hanayo.pipeline_parallel.capture.between import (
     OF_STEP,
     StandIns,
     Value,
-    mapped,
     name_of,
     with_indices,
 )
@@ -169,9 +168,8 @@ class BlockTracer:
         recorded = tuple(self._call_of_block)
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
         carried = self._flattener.flatten(self._trees, "what the step stores")
-        tensors = tuple(self._flattener.tensors)
-        calls, returned = tuple(self._calls), self._returned
-        message = StageInput(output, calls, recorded, tensors, carried=carried, returned=returned).message
+        calls, tensors = tuple(self._calls), tuple(self._flattener.tensors)
+        message = StageInput(output, calls, recorded, (), self._returned, carried, tensors).message
         self.sent += edges_of(message.differentiable)
         self._forget_calls()
         self._output, self._trees = None, ()
@@ -264,7 +262,9 @@ class BlockTracer:
         if structure is None or any(type(leaf) in _PLAIN[1:] for leaf in tree_leaves(structure)):
             try:
                 structure = self._structures[type(block)] = self._values_at(position)
-                made = mapped(structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number))
+                made = pytree.map_tree(
+                    structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number)
+                )
             except UnsupportedError:
                 structure = self._output
         one_class = len({type(one) for one in self._stack.blocks}) == 1
@@ -324,7 +324,7 @@ class BlockTracer:
         self._values[position] = made.values(given, position)
         first = self._first_number
         return self._noted(
-            mapped(
+            pytree.map_tree(
                 self._values[position],
                 lambda leaf, path: Proxy(path, first + position) if isinstance(leaf, Value) else leaf,
             )
@@ -429,7 +429,7 @@ def _first_argument(frame: FrameType) -> Any:
 
 
 def _without_tensors(output: Any) -> Any:
-    return mapped(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
+    return pytree.map_tree(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
 
 
 def _is_used(what: str) -> UnsupportedError:

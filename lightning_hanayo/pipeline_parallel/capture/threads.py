@@ -73,21 +73,17 @@ class ThreadState:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Set the parts of the state that belong to a thread, in the calling thread."""
-        before, cache, device = autocast_state(), torch.is_autocast_cache_enabled(), _default_device()
-        set_autocast(self.autocast, self.autocast_cache)
-        try:
-            with (
-                torch.inference_mode(self.inference_mode),
-                torch.set_grad_enabled(self.grad_mode),
-                # The default device is set only if it differs: once set, it makes every call of torch a little slower.
-                nullcontext() if self.default_device == device else torch.device(self.default_device),
-            ):
-                if self.stream is not None:
-                    torch.cuda.set_device(self.stream.device)
-                    torch.cuda.set_stream(self.stream)
-                yield
-        finally:
-            set_autocast(before, cache)
+        with (
+            autocast_as(self.autocast, self.autocast_cache),
+            torch.inference_mode(self.inference_mode),
+            torch.set_grad_enabled(self.grad_mode),
+            # The default device is set only if it differs: once set, it makes every call of torch a little slower.
+            nullcontext() if self.default_device == _default_device() else torch.device(self.default_device),
+        ):
+            if self.stream is not None:
+                torch.cuda.set_device(self.stream.device)
+                torch.cuda.set_stream(self.stream)
+            yield
 
     def check_unchanged(self) -> None:
         """Compare with the calling thread's state now. Grad mode may be off where it was on: a pass without gradients.
@@ -115,8 +111,18 @@ def autocast_state() -> Autocast:
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
 
 
-def set_autocast(autocast: Autocast, cache: bool) -> None:
-    """Set the calling thread's, and whether it caches."""
+@contextmanager
+def autocast_as(autocast: Autocast, cache: bool) -> Iterator[None]:
+    """In this context autocast is as given, and caches or doesn't, in the calling thread."""
+    before, cached = autocast_state(), torch.is_autocast_cache_enabled()
+    _set_autocast(autocast, cache)
+    try:
+        yield
+    finally:
+        _set_autocast(before, cached)
+
+
+def _set_autocast(autocast: Autocast, cache: bool) -> None:
     for device, enabled, dtype in autocast:
         torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_enabled(device, enabled)

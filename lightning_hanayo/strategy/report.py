@@ -24,7 +24,6 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.plain_file import gather
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import gather_objects
 from lightning_hanayo.pipeline_parallel.profiling.trace import (
@@ -36,10 +35,8 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import (
     median_batch,
     num_microbatches,
     on_one_clock,
-    pack,
     stage_times,
     timeline_of,
-    unpack,
     waits_of,
 )
 from lightning_hanayo.planner.files import Profile
@@ -158,16 +155,11 @@ class MeasuredBatches:
 
 def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
     """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
-    own = pipeline.engine.trace.batches
-    transport = pipeline.relay.transport
-    ranks = gather(transport, {transport.rank: [pack(events) for events in own]})
-    if ranks is None:
-        return []
-    rows = [pipeline.layout.table(num_microbatches(events)).actions for events in own]
-    return [
-        [unpack(row, times[number]) for row, times in zip(table, ranks.values(), strict=True)]
-        for number, table in enumerate(rows)
-    ]
+    gathering, found = TraceGather(pipeline.relay.transport, pipeline.layout.table), list[BatchTrace]()
+    for events in pipeline.engine.trace.batches:
+        gathering.start(events)
+        found += filter(None, [gathering.finish()])
+    return found
 
 
 def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: CheckpointingStrategy) -> dict[str, Any]:

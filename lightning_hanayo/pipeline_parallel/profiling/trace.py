@@ -79,7 +79,8 @@ class Trace:
     def __init__(self, clock: Clock | None = None, keep: int = 16) -> None:
         self.clock = HostClock() if clock is None else clock
         self.recorded: deque[RecordedBatch] = deque(maxlen=keep)
-        self._current = RecordedBatch(self.clock)
+        self.current = RecordedBatch(self.clock)
+        """the batch that runs: takes its actions in the order of the table"""
 
     @property
     def batches(self) -> list[list[Event]]:
@@ -88,15 +89,11 @@ class Trace:
 
     def begin(self) -> None:
         """Start a batch."""
-        self._current = RecordedBatch(self.clock)
-
-    def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
-        """Record an action by the clock's marks, in the order of the table."""
-        self._current.add(action, reached, start, end)
+        self.current = RecordedBatch(self.clock)
 
     def end(self) -> None:
         """Keep the batch."""
-        self.recorded.append(self._current)
+        self.recorded.append(self.current)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -50,8 +50,9 @@ class ReplacedParameters:
     `torch.func.functional_call` puts others into the modules, which the next step would find while one is suspended.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [(name, module._parameters) for name, module in model.named_modules() if module._parameters]
+    def __init__(self, model: nn.Module | None = None) -> None:
+        named = () if model is None else model.named_modules()
+        self._modules = [(name, module._parameters) for name, module in named if module._parameters]
         self._known: list[list[nn.Parameter | None]] = []
 
     def begin_batch(self) -> None:
@@ -230,15 +231,14 @@ class UserStep(TracedStack):
     streams: RandomStreams = NO_STREAMS
     carriers: Carriers = NO_CARRIERS
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
-    replaced_parameters: ReplacedParameters | None = None
-    """of the whole model; None: not checked"""
+    replaced_parameters: ReplacedParameters = field(default_factory=ReplacedParameters)
+    """of the whole model"""
     other_lists: Callable[[], str] = str
     """how an error ends that says that the blocks weren't called: with the lists that could be the stack"""
     _under_way: dict[int, SuspendedCall] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, SuspendedCall] = field(default_factory=dict, init=False)
     _state: ThreadState | None = field(default=None, init=False)
     """in which the steps of the batch begin"""
-    _count_hooks: HookCount | None = field(default=None, init=False)
     _num_hooks: int = field(default=0, init=False)
     """that were there, and accepted, when they were last counted"""
 
@@ -254,8 +254,7 @@ class UserStep(TracedStack):
             UnsupportedError: since the run began, a hook was put on a module in a block.
         """
         self._check_hooks()
-        if self.replaced_parameters is not None:
-            self.replaced_parameters.begin_batch()
+        self.replaced_parameters.begin_batch()
         self.carriers.begin_batch(self.num_local)
         self.streams.num_local = self.num_local
         self._state = ThreadState.current()
@@ -339,7 +338,7 @@ class UserStep(TracedStack):
         with self._user_code(batch):
             call.resume((output, trees))
         if not call.done:
-            self._check_replaced_parameters()
+            self.replaced_parameters.check()
             return sequence_number
         del self._under_way[microbatch]
         self._check_whole(tracer, call.result)
@@ -435,9 +434,11 @@ class UserStep(TracedStack):
         modules = {sys.modules.get(kind.__module__) for kind in kinds} - {None}
         return any(value is variable for module in modules for value in list(vars(module).values()))
 
+    @cached_property
+    def _count_hooks(self) -> HookCount:
+        return HookCount(part for block in self.blocks for part in block.modules())
+
     def _check_hooks(self) -> None:
-        if self._count_hooks is None:
-            self._count_hooks = HookCount(part for block in self.blocks for part in block.modules())
         number = self._count_hooks()
         if number != self._num_hooks:
             self._num_hooks = number
@@ -480,11 +481,7 @@ class UserStep(TracedStack):
     def _check_suspended(self, call: SuspendedCall) -> None:
         if call.done:
             self._check_whole(call.tracer, call.result, has_passed=False)
-        self._check_replaced_parameters()
-
-    def _check_replaced_parameters(self) -> None:
-        if self.replaced_parameters is not None:
-            self.replaced_parameters.check()
+        self.replaced_parameters.check()
 
     def _check_whole(self, tracer: BlockTracer, result: Any, *, has_passed: bool = True) -> None:
         if has_passed and tracer.is_between_passes:

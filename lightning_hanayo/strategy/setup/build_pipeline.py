@@ -246,11 +246,11 @@ class RankBuilder:
             # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
             run.attributes.set(encoder, "use_nested_tensor", False)
         carriers = NO_CARRIERS if is_single else self.carriers()
+        common: dict[int, dict[str, Any]] = {
+            stage: {"queue": queues[stage], "hooks": self._hooks(stage), "carriers": carriers} for stage in self.numbers
+        }
         stages: dict[int, Stage] = {
-            stage: MiddleStage(
-                blocks=ownership.blocks(stage), queue=queues[stage], hooks=self._hooks(stage), carriers=carriers
-            )
-            for stage in self.numbers
+            stage: MiddleStage(blocks=ownership.blocks(stage), **own) for stage, own in common.items()
         }
         if 0 not in self.numbers:
             return stages, {}
@@ -266,12 +266,12 @@ class RankBuilder:
         ends: dict[bool, Ends] = {}
         if not layout.runs_step_once:
             step = UserStep(stack.blocks, len(ownership.stages[0]) if cube is None else 0, stack.name, **around)
-            ends[False] = Ends(step, stages | self._ends(step, queues, tied))
+            ends[False] = Ends(step, stages | self._ends(step, common, tied))
         may_run_once = run.options.step == "auto" and not is_single and not run.options.pairs
         if layout.runs_step_once or may_run_once:
             around |= {"outside": self.outside, "own_rows": int if cube is None else cube.own_rows}
             whole = WholeStep(stack.blocks, 0, stack.name, **around)
-            ends[True] = Ends(whole, stages | self._ends(whole, queues, tied))
+            ends[True] = Ends(whole, stages | self._ends(whole, common, tied))
         return dict(next(iter(ends.values())).stages), ends
 
     def _hooks(self, stage: int) -> StageHooks:
@@ -283,32 +283,19 @@ class RankBuilder:
         forward_patch.unpatch_blocks([copied])  # before the cube's own changes are undone, which came first
         return copied, {} if self.cube is None else self.cube.undo_in_copy(block, copied)
 
-    def _ends(self, step: UserStep, queues: Mapping[int, WeightGradientQueue], tied: TiedGradients) -> dict[int, Stage]:
+    def _ends(self, step: UserStep, common: Mapping[int, Mapping[str, Any]], tied: TiedGradients) -> dict[int, Stage]:
         """The stages that run user code: the first and the last, or one that is both."""
         cube, blocks, is_whole = self.cube, self.ownership.blocks, isinstance(step, WholeStep)
         if self.end == 0 and not is_whole:
-            return {0: SingleStage(user=step, queue=queues[0])}
+            return {0: SingleStage(user=step, **common[0])}
         boundary = NoReshard() if cube is None else cube.whole_boundary if is_whole else cube.boundary
-        first = FirstStage(user=step, tied=tied, queue=queues[0], carriers=step.carriers)
+        first = FirstStage(user=step, tied=tied, **common[0])
         if cube is not None or is_whole:  # no block runs in the step
+            streams = () if cube is None else cube.plan.streams
             first = TensorParallelFirstStage(
-                user=step,
-                tied=tied,
-                queue=queues[0],
-                blocks=blocks(0),
-                boundary=boundary,
-                streams=() if cube is None else cube.plan.streams,
-                hooks=self._hooks(0),
-                carriers=step.carriers,
+                user=step, tied=tied, blocks=blocks(0), boundary=boundary, streams=streams, **common[0]
             )
-        last = LastStage(
-            blocks=blocks(self.end),
-            first=first,
-            queue=queues[self.end],
-            boundary=boundary,
-            hooks=self._hooks(self.end),
-            carriers=step.carriers,
-        )
+        last = LastStage(blocks=blocks(self.end), first=first, boundary=boundary, **common[self.end])
         return {0: first, self.end: last}
 
     def carriers(self) -> Carriers:

@@ -9,7 +9,7 @@ Nothing remains of it but what it has shown: buffers, attributes, logs, metrics 
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
-from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, Scanner, is_metric
+from lightning_hanayo.pipeline_parallel.capture.state import is_metric, undone
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.message import Message
 
@@ -189,7 +189,9 @@ class DrySteps:
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
         kept = kept_buffers(self._modules), _kept_hooks(self._model)
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
-        with quiet[0], quiet[1], kept[0], kept[1], self._undone(), torch.compiler.set_stance("force_eager"):
+        user = self._user  # where steps run all blocks, no carriers undo what they set
+        attributes = undone(self._model, user.blocks, user.name) if self._runs_blocks else nullcontext()
+        with quiet[0], quiet[1], kept[0], kept[1], attributes, torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             try:
                 result = self._run(batch, stand_in)
@@ -221,19 +223,6 @@ class DrySteps:
         other = next((one for one in self._in_cube(own) if one is not None), None)
         if other is not None and own is None:
             raise _FailedElsewhere(other[0], is_refused=other[1])
-
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Undo changes of attributes, where the step has no carriers that do."""
-        if not self._runs_blocks:
-            yield
-            return
-        state = ModuleState(self._model, self._user.blocks, self._user.name)
-        scanner = Scanner(list(state.holders.values()), state.clock)
-        try:
-            yield
-        finally:
-            scanner.undo()
 
     def _run_first(self, call: Message, _: int) -> Any:
         blocks = self._user.blocks

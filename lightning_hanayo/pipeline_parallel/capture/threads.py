@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from queue import SimpleQueue
 from typing import Any
 
@@ -168,27 +168,21 @@ def suspend() -> Any:
     return thread.call.suspend()
 
 
+@dataclass(eq=False, repr=False)
 class SuspendedCall:
     """One function under way. After `run` and after `resume` it is suspended, or it is `done` and has a `result`."""
 
-    def __init__(
-        self,
-        calls: "SuspendedCalls",
-        thread: CallThread,
-        function: Callable[[], Any],
-        state: ThreadState,
-        variables: "Variables",
-    ) -> None:
-        self.result: Any = None
-        self.done = False
-        self.tracer: Any = None
-        self._calls = calls
-        self._function = function
-        self.thread = thread
-        self._state = state
-        self._variables = variables
-        self._values: SimpleQueue[Any] = SimpleQueue()
-        self._events: SimpleQueue[BaseException | None] = SimpleQueue()
+    calls: "SuspendedCalls"
+    """those under way, with this one"""
+    thread: CallThread
+    function: Callable[[], Any]
+    state: ThreadState
+    variables: "Variables"
+    tracer: Any = None
+    result: Any = None
+    done: bool = False
+    _values: SimpleQueue[Any] = field(default_factory=SimpleQueue, init=False)
+    _events: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue, init=False)
 
     def run(self, tracer: Any) -> None:
         """Start; return when the function suspends or ends, and raise its error."""
@@ -199,8 +193,8 @@ class SuspendedCall:
 
     def suspend(self) -> Any:
         """Called inside the function: let the main thread continue, and return the value that `resume` gets."""
-        self._state.check_unchanged()
-        self._variables.changed(copy_context())
+        self.state.check_unchanged()
+        self.variables.changed(copy_context())
         self._events.put(None)
         value = self._values.get()
         if isinstance(value, _Abandoned):
@@ -217,22 +211,22 @@ class SuspendedCall:
         if not self.done:
             self._values.put(_Abandoned())
             self._events.get()
-            self._calls.release(self)
+            self.calls.release(self)
 
     def _wait(self) -> None:
         error = self._events.get()
         if self.done:
-            self._calls.release(self)
+            self.calls.release(self)
         if error is not None:
             raise error
         if self.done:
-            self._variables.set_here()
+            self.variables.set_here()
 
     def _work(self) -> None:
         error: BaseException | None = None
         try:
-            with self._state.applied():
-                self.result = self._variables.run(self._function)
+            with self.state.applied():
+                self.result = self.variables.run(self.function)
         except BaseException as raised:  # raised again in the main thread
             error = raised
         self.thread.tracer = self.thread.call = None

@@ -231,7 +231,7 @@ class Engine:
 
     def _compute(self, step: Compute, batch: Batch) -> None:
         reached = self.trace.clock.mark()
-        self.trace.current.add(step.action, reached, *self._run_action(step, batch, self._receive(step)))
+        self.trace.add(step.action, reached, *self._run_action(step, batch, self._receive(step)))
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
         if self.pairs is None or not self._may_run_at_once(pair):
@@ -248,7 +248,7 @@ class Engine:
             lambda: self._run_action(second, batch, received[1]),
         )
         for step, marks in zip((first, second), ran, strict=True):
-            self.trace.current.add(step.action, reached, *marks)
+            self.trace.add(step.action, reached, *marks)
 
     def _may_run_at_once(self, pair: Pair) -> bool:
         actions = pair.first.action, pair.second.action

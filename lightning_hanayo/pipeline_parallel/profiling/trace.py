@@ -79,8 +79,7 @@ class Trace:
     def __init__(self, clock: Clock | None = None, keep: int = 16) -> None:
         self.clock = HostClock() if clock is None else clock
         self.recorded: deque[RecordedBatch] = deque(maxlen=keep)
-        self.current = RecordedBatch(self.clock)
-        """the batch that runs: takes its actions in the order of the table"""
+        self._current = RecordedBatch(self.clock)
 
     @property
     def batches(self) -> list[list[Event]]:
@@ -89,11 +88,15 @@ class Trace:
 
     def begin(self) -> None:
         """Start a batch."""
-        self.current = RecordedBatch(self.clock)
+        self._current = RecordedBatch(self.clock)
+
+    def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
+        """Record an action by the clock's marks, in the order of the table."""
+        self._current.add(action, reached, start, end)
 
     def end(self) -> None:
         """Keep the batch."""
-        self.recorded.append(self.current)
+        self.recorded.append(self._current)
 
 
 @dataclass

@@ -52,7 +52,7 @@ def test_a_long_run_leaves_its_last_batches() -> None:
     for batch in range(10):
         trace.begin()
         reached = trace.clock.mark()
-        trace.current.add(Action.parse(f"0F{batch}"), reached, trace.clock.mark(), trace.clock.mark())
+        trace.add(Action.parse(f"0F{batch}"), reached, trace.clock.mark(), trace.clock.mark())
         trace.end()
     trace.begin()  # one that hasn't ended doesn't count
     assert [[str(event.action) for event in events] for events in trace.batches] == [["0F7"], ["0F8"], ["0F9"]]
@@ -82,7 +82,7 @@ def test_times_of_a_device_are_read_once_and_only_if_somebody_asks() -> None:
     trace = Trace(clock, keep=2)
     for _ in range(3):
         trace.begin()
-        trace.current.add(Action.parse("0F0"), clock.mark(), clock.mark(), clock.mark())
+        trace.add(Action.parse("0F0"), clock.mark(), clock.mark(), clock.mark())
         trace.end()
     assert clock.waits == 0, "training never waits"
     batches = trace.batches

@@ -138,10 +138,6 @@ def _key(action: Action, other: int) -> MessageKey:
     return MessageKey(min(action.stage, other), direction, action.microbatch)
 
 
-def _ignore(stage: int) -> None:
-    """Called where parameters are always there."""
-
-
 @dataclass(eq=False, repr=False)
 class Engine:
     """Runs programs over the stages of this rank."""
@@ -154,7 +150,7 @@ class Engine:
     over copies of the stage. It must not wait for it: another rank may need this rank's next computation to get there.
     """
     trace: Trace
-    before_forward: Callable[[int], None] = field(default=_ignore, kw_only=True)
+    before_forward: Callable[[int], None] = field(default=lambda _: None, kw_only=True)
     """called with a stage's number before each of its forwards, so that its parameters are there"""
     streams: RandomStreams = field(default=NO_STREAMS, kw_only=True)
     """the random streams of steps and blocks"""

@@ -266,12 +266,6 @@ def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
     return map_leaves(skeleton, lambda leaf: ("tensor", new_index[leaf[1]]) if leaf[0] == "tensor" else leaf)
 
 
-@lru_cache(maxsize=1024)
-def holds(skeleton: Skeleton, *kinds: str) -> bool:
-    """Whether there is a node of one of these kinds in the tree."""
-    return any(node[0] in kinds for node in nodes(skeleton))
-
-
 def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
     """The lists, dictionaries and functions in `tree`, without those in an output that it refers to."""
     kind, *parts = skeleton

@@ -75,8 +75,7 @@ class SplitBatch:
     @property
     def num_samples(self) -> Sequence[int]:
         """The number of samples of each of this rank's pieces; empty if it isn't known, or if loaders have parts."""
-        is_known = self.sizes.are_known and len(self.sizes.parts) == 1
-        return self.sizes.of(self.own).parts[0] if is_known else ()
+        return self.shares if len(self.sizes.parts) == 1 else ()
 
     @property
     def shares(self) -> Sequence[int]:

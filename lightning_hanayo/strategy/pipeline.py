@@ -71,16 +71,15 @@ class GradientSync:
         stages: all-reduces each stage's gradients as soon as the stage is done.
         full_parameters: whole tensors that user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
-        outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch; None where
-            there is one.
+        outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch.
         shards: of the optimizer, over the data ranks; None if it isn't sharded.
         shared: the weights that blocks on several pipeline ranks use; None if there are none.
     """
 
     stages: GradientAllReduce
+    outside_all_reduce: GradientAllReduce
     full_parameters: FullParameters
     outside: OutsideParameters | None = None
-    outside_all_reduce: GradientAllReduce | None = None
     shards: OptimizerShards | None = None
     shared: SharedWeights | None = None
 
@@ -132,8 +131,7 @@ class GradientSync:
         """Drop transfers under way, after a failure."""
         self.stages.forget()
         self.full_parameters.forget()
-        if self.outside_all_reduce is not None:
-            self.outside_all_reduce.forget()
+        self.outside_all_reduce.forget()
         if self.outside is not None:
             self.outside.discard()
         if self.shared is not None:
@@ -146,9 +144,8 @@ class GradientSync:
                 one.drop_transfers()
 
     def _reduce_outside(self) -> None:
-        if self.outside_all_reduce is not None:
-            self.outside_all_reduce.start(0)
-            self.outside_all_reduce.finish()
+        self.outside_all_reduce.start(0)
+        self.outside_all_reduce.finish()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Nothing remains of it but what it has shown: buffers, attributes, logs, metrics 
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -187,7 +187,9 @@ class DrySteps:
             return result
 
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
-        kept = kept_buffers(self._modules), _kept_hooks(self._model)
+        parts = (vars(part).items() for part in self._model.modules())
+        hooks = (value for items in parts for key, value in items if key.endswith("_hooks"))
+        kept = kept_buffers(self._modules), _kept(hooks)
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
         user = self._user  # where steps run all blocks, no carriers undo what they set
         attributes = undone(self._model, user.blocks, user.name) if self._runs_blocks else nullcontext()
@@ -295,28 +297,22 @@ def _is_same(one: float | Tensor, other: float | Tensor) -> bool:
 
 
 @contextmanager
-def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside it the modules have copies of their buffers."""
-    before = [(module, dict(module._buffers)) for module in modules if module._buffers]
-    for module, buffers in before:
-        module._buffers.update({name: one.clone() for name, one in buffers.items() if one is not None})
+def _kept(dictionaries: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """Afterwards dictionaries have the content that they have now, such as no hooks that are registered inside it."""
+    before = [(one, dict(one)) for one in dictionaries]
     try:
         yield
     finally:
-        for module, buffers in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for one, content in before:
+            if len(one) != len(content) or any(one.get(key) is not value for key, value in content.items()):
+                one.clear()
+                one.update(content)
 
 
 @contextmanager
-def _kept_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove what is registered inside it, such as hooks that record outputs."""
-    registered = [value for part in model.modules() for key, value in vars(part).items() if key.endswith("_hooks")]
-    before = [(hooks, dict(hooks)) for hooks in registered]
-    try:
+def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside it the modules have copies of their buffers."""
+    with _kept(module._buffers for module in modules):
+        for module in modules:
+            module._buffers.update({name: one.clone() for name, one in module._buffers.items() if one is not None})
         yield
-    finally:
-        for hooks, own in before:
-            if len(hooks) != len(own):
-                hooks.clear()
-                hooks.update(own)

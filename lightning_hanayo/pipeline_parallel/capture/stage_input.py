@@ -211,7 +211,7 @@ def _same_in_all(calls: tuple[pytree.Skeleton, ...]) -> frozenset[int]:
 @lru_cache(maxsize=256)
 def _changeable(call: pytree.Skeleton) -> bool:
     """Whether a block gets something that it might change."""
-    return any(pytree.holds(part, "list", "dict") for part in _arguments(call))
+    return any(node[0] in ("list", "dict") for part in _arguments(call) for node in pytree.nodes(part))
 
 
 def _arguments(call: pytree.Skeleton) -> list[pytree.Skeleton]:

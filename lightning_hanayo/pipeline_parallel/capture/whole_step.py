@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
@@ -362,7 +363,7 @@ class WholeStep(UserStep):
         made = [current.outputs[m] for m in range(len(current.samples))]
         current.outputs.clear()
         if len(made) == 1:
-            self._note_nodes(_tensors_in(made[0]))
+            self._note_nodes(made[0])
             return made[0]  # type: ignore[no-any-return]
         outputs, trees = zip(*made, strict=True)
         made = list(zip(outputs, self.carriers.of_batch(trees), strict=True))
@@ -395,8 +396,9 @@ class WholeStep(UserStep):
                 stacklevel=2,
             )
 
-    def _note_nodes(self, joined: Sequence[Tensor]) -> None:
-        self.nodes.update(one.grad_fn for one in joined if one.grad_fn is not None)
+    def _note_nodes(self, joined: Any) -> None:
+        tensors = (one for one in tree_leaves(joined) if isinstance(one, Tensor))
+        self.nodes.update(one.grad_fn for one in tensors if one.grad_fn is not None)
 
     def _join(self, path: Any, parts: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
         """One tensor of the whole batch, of those of its micro-batches."""
@@ -550,10 +552,3 @@ def _places(skeleton: pytree.Skeleton, path: tuple[Any, ...] = ()) -> Iterator[t
     elif kind in ("tuple", "list", "object", "shared"):
         for number, part in enumerate(parts[kind in ("object", "shared") :]):
             yield from _places(part, (*path, number))
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a tree."""
-    flattener = pytree.Flattener()
-    flattener.flatten(tree)
-    return flattener.tensors

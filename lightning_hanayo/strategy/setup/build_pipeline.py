@@ -321,11 +321,10 @@ class RankBuilder:
             shards = self._optimizer_shards(trained, sparse)
             late = set() if shared is None else set(shared.weights)
             early = {stage: [one for one in own if one not in late] for stage, own in trained.items()}
-            over_data = None
-            if shared is not None and groups.data is not None and self.run.pipe_rank == 0:
-                over_data = GradientAllReduce({0: shared.weights}, groups.data)
+            owned = shared.weights if shared is not None and self.run.pipe_rank == 0 else ()
             all_reduce = GradientAllReduce(early, groups.data, sparse, shards)
-            return GradientSync(all_reduce, full_parameters, None, over_data, shards, shared)
+            over_data = GradientAllReduce({0: owned}, groups.data)
+            return GradientSync(all_reduce, over_data, full_parameters, None, shards, shared)
         outside = cube.outside
         excluded = set(outside.parameters)
         sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
@@ -333,10 +332,8 @@ class RankBuilder:
         all_reduce = GradientAllReduce(
             sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
         )
-        over_data = None
-        if groups.data is not None:
-            over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
-        return GradientSync(all_reduce, full_parameters, outside, over_data, shards)
+        over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
+        return GradientSync(all_reduce, over_data, full_parameters, outside, shards)
 
     def _optimizer_shards(
         self, stages: Mapping[int, Sequence[nn.Parameter]], whole: Iterable[torch.Tensor] = ()

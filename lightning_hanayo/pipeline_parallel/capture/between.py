@@ -11,7 +11,7 @@ that is asked for the blocks, on fake tensors: once for each kind of arguments.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -142,20 +142,14 @@ class Made:
         return pytree.map_tree(self.tree, lambda leaf, _: made[leaf.number] if isinstance(leaf, Slot) else leaf)
 
 
+@dataclass(eq=False, repr=False)
 class StandIns:
-    """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank.
+    """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank."""
 
-    Args:
-        copy_of: copies a block, in a cube with the layers that it had; also returns whole shapes of parameters.
-    """
-
-    def __init__(
-        self,
-        copy_of: Callable[[nn.Module], tuple[nn.Module, Shapes]] = lambda block: (copy.deepcopy(block), {}),
-    ) -> None:
-        self._copy_of = copy_of
-        self._known: dict[Any, Made] = {}
-        self._mode: FakeTensorMode | None = None
+    copy_of: Callable[[nn.Module], tuple[nn.Module, Shapes]] = lambda block: (copy.deepcopy(block), {})
+    """copies a block, in a cube with the layers that it had; also returns whole shapes of parameters"""
+    _known: dict[Any, Made] = field(default_factory=dict, init=False)
+    _mode: FakeTensorMode | None = field(default=None, init=False)
 
     def run(
         self, block: nn.Module | None, call: pytree.Skeleton, tensors: Sequence[Tensor], value_of: Callable[..., Value]
@@ -220,7 +214,7 @@ class StandIns:
     def _copy(self, block: nn.Module) -> tuple[nn.Module, nn.Module, Shapes]:
         """The block, an unpatched copy, and the whole shapes of parameters of which ranks have parts."""
         with torch._C.DisableTorchFunctionSubclass():
-            copied, shapes = self._copy_of(block)
+            copied, shapes = self.copy_of(block)
         unpatch_blocks([copied])
         stop_recomputing([copied])
         split_backward.unpatch_linear_layers([copied])

@@ -120,36 +120,29 @@ class Ran:
     """the same, as it leaves them"""
 
 
+@dataclass(eq=False, repr=False)
 class DrySteps:
-    """Runs dry steps.
+    """Runs dry steps."""
 
-    Args:
-        user: runs steps, in which no block runs.
-        model: the user's module.
-        outside: the modules outside the stack, whose buffers are as before afterwards.
-        first_block: runs the first block, in a cube together with the other ranks; None: it runs as it is.
-        in_cube: gathers objects from the ranks of the cube, which run the same dry steps.
-    """
+    user: UserStep
+    """runs steps, in which no block runs, or all"""
+    model: nn.Module
+    """the user's module"""
+    outside: Sequence[nn.Module]
+    """the modules outside the stack, whose buffers are as before afterwards"""
+    first_block: FirstBlock | None = None
+    """runs the first block, in a cube together with the other ranks; None: it runs as it is"""
+    in_cube: Callable[[Any], list[Any]] = lambda value: [value]
+    """gathers objects from the ranks of the cube, which run the same dry steps"""
 
-    def __init__(
-        self,
-        user: UserStep,
-        model: nn.Module,
-        outside: Sequence[nn.Module],
-        first_block: FirstBlock | None = None,
-        in_cube: Callable[[Any], list[Any]] = lambda value: [value],
-    ) -> None:
-        self._user = user
-        self._in_cube = in_cube
-        self._first_block = first_block or self._run_first
-        self._model = model
-        self._runs_blocks = user.num_local == len(user.blocks)
+    def __post_init__(self) -> None:
+        blocks = self.user.blocks
+        self._runs_blocks = self.user.num_local == len(blocks)
         """whether steps run all blocks themselves"""
-        self._modules = [*outside, *(part for block in user.blocks[:1] for part in block.modules())]
-        ids = {id(module) for module in outside if not is_metric(module)}
-        self._outside = {
-            f"{name}." if name else "": module for name, module in model.named_modules() if id(module) in ids
-        }
+        self._modules = [*self.outside, *(part for block in blocks[:1] for part in block.modules())]
+        ids = {id(module) for module in self.outside if not is_metric(module)}
+        named = ((name, module) for name, module in self.model.named_modules() if id(module) in ids)
+        self._by_prefix = {f"{name}." if name else "": module for name, module in named}
 
     def run(
         self,
@@ -172,7 +165,7 @@ class DrySteps:
 
         def first_block(call: Message) -> Any:
             self._agree()
-            return self._first_block(call, num_samples)
+            return (self.first_block or self._run_first)(call, num_samples)
 
         counted, stand_in = _CountedBytes(), StandIn(first_block, given)
         before: State = {}
@@ -187,12 +180,12 @@ class DrySteps:
             return result
 
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
-        parts = (vars(part).items() for part in self._model.modules())
+        parts = (vars(part).items() for part in self.model.modules())
         hooks = (value for items in parts for key, value in items if key.endswith("_hooks"))
         kept = kept_buffers(self._modules), _kept(hooks)
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
-        user = self._user  # where steps run all blocks, no carriers undo what they set
-        attributes = undone(self._model, user.blocks, user.name) if self._runs_blocks else nullcontext()
+        user = self.user  # where steps run all blocks, no carriers undo what they set
+        attributes = undone(self.model, user.blocks, user.name) if self._runs_blocks else nullcontext()
         with quiet[0], quiet[1], kept[0], kept[1], attributes, torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             try:
@@ -209,7 +202,7 @@ class DrySteps:
         """Run it on all ranks of the cube, or on none."""
         try:
             try:
-                result = copy_context().run(self._user.dry_run, batch, stand_in)
+                result = copy_context().run(self.user.dry_run, batch, stand_in)
             except Exception as error:
                 if not isinstance(error, _FailedElsewhere):
                     self._agree(error)
@@ -222,18 +215,18 @@ class DrySteps:
     def _agree(self, error: Exception | None = None) -> None:
         """Agree before each call of the first block, and at the end of a run, that no rank of the cube has failed."""
         own = None if error is None else (str(error), isinstance(error, UnsupportedError))
-        other = next((one for one in self._in_cube(own) if one is not None), None)
+        other = next((one for one in self.in_cube(own) if one is not None), None)
         if other is not None and own is None:
             raise _FailedElsewhere(other[0], is_refused=other[1])
 
     def _run_first(self, call: Message, _: int) -> Any:
-        blocks = self._user.blocks
+        blocks = self.user.blocks
         return StageInput.from_message(call).run(blocks[:1], is_last=len(blocks) == 1).output
 
     def _state(self) -> State:
         """The numbers and buffers of modules outside the stack, but for what metrics count."""
         found: State = {}
-        for name, module in self._outside.items():
+        for name, module in self._by_prefix.items():
             for key, value in vars(module).items():
                 if type(value) in (int, float):
                     found[f"{name}{key}"] = value
@@ -245,14 +238,14 @@ class DrySteps:
     def _set(self, state: State) -> None:
         for path, value in state.items():
             name, _, key = path.rpartition(".")
-            module = self._outside[f"{name}." if name else ""]
+            module = self._by_prefix[f"{name}." if name else ""]
             (module._buffers if isinstance(value, Tensor) else vars(module))[key] = value
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """To be open while dry steps run, outside of batches."""
-        self._user.begin_batch()
-        with self._user.streams.batch("dry runs", has_shares=False):
+        self.user.begin_batch()
+        with self.user.streams.batch("dry runs", has_shares=False):
             yield
 
 

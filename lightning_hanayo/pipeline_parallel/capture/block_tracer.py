@@ -31,15 +31,8 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import current_sequence_number, edges_of
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import as_now
-from lightning_hanayo.pipeline_parallel.capture.between import (
-    KEPT,
-    NEEDS_VALUES,
-    OF_STEP,
-    StandIns,
-    Value,
-    name_of,
-    with_indices,
-)
+from lightning_hanayo.pipeline_parallel.capture import between
+from lightning_hanayo.pipeline_parallel.capture.between import StandIns, Value
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
 from lightning_hanayo.pipeline_parallel.capture.proxy import (
@@ -247,7 +240,7 @@ class BlockTracer:
         alive = [found for one in self._proxies if (found := one()) is not None]
         kept = list(dict.fromkeys((one.block, one.path) for one in alive))
         values = (Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept))
-        call = self._flattener.flatten((values, {}, KEPT, None))
+        call = self._flattener.flatten((values, {}, between.KEPT, None))
         self._record(pytree.map_leaves(call, partial(self._relative, position + 1, "")))
         return kept
 
@@ -298,7 +291,7 @@ class BlockTracer:
         """
         if self.is_between_passes:
             return function(*tree_map(self._from_kept, args), **tree_map(self._from_kept, kwargs))
-        name, grad = name_of(function), torch.is_grad_enabled()
+        name, grad = between.name_of(function), torch.is_grad_enabled()
         shown = getattr(function, "__name__", str(function)) if name is None else name.removeprefix("torch.")
         if name is None or not self._stack.sends_objects:
             return proxy.refuse(shown)
@@ -308,10 +301,10 @@ class BlockTracer:
         call = self._function_call(position, args, kwargs, name, modes)
         asked = call
         if name in ("torch.Tensor.__getitem__", "torch.Tensor.__setitem__"):
-            asked = self._function_call(position, with_indices(args), kwargs, name, modes)
+            asked = self._function_call(position, between.with_indices(args), kwargs, name, modes)
         try:
             made, given = self._stack.stand_ins.run(None, asked, tensors, partial(self._value, position))
-        except NEEDS_VALUES:
+        except between.NEEDS_VALUES:
             proxy.refuse(shown)
         changed = [(given[i], spec) for i, spec in made.changed]
         for value, spec in changed:
@@ -350,7 +343,7 @@ class BlockTracer:
         Raises:
             UnsupportedError: it is of a tensor that the step has, or of which there may be a view on another rank.
         """
-        if value.storage is OF_STEP:
+        if value.storage is between.OF_STEP:
             proxy.refuse(f"{shown}, which changes a tensor of the step in place")
         for position in range(self._position):
             if position not in self._described and position not in self._values:

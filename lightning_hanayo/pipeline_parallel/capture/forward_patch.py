@@ -23,7 +23,7 @@ _ORIGINAL = "_hanayo_original_forward"
 _PATCH = "_hanayo_patch"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockPatch:
     """What a block's patched `forward` knows. Copies of the block have no streams, notes and compiled call."""
 

@@ -186,7 +186,6 @@ class Engine:
         """
         number = batch.pass_number
         self.channel.begin_batch(mix(batch.signature, number) if number else batch.signature)
-        self.streams.begin_pass(number)
         if not continues:
             self.trace.begin()
         if self.pairs is not None:
@@ -270,7 +269,7 @@ class Engine:
             self.before_forward(action.stage)
         if step.is_last_gradient:
             self.stages[action.stage].hooks.expect_last_gradients()
-        self.streams.begin_action(action.microbatch, action.kind)
+        self.streams.begin_action(action.microbatch, action.kind, batch.pass_number)
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
         run = self._actions[action.stage, action.kind]
         try:

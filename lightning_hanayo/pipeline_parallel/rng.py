@@ -79,16 +79,16 @@ class RandomStreams:
             self._calls.clear()
             self._restore(before)
 
-    def begin_action(self, microbatch: int, kind: Kind) -> None:
-        """Called before each action of the rank. In a forward, user code and blocks then start streams of their own."""
+    def begin_action(self, microbatch: int, kind: Kind, pass_number: int = 0) -> None:
+        """Called before each action of the rank, in a pass through the stack.
+
+        In a forward, user code and blocks then start streams of their own.
+        """
+        self._pass_number = pass_number
         if self._batch is not None and kind is not Kind.W:  # a weight gradient draws no random numbers
             self._enter(microbatch, is_forward=kind is Kind.F)
             if not self._in_forward:
                 self._start(self._seed)
-
-    def begin_pass(self, number: int) -> None:
-        """Called before the actions of each pass through the stack; their forwards and their backwards."""
-        self._pass_number = number
 
     def begin_user_code(self, microbatch: int) -> None:
         """Called before the step's own code for this micro-batch starts."""

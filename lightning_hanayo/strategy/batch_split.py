@@ -75,7 +75,8 @@ class SplitBatch:
     @property
     def num_samples(self) -> Sequence[int]:
         """The number of samples of each of this rank's pieces; empty if it isn't known, or if loaders have parts."""
-        return self.shares if len(self.sizes.parts) == 1 else ()
+        is_known = self.sizes.are_known and len(self.sizes.parts) == 1
+        return self.sizes.of(self.own).parts[0] if is_known else ()
 
     @property
     def shares(self) -> Sequence[int]:

@@ -71,14 +71,10 @@ class TracedStack:
     """tell what isn't here, for code between two blocks"""
 
     def __post_init__(self) -> None:
+        self.num_blocks = len(self.blocks)
         self.index_of = {id(block): i for i, block in enumerate(self.blocks)}
         self.first_numbers = count(0, MOST_CALLS)
         """of the outputs of each pass, so that a proxy from another step or pass is known as such"""
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks of the stack."""
-        return len(self.blocks)
 
 
 class BlockTracer:

@@ -134,7 +134,7 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedError: the block is stored on another pipeline rank.
     """
-    patch = patch_of(block)
+    patch: BlockPatch = vars(block)[_PATCH]
     if patch.on_other_rank and current_tracer() is not None:
         raise UnsupportedError(
             f"the step calls a copy of a {type(block).__name__} of the stack that was made when the block was already "
@@ -153,7 +153,7 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the block's own forward, compiled if `block.compile()` was called."""
-    patch = patch_of(block)
+    patch: BlockPatch = vars(block)[_PATCH]
     with block_range(block):
         made = _original(block, *args, **kwargs) if patch.compiled is None else patch.run_compiled(*args, **kwargs)
     patch.values.note_call(patch.index, (args, kwargs), made)

@@ -288,7 +288,8 @@ class UserStep(TracedStack):
             self._enter(batch, microbatch)
             self._under_way[microbatch] = self._start(batch, batch.step, microbatch, self.carriers)
             self._check_hooks()
-        return self._tracer(microbatch).has_gradients
+        has_gradients: bool = self._under_way[microbatch].tracer.has_gradients
+        return has_gradients
 
     def begin_pass(self, batch: Batch, microbatch: int) -> Message:
         """Run the step, if it isn't yet, until it is suspended at the last block of its next pass.
@@ -331,7 +332,8 @@ class UserStep(TracedStack):
 
         At its end `batch.results` takes its result. Returns autograd's sequence number at the stack.
         """
-        call, tracer = self._under_way[microbatch], self._tracer(microbatch)
+        call = self._under_way[microbatch]
+        tracer: BlockTracer = call.tracer
         sequence_number = tracer.sequence_number
         self._enter(batch, microbatch)
         tracer.received += [output, trees]

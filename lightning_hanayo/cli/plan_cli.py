@@ -42,6 +42,16 @@ _CHOICES = range(COLUMNS.index("schedule"), COLUMNS.index("step s"))
 """the columns that are left out where all rows are alike"""
 
 
+def _of_experts(plan: Plan) -> str:
+    """What is said of experts whose products autocast leaves in fp32."""
+    found = {block.experts.dtype for block, _ in plan.facts.kinds if block.experts is not None} - {plan.facts.dtype}
+    return "".join(
+        f", those of experts in {dtype}{plan.machine.rate_note(dtype)}; precision='bf16-true' with "
+        f"master_weights='fp32' computes them in 16 bits"
+        for dtype in sorted(found)
+    )
+
+
 def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_batch_size: bool) -> None:
     """Print it.
 
@@ -55,7 +65,7 @@ def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_bat
     print(
         f"{count_of(facts.parameters)} parameters, {counted(len(facts.blocks), 'block')} ({facts.stack}), "
         f"{counted(facts.tokens, 'token')} per sample, {facts.flops / 1e12:.3g} TFLOP per sample, "
-        f"products in {facts.dtype}{machine.rate_note(facts.dtype)}\n"
+        f"products in {facts.dtype}{machine.rate_note(facts.dtype)}{_of_experts(plan)}\n"
         f"{plan.num_devices} x {machine.name}, {machine.ranks_per_node} per node; "
         f"{machine.source or 'rates of unknown origin'}\n"
         f"{counted(plan.global_batch, 'sample')} per step; at most {bytes_of(plan.memory)} per device\n"

@@ -225,8 +225,10 @@ class Engine:
                 self._messages[key] = Message(message.skeleton, tuple(tensor.clone() for tensor in message.tensors))
 
     def _compute(self, step: Compute, batch: Batch) -> None:
-        reached = self.trace.clock.mark()
-        self.trace.add(step.action, reached, *self._run_action(step, batch, self._receive(step)))
+        waits = step.input_key is not None and not step.is_local
+        reached = self.trace.clock.mark() if waits else None  # an event takes the host as long as a kernel
+        start, end = self._run_action(step, batch, self._receive(step))
+        self.trace.add(step.action, start if reached is None else reached, start, end)
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
         if self.pairs is None or not self._may_run_at_once(pair):

@@ -162,17 +162,20 @@ def time_block(
         steps.append(step)
     first, *others = steps or [_Step(behind=between)]
     rate = machine.matmul_rate(dtype, float("inf")) * num_ranks / samples
-    attention, experts = block.attention_flops, block.shared_experts(mesh)
-    if experts is not None:  # tokens are sent, computed with, and sent back
-        attention -= experts.flops
+    behind, experts, of_experts = block.attention_flops / rate, block.experts, 0.0
+    if experts is not None:
+        of_experts = experts.flops / machine.matmul_rate(experts.dtype or dtype, float("inf")) / num_ranks * samples
+        behind -= experts.flops / rate
+    if experts is not None and block.shared_experts(mesh):  # tokens are sent, computed with, and sent back
         used = [link for link, size in zip((y, z), mesh[1:], strict=True) if size > 1]
         link = min(used, key=lambda link: link.bandwidth)
         one_way = link.seconds(element * samples * experts.sent(mesh))
         others += [
-            _Step(behind=experts.flops / rate, gather_x=one_way, scatter_dx=one_way),
+            _Step(behind=of_experts, gather_x=one_way, scatter_dx=one_way),
             _Step(scatter_y=one_way, gather_dy=one_way),
         ]
-    steps = [replace(first, behind=first.behind + attention / rate), *others]
+        of_experts = 0.0
+    steps = [replace(first, behind=first.behind + behind + of_experts), *others]
     if weights == "batch":
         steps = [replace(one, gather_w=0.0, scatter_dw=0.0) for one in steps]
     host = _host(steps, block, machine)

@@ -17,9 +17,6 @@ from typing import Literal, Self
 
 from lightning_hanayo.divisibility import MeshSizes
 
-Keep = Literal["gathered", "shards"]
-"""what a product saves for its backward: what it gathered, or this rank's shards, which are gathered again"""
-
 CubeWeights = Literal["microbatch", "batch"]
 """how often weights are gathered along x, and their gradients reduce-scattered: once in each"""
 
@@ -59,8 +56,6 @@ class Volume(_Elements):
     gather_dy: float = 0.0
     scatter_dx: float = 0.0
     scatter_dw: float = 0.0
-    regather_x: float = 0.0
-    regather_w: float = 0.0
     exchange_dy: float = 0.0
     exchange_dx: float = 0.0
 
@@ -107,24 +102,14 @@ class LinearLayer:
         m, k, n = self.tokens, self.in_features, self.out_features
         return m * k, k * n, m * n
 
-    def volume(self, mesh: MeshSizes, keep: Keep = "gathered") -> Volume:
-        """Returns what a rank receives: in six collectives, or in eight if only shards are saved."""
+    def volume(self, mesh: MeshSizes) -> Volume:
+        """Returns what a rank receives, in six collectives."""
         x, y, z = self._axes(mesh)
         of_x, of_w, of_y = self._shards(mesh)
         in_x, in_w, in_y = (y - 1) * of_x, (x - 1) * of_w, (z - 1) * of_y
-        again = keep == "shards"
-        return Volume(
-            gather_x=in_x,
-            gather_w=in_w,
-            scatter_y=in_y,
-            gather_dy=in_y,
-            scatter_dx=in_x,
-            scatter_dw=in_w,
-            regather_x=in_x * again,
-            regather_w=in_w * again,
-        )
+        return Volume(gather_x=in_x, gather_w=in_w, scatter_y=in_y, gather_dy=in_y, scatter_dx=in_x, scatter_dw=in_w)
 
-    def generic_volume(self, mesh: MeshSizes, keep: Keep = "gathered") -> Volume:
+    def generic_volume(self, mesh: MeshSizes) -> Volume:
         """Returns what a rank receives in a generic block, where activations are exchanged around each product.
 
         On a p x p x p mesh this is at most 1/p more than `volume`.
@@ -132,15 +117,13 @@ class LinearLayer:
         _, y, z = mesh
         of_x, _, of_y = self._shards(mesh)
         before, after = of_x * (z - 1) / z, of_y * (y - 1) / y
-        own = LinearLayer(self.tokens, self.in_features, self.out_features).volume(mesh, keep)
+        own = LinearLayer(self.tokens, self.in_features, self.out_features).volume(mesh)
         return own + Volume(exchange_x=before, exchange_y=after, exchange_dy=after, exchange_dx=before)
 
-    def storage(self, mesh: MeshSizes, keep: Keep = "gathered") -> Storage:
-        """Returns what a rank stores: 1/P of the matrix, and what `keep` says is saved."""
+    def storage(self, mesh: MeshSizes) -> Storage:
+        """Returns what a rank stores: 1/P of the matrix, and what was gathered."""
         x, y, _ = self._axes(mesh)
         of_x, of_w, _ = self._shards(mesh)
-        if keep == "shards":
-            return Storage(of_w, of_x)
         return Storage(of_w, of_x * y, of_w * x if x > 1 else 0.0)
 
     def _axes(self, mesh: MeshSizes) -> MeshSizes:
@@ -176,6 +159,7 @@ class ExpertLayer:
         parameters: elements of all experts.
         flops: of the forward.
         saved: bytes that the forward keeps for the backward, besides parameters.
+        dtype: of the products, which autocast may leave in fp32; empty: that of the model's other products.
     """
 
     tokens: int
@@ -185,6 +169,7 @@ class ExpertLayer:
     parameters: int
     flops: float = 0.0
     saved: float = 0.0
+    dtype: str = ""
 
     def of_a_rank(self, mesh: MeshSizes) -> int:
         """Returns the most experts that a rank has."""

@@ -9,10 +9,10 @@ hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/repr
             + (-B mod P) (1 - 1/W) T_B, as a wave that isn't full keeps ranks as long
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import ceil, prod
+from math import ceil
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
@@ -23,7 +23,7 @@ from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
-from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts
+from lightning_hanayo.planner.model_facts import Code, ModelFacts
 from lightning_hanayo.schedule import CostModel, simulate
 from lightning_hanayo.schedule.table import COMPUTE
 
@@ -137,24 +137,6 @@ class _Work:
     """by the mean rank, if a forward runs at once with another micro-batch's backward"""
 
 
-@dataclass(frozen=True)
-class _Share:
-    """One rank's part of the model."""
-
-    blocks: int
-    parameters: float
-    trained: float
-    """those of its blocks' that have gradients while a batch runs"""
-    updated: float
-    """those that it trains between batches"""
-    gathered: float
-    """bytes of parameters of generic blocks that its cube gathers for a batch, and of their gradients"""
-    gathered_outside: float
-    """of those outside the stack"""
-    has_outside: bool
-    """whether it holds the parameters outside the stack, too"""
-
-
 class StepModel:
     """Estimates the steps of one model on one machine.
 
@@ -179,20 +161,8 @@ class StepModel:
         self._stage = cache(self._time_stage)
         self._works: dict[object, _Work] = {}
         self._cut = cache(self._cut_blocks)
-        self._shares_of = cache(self._count_shares)
+        self._blocks_of = cache(self._blocks_of_slowest)
         self._code_of = cache(self._count_code)
-        self._saved = cache(
-            lambda mesh, samples, weights: facts.mean(
-                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
-            )
-        )
-        casts = facts.element * (facts.element < facts.parameter_bytes)  # under autocast
-        self._cast = cache(lambda mesh, samples: casts * facts.mean(lambda one: one.cast_by_a_rank(samples, mesh)))
-        self._sums = cache(
-            lambda mesh, samples: [facts.element * facts.mean(one) for one in _first_and_last_sums(mesh, samples)]
-        )
-        self._kept_shards = cache(lambda mesh, samples: facts.mean(lambda one: one.gathers(samples, mesh)))
-        self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
         self.memory = cache(self._closed_form_memory)
         """bytes of a candidate's rank that needs the most, in closed form"""
 
@@ -239,7 +209,7 @@ class StepModel:
         sizes_of_stages, ranks = [float(len(one)) for one in blocks], range(candidate.pipe)
         held = [max(held for _, held in timeline.held(rank, sizes_of_stages)) for rank in ranks]
         of_ranks = tuple(sum(len(blocks[stage]) for stage in table.stages_of(rank)) for rank in ranks)
-        memory = self._of_ranks(candidate, self._shares(candidate, of_ranks), held)
+        memory = self._of_ranks(candidate, of_ranks, held)
         return self._estimate(candidate, batch, busy, exposed, memory)
 
     def _is_of_other(self, candidate: Candidate) -> bool:
@@ -269,14 +239,14 @@ class StepModel:
         if candidate.runs_step_once:  # while the other ranks wait
             batch += (serial := 3 * candidate.num_microbatches * self._outside(candidate))
             busy += serial / candidate.pipe
-        shares = self._shares(candidate)
         own = self._most_updated(candidate)
         if candidate.shard_optimizer:  # updated parameters are gathered: the first stage waits for its own
             num_bytes = (1 - 1 / candidate.data) * facts.parameter_bytes * own
             link = self._data_link(candidate)
             exposed += link.seconds(num_bytes, candidate.stages_per_rank) / candidate.stages_per_rank
         if candidate.cube_size > 1:  # parameters outside of 3-D layers are gathered, and their gradients summed
-            num_bytes = (1 - 1 / candidate.cube_size) * max(one.gathered + one.gathered_outside for one in shares)
+            first, others = (blocks * self._gathered_by_block(candidate) for blocks in self._blocks(candidate))
+            num_bytes = (1 - 1 / candidate.cube_size) * max(first + self._gathered_outside(candidate), others)
             link = self.machine.link(1, candidate.cube_size)
             exposed += link.seconds(num_bytes, 2) * candidate.accumulate
             if candidate.runs_alike:  # the stack's outputs are gathered, and their gradients reduce-scattered
@@ -366,7 +336,7 @@ class StepModel:
         block = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
         mean, slowest, others = (
             self._stage(block, held, recompute=candidate.recompute) * stages
-            for held in (blocks, *(share.blocks / stages for share in self._shares(candidate)))
+            for held in (blocks, *(own / stages for own in self._blocks(candidate)))
         )
         share = outside / pipe
         backward = mean.total(split=split) - mean.forward + 2 * share
@@ -453,105 +423,104 @@ class StepModel:
 
     # parameters and memory of ranks
 
-    def _shares(self, candidate: Candidate, blocks: tuple[int, ...] = ()) -> list[_Share]:
-        """Of pipeline ranks that hold so many blocks; else of rank 0, and of the rank that holds most of the others."""
-        own, facts = candidate, self.facts
-        sharded = (own.cube_outside == "tokens") * (facts.vocabulary_bytes + facts.vocabulary_gradients)
-        whole = (own.cube_size > 1) * (facts.outside_bytes - sharded)
-        return self._shares_of(own.pipe, own.stages_per_rank, own.mesh, whole, blocks, once=own.runs_step_once)
+    def _blocks(self, candidate: Candidate) -> tuple[int, int]:
+        """Blocks of rank 0, and the most of the others."""
+        return self._blocks_of(candidate.pipe, candidate.stages_per_rank, once=candidate.runs_step_once)
+
+    def _blocks_of_slowest(self, pipe: int, stages: int, *, once: bool) -> tuple[int, int]:
+        """The same, as `partition.cut` shares them."""
+        facts, total = self.facts, len(self.facts.blocks)
+        if pipe == 1:
+            return total, 0
+        of_outside = 0 if once else facts.computing_parameters, facts.outside_parameters
+        outside = [one / facts.parameters_per_block for one in of_outside]  # in blocks
+
+        def largest(own: int, others: int) -> float:
+            return max(max(own + one, others) / (total + one) for one in outside)
+
+        choices = [(own, ceil((total - own) / (pipe - 1))) for own in range(stages, total // pipe + 1)]
+        return min(choices, key=lambda one: (largest(*one), -one[0]))
 
     def _most_updated(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
-        return max(share.updated for share in self._shares(candidate))
+        each = self.facts.of_a_rank(1, candidate.mesh).updated
+        first, others = (blocks * each for blocks in self._blocks(candidate))
+        return max(first + self.facts.outside_trained / candidate.cube_size, others)
 
-    def _count_shares(
-        self, pipe: int, stages: int, mesh: MeshSizes, whole_outside: float, blocks: tuple[int, ...], *, once: bool
-    ) -> list[_Share]:
-        """`whole_outside`: bytes outside the stack that a cube gathers for a batch."""
+    def _gathered_by_block(self, candidate: Candidate) -> float:
+        """Bytes of a generic block's parameters that a cube gathers for a batch, and of their gradients."""
+        each = self.facts.parameter_bytes + self.facts.gradient_bytes
+        return self.facts.of_a_rank(1, candidate.mesh).whole * each
+
+    def _gathered_outside(self, candidate: Candidate) -> float:
+        """Bytes outside the stack that it gathers."""
         facts = self.facts
-        outside, frozen = facts.outside_parameters, facts.outside_frozen
-        loads = [one / facts.parameters_per_block for one in (0 if once else facts.computing_parameters, outside)]
-        blocks = blocks or _blocks_of_slowest(len(facts.blocks), pipe, stages, loads)
-        stored = facts.mean(lambda one: one.parameters_of_a_rank(mesh))
-        trained = facts.mean(lambda one: one.trained_by_a_rank(mesh))
-        updated = facts.mean(lambda one: one.updated_by_a_rank(mesh))
-        whole = facts.mean(lambda one: one.whole_of_a_rank(mesh)) * (facts.parameter_bytes + facts.gradient_bytes)
-        of_outside, trained_outside = outside / prod(mesh), (outside - frozen) / prod(mesh)
-
-        def share(blocks: int, *, has_outside: bool) -> _Share:
-            return _Share(
-                blocks,
-                blocks * stored + has_outside * of_outside,
-                blocks * trained,
-                blocks * updated + has_outside * trained_outside,
-                blocks * whole,
-                has_outside * whole_outside,
-                has_outside,
-            )
-
-        return [share(own, has_outside=rank == 0) for rank, own in enumerate(blocks)]
+        sharded = (candidate.cube_outside == "tokens") * (facts.vocabulary_bytes + facts.vocabulary_gradients)
+        return (candidate.cube_size > 1) * (facts.outside_bytes - sharded)
 
     def _closed_form_memory(self, candidate: Candidate) -> RankMemory:
         """Of the rank that needs the most, which holds as many micro-batches as the layout has under way."""
         if self._is_of_other(candidate):
             return self._other.memory(candidate)
-        shares = self._shares(candidate)[: candidate.pipe]  # one pipeline rank has no others
+        blocks = self._blocks(candidate)[: candidate.pipe]  # one pipeline rank has no others
         peak = _under_way(candidate)
-        return _fullest(self._of_ranks(candidate, shares, [peak * share.blocks for share in shares]))
+        return _fullest(self._of_ranks(candidate, blocks, [peak * own for own in blocks]))
 
-    def _of_ranks(self, candidate: Candidate, shares: Sequence[_Share], held: Sequence[float]) -> list[RankMemory]:
-        """Of pipeline ranks with these shares.
+    def _of_ranks(self, candidate: Candidate, blocks: Sequence[int], held: Sequence[float]) -> list[RankMemory]:
+        """Of pipeline ranks, the first of which holds the parameters outside the stack, too.
 
         Args:
             candidate: the layout.
-            shares: of the ranks.
+            blocks: of each rank.
             held: for each, of how many blocks it holds activations at most, without pairs.
         """
         once, count = candidate.runs_step_once, candidate.num_microbatches
         more = candidate.pairs * (count > _under_way(candidate))  # an order of pairs may have one more under way
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
-        cast = self._cast(candidate.mesh, samples)
+        block = facts.of_a_rank(samples, candidate.mesh)
+        cast = facts.element * (facts.element < facts.parameter_bytes) * block.cast  # under autocast
         # layers whose backward is split keep one copy for all micro-batches
         shares_cast = candidate.pipe > 1 and candidate.schedule == SPLIT and ranks == 1 and not facts.has_frozen
-        saved = self._saved(candidate.mesh, samples, candidate.cube_weights) + cast * (not shares_cast)
+        by_batch, accumulates = candidate.cube_weights == "batch", candidate.accumulate > 1
+        saved = (block.saved_by_batch if by_batch else block.saved) + cast * (not shares_cast)
         message, (outside, loss) = facts.message * samples / ranks, self._code(candidate)
         if once:
             outside *= count
         has_messages, in_cube, x = candidate.pipe > 1, ranks > 1, candidate.mesh[0]
-        by_batch, accumulates = candidate.cube_weights == "batch", candidate.accumulate > 1
-        kept = self._gathered(candidate.mesh, samples) if by_batch else 0.0
-        kept_shards = self._kept_shards(candidate.mesh, samples) if by_batch else 0.0
+        kept, kept_shards = (block.gathered, block.gathered_shards) if by_batch else (0.0, 0.0)
         before_stack = message * (ranks if candidate.runs_alike else 1)  # of each micro-batch under way
         # sums over x that are under way: of a block's last two weights, and of each stage's first two until later
-        late, early = (in_cube * (not by_batch) * one for one in self._sums(candidate.mesh, samples))
+        sums = block.first_sums, block.last_sums
+        late, early = (in_cube * (not by_batch) * facts.element * one for one in sums)
         ahead = (x > 1) * late / (1 + 1 / x)  # two weights of the next block that is recomputed
         workspace = early + (saved + ahead if candidate.recompute else 2 * message)
         # shards of the gradients of parameters that are whole while a batch runs are those of earlier batches
-        of_outside = facts.gradient_bytes * (facts.outside_parameters - facts.outside_frozen)
+        of_outside = facts.gradient_bytes * facts.outside_trained
         of_outside *= accumulates or not in_cube
         in_dry_run = 0.0
         if candidate.cube_outside == "tokens":
             of_outside += facts.vocabulary_gradients
             in_dry_run = in_cube * facts.outside_parameters * facts.parameter_bytes  # of values, which are whole there
 
-        def memory(share: _Share, blocks: float) -> RankMemory:
-            """Of a rank that holds the activations of so many blocks."""
-            has_outside = share.has_outside
-            trained = share.trained - (not accumulates) * share.blocks * kept_shards
+        def memory(own: int, held: float, *, has_outside: bool) -> RankMemory:
+            """Of a rank that holds so many blocks, and the activations of as many as are `held`."""
+            parameters = own * block.parameters + has_outside * facts.outside_parameters / ranks
+            trained = own * block.trained - (not accumulates) * own * kept_shards
+            updated = own * block.updated + has_outside * facts.outside_trained / ranks
             # parameters outside the stack, and weights that are gathered for the batch, with their gradients
-            gathered = share.gathered_outside
-            gathered += share.blocks * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast)
-            activations = blocks * (message if candidate.recompute else saved)
-            under_way = blocks / max(1.0, share.blocks) if has_messages else float(in_cube)  # micro-batches
+            gathered = has_outside * self._gathered_outside(candidate)
+            gathered += own * ((facts.element + facts.gradient_bytes) * kept + cast * shares_cast)
+            activations = held * (message if candidate.recompute else saved)
+            under_way = held / max(1.0, own) if has_messages else float(in_cube)  # micro-batches
             suspended = outside.saved + loss.saved + under_way * before_stack
             messages = 2 * candidate.stages_per_rank * message * has_messages
             taken = max(workspace, has_outside * max(outside.workspace, loss.workspace)) * (1 + candidate.pairs)
             taken += has_messages * candidate.stages_per_rank * late
             of_batch = activations + has_outside * suspended + messages + taken
             return RankMemory(
-                weights=share.parameters * facts.parameter_bytes,
+                weights=parameters * facts.parameter_bytes,
                 gradients=trained * facts.gradient_bytes + has_outside * of_outside / ranks,
-                optimizer=share.updated * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
+                optimizer=updated * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
                 activations=activations,
                 gathered=max(gathered, has_outside * in_dry_run - of_batch),
                 suspended=has_outside * suspended,
@@ -559,27 +528,11 @@ class StepModel:
                 workspace=taken,
             )
 
-        return [memory(share, blocks + more * share.blocks) for share, blocks in zip(shares, held, strict=True)]
+        of_each = enumerate(zip(blocks, held, strict=True))
+        return [memory(own, one + more * own, has_outside=rank == 0) for rank, (own, one) in of_each]
 
 
 def _under_way(candidate: Candidate) -> int:
     """Micro-batches at one time: as many as there are pipeline ranks, or all if the step runs once."""
     count = candidate.num_microbatches
     return count if candidate.runs_step_once else min(count, candidate.pipe)
-
-
-def _first_and_last_sums(mesh: MeshSizes, samples: int) -> tuple[Callable[[BlockFacts], float], ...]:
-    """Elements of the gradients of a block's first two weights, and of its last two, that are being added up."""
-    return lambda one: sum(one.sums(samples, mesh)[:2]), lambda one: sum(one.sums(samples, mesh)[-2:])
-
-
-def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: Sequence[float]) -> tuple[int, int]:
-    """Blocks of rank 0, and the most of the others, as `partition.cut` shares them; `outside` are in blocks."""
-    if pipe == 1:
-        return total, 0
-
-    def largest(own: int, others: int) -> float:
-        return max(max(own + one, others) / (total + one) for one in outside)
-
-    choices = [(own, ceil((total - own) / (pipe - 1))) for own in range(stages, total // pipe + 1)]
-    return min(choices, key=lambda one: (largest(*one), -one[0]))

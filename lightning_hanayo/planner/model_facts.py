@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
+from typing import NamedTuple
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
-from lightning_hanayo.planner.communication_volume import CubeWeights, ExpertLayer, LinearLayer, Storage, Volume
+from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer, Storage, Volume
 
 
 @dataclass(frozen=True)
@@ -101,64 +102,63 @@ class BlockFacts:
         """The experts that the ranks of this cube share."""
         return self.experts if self.shares_experts and mesh[1] * mesh[2] > 1 else None
 
-    def parameters_of_a_rank(self, mesh: MeshSizes) -> float:
-        """Elements that a rank of a cube holds while a batch runs."""
-        of_others = 0.0
-        if (experts := self.shared_experts(mesh)) is not None:
-            of_others = experts.parameters - experts.parameters_of_a_rank(mesh)
-        return self.parameters - self.sharded_parameters * (1 - 1 / prod(mesh)) - of_others
-
-    def trained_by_a_rank(self, mesh: MeshSizes) -> float:
-        """Those of them that are trained."""
-        return self.parameters_of_a_rank(mesh) * self._trained
-
-    def whole_of_a_rank(self, mesh: MeshSizes) -> float:
-        """Those of them that a generic block has whole, gathered for the batch: between batches they are sharded."""
-        if not any(one.is_generic for one in self.products):
-            return 0.0
-        experts = self.shared_experts(mesh)
-        return self.parameters - self.sharded_parameters - (0 if experts is None else experts.parameters)
-
-    def updated_by_a_rank(self, mesh: MeshSizes) -> float:
-        """Elements that a rank of a cube trains, between batches."""
-        return (self.parameters_of_a_rank(mesh) - self.whole_of_a_rank(mesh) * (1 - 1 / prod(mesh))) * self._trained
-
-    @property
-    def _trained(self) -> float:
-        return 1 - self.frozen / max(1, self.parameters)
-
-    def gathered_by_a_rank(self, samples: int, mesh: MeshSizes) -> float:
-        """Elements of the weights that a rank of a cube gathers."""
-        return sum(one.storage(samples, mesh).saved_weights for one in self.products)
-
-    def cast_by_a_rank(self, samples: int, mesh: MeshSizes) -> float:
-        """Elements of the weights that autocast casts for each micro-batch: those that a cube doesn't gather."""
-        stored = (one.storage(samples, mesh) for one in self.products)
-        return sum(one.weights for one in stored if not one.saved_weights)
-
-    def gathers(self, samples: int, mesh: MeshSizes) -> float:
-        """Elements of a rank's shards of the weights that a cube gathers."""
-        stored = (one.storage(samples, mesh) for one in self.products)
-        return sum(one.weights for one in stored if one.saved_weights)
-
-    def sums(self, samples: int, mesh: MeshSizes) -> list[float]:
-        """Elements of the gradient of each product's weights that a rank computes, before ranks add it up."""
-        x = mesh[0]
-        stored = (one.storage(samples, mesh) for one in self.products)
-        return [(one.saved_weights or one.weights) * (1 + 1 / x) for one in stored]
-
-    def saved_by_a_rank(
-        self, samples: int, mesh: MeshSizes, element: int, weights: CubeWeights = "microbatch"
-    ) -> float:
-        """Bytes that a rank of a cube keeps for the backward of a micro-batch; `element` bytes per number."""
-        inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
-        saved = self.saved - (prod(mesh) > 1) * self.repeated_inputs
-        others = max(0.0, samples * saved - inputs) / prod(mesh)
-        if (experts := self.shared_experts(mesh)) is not None:  # memory must do for any choice of experts
-            others += samples * (experts.most_saved(mesh) - experts.saved / prod(mesh))
+    def of_a_rank(self, samples: int, mesh: MeshSizes, element: int = 1) -> "RankBlock":
+        """The part of a rank of a cube, for a micro-batch of so many samples; `element` bytes per number."""
+        num_ranks, experts = prod(mesh), self.shared_experts(mesh)
+        of_others, of_experts = 0.0, 0
+        if experts is not None:
+            of_others, of_experts = experts.parameters - experts.parameters_of_a_rank(mesh), experts.parameters
+        held = self.parameters - self.sharded_parameters * (1 - 1 / num_ranks) - of_others
+        is_generic = any(one.is_generic for one in self.products)
+        whole = self.parameters - self.sharded_parameters - of_experts if is_generic else 0.0
+        is_trained = 1 - self.frozen / max(1, self.parameters)
         stored = [one.storage(samples, mesh) for one in self.products]
-        own_weights = weights == "microbatch"
-        return others + element * sum(one.saved_inputs + own_weights * one.saved_weights for one in stored)
+        sums = [(one.saved_weights or one.weights) * (1 + 1 / mesh[0]) for one in stored]
+        inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
+        saved = samples * (self.saved - (num_ranks > 1) * self.repeated_inputs)
+        saved = max(0.0, saved - inputs) / num_ranks
+        if experts is not None:  # memory must do for any choice of experts
+            saved += samples * (experts.most_saved(mesh) - experts.saved / num_ranks)
+        return RankBlock(
+            parameters=held,
+            trained=held * is_trained,
+            whole=whole,
+            updated=(held - whole * (1 - 1 / num_ranks)) * is_trained,
+            gathered=sum(one.saved_weights for one in stored),
+            gathered_shards=sum(one.weights for one in stored if one.saved_weights),
+            cast=sum(one.weights for one in stored if not one.saved_weights),
+            first_sums=sum(sums[:2]),
+            last_sums=sum(sums[-2:]),
+            saved=saved + element * sum(one.saved_inputs + one.saved_weights for one in stored),
+            saved_by_batch=saved + element * sum(one.saved_inputs for one in stored),
+        )
+
+
+class RankBlock(NamedTuple):
+    """A rank's part of a block in a cube. Elements, but for what it saves."""
+
+    parameters: float
+    """that it holds while a batch runs"""
+    trained: float
+    """of them"""
+    whole: float
+    """of them, those that a generic block has whole, gathered for the batch: between batches they are sharded"""
+    updated: float
+    """that it trains, between batches"""
+    gathered: float
+    """of the weights that it gathers"""
+    gathered_shards: float
+    """of its shards of these weights"""
+    cast: float
+    """of the weights that autocast casts for each micro-batch: those that a cube doesn't gather"""
+    first_sums: float
+    """of the gradients of the first two products' weights, before ranks add them up"""
+    last_sums: float
+    """of the last two"""
+    saved: float
+    """bytes that it keeps for the backward of a micro-batch"""
+    saved_by_batch: float
+    """the same if weights are gathered once a batch"""
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,12 @@ class ModelFacts:
     @cached_property
     def outside_bytes(self) -> float:
         """Of values and gradients of the parameters outside the stack."""
-        trained = self.outside_parameters - self.outside_frozen
-        return self.outside_parameters * self.parameter_bytes + trained * self.gradient_bytes
+        return self.outside_parameters * self.parameter_bytes + self.outside_trained * self.gradient_bytes
+
+    @property
+    def outside_trained(self) -> int:
+        """The parameters outside the stack that are trained."""
+        return self.outside_parameters - self.outside_frozen
 
     @property
     def flops(self) -> float:
@@ -274,7 +278,20 @@ class ModelFacts:
 
     def gathers_weights(self, samples: int, mesh: MeshSizes) -> bool:
         """Whether a cube gathers any weights for a micro-batch of so many samples."""
-        return any(one.storage(samples, mesh).saved_weights > 0 for block, _ in self.kinds for one in block.products)
+        return self.of_a_rank(samples, mesh).gathered > 0
+
+    @cached_property
+    def of_a_rank(self) -> Callable[[int, MeshSizes], RankBlock]:
+        """A rank's part of the mean block, by the samples of a micro-batch and the cube."""
+
+        @cache
+        def mean(samples: int, mesh: MeshSizes) -> RankBlock:
+            of_kinds = (
+                [part * one for one in kind.of_a_rank(samples, mesh, self.element)] for kind, part in self.kinds
+            )
+            return RankBlock(*map(sum, zip(*of_kinds, strict=True)))
+
+        return mean
 
     def mean(self, of: Callable[[BlockFacts], float]) -> float:
         """The mean over the blocks of what `of` says of each."""

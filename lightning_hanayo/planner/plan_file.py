@@ -30,6 +30,8 @@ MAX_BYTES = 1 << 20
 """of a file"""
 _SIZES = ("pipeline_parallel_size", "data_parallel_size", "num_microbatches")
 """that each plan has"""
+OF_BOTH = ("shard_optimizer", "cube_weights", "pairs", "experts", "cube_outside")
+"""options of `HanayoStrategy` that are attributes of a `Candidate`, with the same values"""
 
 
 def strategy_options(candidate: Candidate) -> dict[str, Any]:
@@ -42,11 +44,7 @@ def strategy_options(candidate: Candidate) -> dict[str, Any]:
         "num_microbatches": candidate.num_microbatches,
         "schedule": "auto" if candidate.schedule == ONE_RANK else candidate.schedule,
         "recompute": "blocks" if candidate.recompute else "none",
-        "shard_optimizer": candidate.shard_optimizer,
-        "cube_weights": candidate.cube_weights,
-        "pairs": candidate.pairs,
-        "experts": candidate.experts,
-        "cube_outside": candidate.cube_outside,
+        **{name: getattr(candidate, name) for name in OF_BOTH},
         "step": "batch" if candidate.runs_step_once else "auto",
     }
 

@@ -76,6 +76,8 @@ class Counts:
     """the sizes of experts that a cube's ranks can share, for all samples"""
     of_experts: "Counts | None" = None
     """their part of flops and saved"""
+    dtype: str = ""
+    """of the last product"""
 
     def num_saved(self, without: set[int]) -> int:
         """Bytes that autograd keeps, without these storages."""
@@ -177,6 +179,7 @@ class Counter(TorchDispatchMode):
                 self.logits, self.head = max(self.logits, rows * words), args[-1].numel()
             for counts in filter(None, (now, self._experts)):
                 counts.flops += flops
+                counts.dtype = str(args[0].dtype).removeprefix("torch.")
         else:
             tensors = tree_leaves((args, kwargs, result))
             now.traffic += sum(one.nbytes for one in tensors if isinstance(one, Tensor))
@@ -379,7 +382,9 @@ def _block(
     experts, of_experts = counts.experts, counts.of_experts
     if experts is not None and of_experts is not None:
         tokens, saved = experts.tokens // num_samples, of_experts.num_saved(parameters) / num_samples
-        experts = replace(experts, tokens=tokens, flops=of_experts.flops / num_samples, saved=saved)
+        experts = replace(
+            experts, tokens=tokens, flops=of_experts.flops / num_samples, saved=saved, dtype=of_experts.dtype
+        )
     return BlockFacts(
         products=own,
         parameters=sum(one.numel() for one in block.parameters()),

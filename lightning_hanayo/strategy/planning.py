@@ -4,9 +4,10 @@ The option `layout` of `HanayoStrategy`: the file of a plan takes the place of t
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from itertools import islice
 from os import PathLike, fspath
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, Candidate, Choices
 from lightning_hanayo.planner.machine import KNOWN, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.planner.plan_file import load_plan, strategy_options
+from lightning_hanayo.planner.plan_file import OF_BOTH, load_plan, strategy_options
 from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
 from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
@@ -129,12 +130,8 @@ def given_layout(
         accumulate,
         layout.schedule if is_cut else ONE_RANK,
         options.recompute == "blocks",
-        options.shard_optimizer,
-        options.cube_weights,
-        options.pairs,
-        layout.runs_step_once,
-        options.experts,
-        options.cube_outside,
+        runs_step_once=layout.runs_step_once,
+        **{name: getattr(options, name) for name in OF_BOTH},
     )
 
 
@@ -228,29 +225,12 @@ def _unchanged(loaders: Sequence[Any]) -> Iterator[None]:
 
 AT_START = "plan"
 """makes a plan when training starts"""
-SIZES: Mapping[str, Any] = {
-    "pipeline_parallel_size": "auto",
-    "num_waves": "auto",
-    "cube": 1,
-    "data_parallel_size": "auto",
-    "num_microbatches": "auto",
-}
-"""what a plan at the start decides, with the defaults"""
-_IN_FILES = {
-    **SIZES,
-    "schedule": "auto",
-    "recompute": "none",
-    "shard_optimizer": False,
-    "cube_weights": "microbatch",
-    "pairs": False,
-    "experts": "whole",
-    "cube_outside": "share",
-    "step": "auto",
-}
+SIZES = ("pipeline_parallel_size", "num_waves", "cube", "data_parallel_size", "num_microbatches")
+"""the options that a plan at the start decides"""
 
 
-def with_layout(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the constructor, with those of the plan that `layout` names.
+def with_layout(constructor: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the strategy's constructor, with those of the plan that `layout` names.
 
     Raises:
         HanayoError: the file is no plan, or another argument says what a plan says.
@@ -260,15 +240,16 @@ def with_layout(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return dict(arguments)
     if not isinstance(layout, (str, PathLike)) or not fspath(layout):
         raise HanayoError(f"layout={layout!r}: expected the path of a plan.yaml, {AT_START!r}, or None")
-    decided = SIZES if layout == AT_START else _IN_FILES
-    given = [name for name, default in decided.items() if arguments[name] != default]
+    in_files = strategy_options(Candidate())
+    options = signature(constructor).parameters
+    given = [name for name in (SIZES if layout == AT_START else in_files) if arguments[name] != options[name].default]
     if given:
         raise HanayoError(
             f"layout={fspath(layout)!r} says what {given[0]} is, and {given[0]}={arguments[given[0]]!r} was given, "
             f"too; leave one of them out"
         )
     planned = {} if layout == AT_START else load_plan(layout)
-    unknown = set(planned) - set(_IN_FILES)
+    unknown = set(planned) - set(in_files)
     if unknown:
         raise HanayoError(f"layout={fspath(layout)!r} is no plan: it sets {', '.join(sorted(unknown))}, too")
     cube = planned.get("cube", 1)

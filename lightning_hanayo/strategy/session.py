@@ -308,6 +308,9 @@ class Session(Run):
             plan = ModelPlan(before.ownership.stack, before.layout, None)
             self.pipeline = build_pipeline(self, plan, self._prepared, before.random_streams)
             self.pipeline.engine.trace = before.engine.trace
+            anew = StepChoice.of_run(self, self.pipeline, self.cube, self._loss_weight)
+            if self.choice is not None and anew is not None:
+                self.choice.probe = anew.probe
             self.collections.watch(module, modules_outside(module, before.ownership.stack))
             self.norms.watch([one for one in self.names if isinstance(one, nn.Parameter)])
             self.nonfinite.parameters = self._own_parameters()

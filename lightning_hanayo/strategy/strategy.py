@@ -215,7 +215,7 @@ class HanayoStrategy(CheckpointingStrategy):
     ) -> None:
         is_list = isinstance(blocks, (list, tuple)) and all(isinstance(one, str) for one in blocks)
         name = "+".join(blocks) if is_list and blocks is not None else blocks
-        arguments = with_layout(locals() | {"costs": costs_from(costs), "blocks": name})
+        arguments = with_layout(HanayoStrategy.__init__, locals() | {"costs": costs_from(costs), "blocks": name})
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._accumulates = False
 

@@ -47,6 +47,7 @@ from recipes.benchmarks.harness import (
     table,
 )
 from recipes.large.module import CausalLM
+from recipes.large.plans import Numbers, numbers_of
 
 FOLDER = Path(__file__).parents[1] / "large"
 MODELS = ("llama3-8b", "llama3-70b", "llama3-405b", "gpt-175b", "qwen3-30b-a3b", "qwen3-235b-a22b")
@@ -62,13 +63,15 @@ MICROBATCHES = 4
 MOST = 0.8
 """of the device's memory that a fit is planned for"""
 READING = """\
-One sequence of the model's whole context runs forward and backward through one block, whose weights are in fp32, under
-autocast in bf16. Planned are the times by which `hanayo plan` chooses layouts, from the device's data sheet; "kept" is
-what a micro-batch's forward keeps for its backward, with its input and the copies of weights that autocast makes."""
+One sequence of the model's whole context runs forward and backward through one block, as the model's configuration
+trains it: in bf16-mixed, those with experts in bf16-true. Planned are the times by which `hanayo plan` chooses layouts,
+from the device's data sheet; "kept" is what a micro-batch's forward keeps for its backward, with its input and the
+copies of weights that autocast makes."""
 
 FITS = f"""\
 Whole models with their full width and vocabulary, and as many blocks as fit, under the strategy on this one device:
-{MICROBATCHES} micro-batches of one sequence, AdamW in fp32, bf16-mixed. The peak is that of torch's allocator."""
+{MICROBATCHES} micro-batches of one sequence, AdamW in fp32, in the model's own precision. The peak is that of torch's
+allocator."""
 
 
 @dataclass(frozen=True)
@@ -152,31 +155,36 @@ def text(figures: Figures) -> str:
 
 def measure(model: str, card: Card, device: str, rounds: int, *, toy: bool) -> BlockFigures:
     """Predict and measure one block of a model."""
+    numbers = numbers_of(model)
+    is_mixed = numbers.precision.endswith("mixed")
     module = _module(model, 2, toy=toy)  # one block is no stack
     context: int = module.config.max_position_embeddings
-    facts = read_model(module, {"input_ids": torch.zeros(1, context, dtype=torch.long)}, 1, precision="bf16-mixed")
+    facts = read_model(module, {"input_ids": torch.zeros(1, context, dtype=torch.long)}, 1, **numbers._asdict())
     block = facts.blocks[0]
     planned = time_block(block, (1, 1, 1), 1, machine(device), facts.dtype, facts.element).alone
-    kept = block.saved_by_a_rank(1, (1, 1, 1), facts.element) + facts.element * block.cast_by_a_rank(1, (1, 1, 1))
-    forwards, backwards, held = _times(*_first_call(_module(model, 1, toy=toy), context, card), card, rounds)
+    own = block.of_a_rank(1, (1, 1, 1), facts.element)
+    kept = own.saved + facts.element * own.cast
+    called = _first_call(_module(model, 1, toy=toy), torch.float32 if is_mixed else torch.bfloat16, context, card)
+    autocast = torch.autocast(card.device.type, torch.bfloat16, enabled=is_mixed)
+    forwards, backwards, held = _times(*called, autocast, card, rounds)
     return BlockFigures(model, context, block.parameters, block.flops, Summary.of(forwards), Summary.of(backwards),
                         held, planned.forward, planned.backward, kept)  # fmt: skip
 
 
 def measure_fit(model: str, card: Card, device: str, rounds: int, *, toy: bool) -> FitFigures | None:
     """Predict and measure optimizer steps of a model with at most eight blocks; None: two don't fit."""
-    candidate = Candidate(num_microbatches=MICROBATCHES, schedule=ONE_RANK)
+    candidate, numbers = Candidate(num_microbatches=MICROBATCHES, schedule=ONE_RANK), numbers_of(model)
     for num_blocks in (8, 6, 4, 3, 2):
         module = _module(model, num_blocks, VOCABULARY if toy else None, toy=toy)
         context: int = module.config.max_position_embeddings
         batch = {"input_ids": torch.zeros(1, context, dtype=torch.long)}
-        facts = read_model(module, batch, 1, precision="bf16-mixed")
+        facts = read_model(module, batch, 1, **numbers._asdict())
         planned = StepModel(facts, machine(device)).simulated(candidate)
         if planned.memory.total <= MOST * card.capacity:
             break
     else:
         return None
-    seconds, peak = _steps(module, context, card, rounds)
+    seconds, peak = _steps(module, numbers, context, card, rounds)
     parameters = round(sum(block.parameters for block in facts.blocks)) + facts.outside_parameters
     return FitFigures(model, context, num_blocks, parameters, Summary.of(seconds), peak, planned.seconds,
                       planned.memory.total)  # fmt: skip
@@ -202,14 +210,14 @@ class _Steps(Callback):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def _steps(module: CausalLM, context: int, card: Card, rounds: int) -> tuple[list[float], int]:
+def _steps(module: CausalLM, numbers: Numbers, context: int, card: Card, rounds: int) -> tuple[list[float], int]:
     steps, words = _Steps(card), module.config.vocab_size
     with card.device:
         module.configure_model()
     batches = [{"input_ids": torch.randint(words, (MICROBATCHES, context))} for _ in range(WARM_UP + rounds)]
-    strategy = HanayoStrategy(num_microbatches=MICROBATCHES, step="microbatch")
+    strategy = HanayoStrategy(num_microbatches=MICROBATCHES, step="microbatch", **numbers.options)
     trainer = new_trainer(
-        accelerator=card.accelerator, devices=1, strategy=strategy, precision="bf16-mixed", callbacks=[steps]
+        accelerator=card.accelerator, devices=1, strategy=strategy, precision=numbers.precision, callbacks=[steps]
     )
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return steps.seconds[WARM_UP:], card.peak_memory
@@ -230,10 +238,11 @@ class _Reached(Exception):
     """The block is called."""
 
 
-def _first_call(module: CausalLM, context: int, card: Card) -> tuple[nn.Module, Any, Any]:
-    """The only block, with random values, and the arguments of its call."""
+def _first_call(module: CausalLM, dtype: torch.dtype, context: int, card: Card) -> tuple[nn.Module, Any, Any]:
+    """The only block, with random values of this type, and the arguments of its call."""
     with card.device:
         module.configure_model()
+        module.to(dtype)
         tokens = torch.randint(VOCABULARY, (1, context))
     name = next(name for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one) == 1)
     block = module.get_submodule(f"{name}.0")
@@ -249,13 +258,15 @@ def _first_call(module: CausalLM, context: int, card: Card) -> tuple[nn.Module, 
     return block, args, kwargs
 
 
-def _times(block: nn.Module, args: Any, kwargs: Any, card: Card, rounds: int) -> tuple[list[float], list[float], int]:
+def _times(
+    block: nn.Module, args: Any, kwargs: Any, autocast: torch.autocast, card: Card, rounds: int
+) -> tuple[list[float], list[float], int]:
     """Seconds of forwards and backwards, and bytes that a forward keeps: with the block's input, without its output."""
     forwards, backwards, held = [], [], 0
     found: list[Any] = []
 
     def forward() -> None:
-        with torch.autocast(card.device.type, torch.bfloat16):
+        with autocast:
             found.append(block(*args, **kwargs))
 
     for _ in range(-WARM_UP, rounds):

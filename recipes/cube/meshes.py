@@ -1,9 +1,14 @@
 """The mesh that communicates least for a Transformer layer: all meshes of so many ranks that fit it, ranked."""
 
 from dataclasses import dataclass
+from math import prod
+from typing import Literal
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes, meshes_that_fit
-from lightning_hanayo.planner.communication_volume import Keep, LinearLayer, Storage, Volume
+from lightning_hanayo.planner.communication_volume import LinearLayer, Storage, Volume
+
+Keep = Literal["gathered", "shards"]
+"""what a product saves for its backward: what it gathered, or this rank's shards, which are gathered again"""
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,17 @@ class TransformerLayer:
 
     def volume(self, mesh: MeshSizes, keep: Keep = "gathered") -> Volume:
         """Returns what a rank receives. Attention itself receives nothing, since each rank has whole heads."""
-        return sum((linear.volume(mesh, keep) for linear in self.linears), Volume())
+        found = [linear.volume(mesh) for linear in self.linears]
+        again = [Volume(gather_x=one.gather_x, gather_w=one.gather_w) for one in found if keep == "shards"]
+        return sum((*found, *again), Volume())
 
     def storage(self, mesh: MeshSizes, keep: Keep = "gathered") -> Storage:
         """Returns what a rank stores of its linear layers."""
-        return sum((linear.storage(mesh, keep) for linear in self.linears), Storage())
+        found = [linear.storage(mesh) for linear in self.linears]
+        if keep == "shards":
+            inputs = (linear.sizes[0] / prod(mesh) for linear in self.linears)
+            found = [Storage(one.weights, own) for one, own in zip(found, inputs, strict=True)]
+        return sum(found, Storage())
 
     def hops(self, mesh: MeshSizes, keep: Keep = "gathered") -> int:
         """Returns how many messages its collectives send one after the other."""

@@ -24,12 +24,12 @@ from recipes.benchmarks.harness import ORDINARY, run_ranks
 from recipes.benchmarks.live_bytes import peak_of_fit
 from recipes.large.module import CausalLM
 from recipes.large.operations import Operations
-from recipes.large.plans import CASES, FOLDER, PLANS
+from recipes.large.plans import CASES, FOLDER, PLANS, numbers_of
 
 WIDTH, CONTEXT, WORDS = 256, 256, 2048
 SAMPLES = 4
 """of a micro-batch for each rank of a cube: as many tokens as a chunk of the loss has"""
-MOST_RANKS = 4
+MOST_RANKS, MOST_WAVES = 4, 2
 BLOCKS_OF_A_STAGE = 2
 STEPS = 3
 """the third one is measured"""
@@ -54,6 +54,7 @@ class CutLayout:
             pipe //= 2
         count = min(own.num_microbatches, 2 * pipe if pipe > 1 else 4)
         sizes: dict[str, Any] = {"data": 1, "pipe": pipe, "mesh": mesh, "num_microbatches": count, "accumulate": 1}
+        sizes["num_waves"] = min(MOST_WAVES, own.num_waves)
         if pipe == 1:
             sizes |= {"num_waves": 1, "schedule": ONE_RANK}
         return cls(CASES[name].model, replace(own, **sizes, samples=SAMPLES * prod(mesh), shard_optimizer=False))
@@ -80,7 +81,7 @@ class CutLayout:
     def planned(self) -> float:
         """Bytes of the fullest rank by the plan."""
         batch = {"input_ids": torch.zeros(1, CONTEXT, dtype=torch.long)}
-        facts = read_model(self.module(), batch, 1, precision="bf16-mixed")
+        facts = read_model(self.module(), batch, 1, **numbers_of(self.model)._asdict())
         return StepModel(facts, machine("h100")).simulated(self.layout).memory.total
 
     def measured(self) -> float:
@@ -92,10 +93,11 @@ class CutLayout:
 
 def _fit(rank: int, num_ranks: int, *, own: CutLayout) -> int:
     torch.manual_seed(0)
-    options = strategy_options(own.layout) | {"cube": own.layout.mesh, "step": "microbatch"}
+    numbers = numbers_of(own.model)
+    options = strategy_options(own.layout) | {"cube": own.layout.mesh, "step": "microbatch"} | numbers.options
     strategy = HanayoStrategy(**options)
     batches = [{"input_ids": torch.randint(WORDS, (own.layout.batch_size, CONTEXT))} for _ in range(STEPS)]
-    return peak_of_fit(rank, num_ranks, own.module, batches, strategy=strategy, precision="bf16-mixed")
+    return peak_of_fit(rank, num_ranks, own.module, batches, strategy=strategy, precision=numbers.precision)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from lightning_hanayo.schedule.table import Kind
 from lightning_hanayo.strategy.groups import GroupFactory, GroupSettings, Partition, ProcessGroups
 from lightning_hanayo.strategy.model_facts import read_model
 from recipes.large.module import CausalLM
-from recipes.large.plans import CASES, FOLDER, PLANS, Case
+from recipes.large.plans import CASES, FOLDER, PLANS, Case, numbers_of
 from recipes.paper.page import fill, markdown
 
 PAGE = FOLDER.parents[1] / "docs" / "guides" / "at-size.md"
@@ -101,7 +101,7 @@ class Operations:
         config = yaml.safe_load((FOLDER / f"{self.case.model}.yaml").read_text(encoding="utf-8"))
         module = CausalLM(**config["model"]["init_args"])
         batch = {"input_ids": torch.zeros(1, self.plan["tokens_per_sample"], dtype=torch.long)}
-        return read_model(module, batch, 1, precision=config["trainer"]["precision"])
+        return read_model(module, batch, 1, **numbers_of(self.case.model)._asdict())
 
     @cached_property
     def layout(self) -> Layout:

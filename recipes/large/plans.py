@@ -10,7 +10,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml  # type: ignore[import-untyped]
 
 from lightning_hanayo import cli
 from lightning_hanayo.errors import HanayoError
@@ -57,6 +59,24 @@ CASES = {
         Case("qwen3-235b-a22b", 512, "h100", 2048),
     )
 }
+
+
+class Numbers(NamedTuple):
+    """How a model's configuration stores and computes numbers: arguments of `read_model`."""
+
+    precision: str
+    master_weights: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the strategy."""
+        return {"master_weights": "fp32"} if self.master_weights else {}
+
+
+def numbers_of(model: str) -> Numbers:
+    """Those of one of the models."""
+    trainer = yaml.safe_load((FOLDER / f"{model}.yaml").read_text(encoding="utf-8"))["trainer"]
+    return Numbers(trainer["precision"], "master_weights" in trainer["strategy"].get("init_args", {}))
 
 
 def rebuild(names: list[str]) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recipes.gpt.module import GPT
 from tests.equivalence import test_whole_step as whole
 from tests.harness import models
 from tests.harness.models import Batch
@@ -440,6 +442,21 @@ def test_rules_are_found_in_lower_precision(pool: Pool, precision: Any, layout: 
     training = Training(models.gpt2, batches, dtype=torch.float32, steps=3, precision=precision)
     ((_, found), *_) = pool.run(layout.world_size, auto, training, layout)
     assert "the values of batch['labels'] other than -100, without the first of each sequence" in found["rules"], found
+
+
+def deep() -> LightningModule:
+    return GPT(vocab_size=64, context=256, num_layers=4, width=64, num_heads=4)
+
+
+def random_tokens() -> list[Batch]:
+    words = torch.randint(64, (2, 4, 257), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": one[:, :-1], "labels": one[:, 1:]} for one in words]
+
+
+def test_rounding_of_many_layers_is_no_difference(pool: Pool) -> None:
+    training = Training(deep, random_tokens, dtype=torch.float32, steps=2, precision="bf16-true")
+    ((_, found),) = pool.run(1, auto, training, Layout(1, 1, 1, "auto", step="auto"))
+    assert found["rules"][0] == "samples" and not found["once"], found
 
 
 def named(training: Training, layout: Layout, loss_weight: str) -> list[str]:

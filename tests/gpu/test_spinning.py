@@ -108,7 +108,7 @@ def test_processes_that_wait_for_their_device_get_on(launch: Launch, device: str
 class LittleMemory(Callback):
     """From the third step on, lets the process have little more memory than the largest step so far has needed."""
 
-    SHARE = 1.15
+    SHARE = 1.3
     """of what was allocated at the peak; blocks have sizes of their own, so that some is always lost"""
 
     def __init__(self, device: str) -> None:

@@ -119,7 +119,7 @@ def test_weights_that_are_gathered_once_a_batch(pipe: int) -> None:
         each, once = estimate(own), estimate(kept)
         assert once.seconds < 0.9 * each.seconds
         assert once.memory.activations < each.memory.activations, "micro-batches share the weights"
-        gathered = len(SEVEN_B.blocks) / pipe * SEVEN_B.mean(lambda block: block.gathered_by_a_rank(4, (4, 2, 1)))
+        gathered = len(SEVEN_B.blocks) / pipe * SEVEN_B.of_a_rank(4, (4, 2, 1)).gathered
         more = once.memory.gathered - each.memory.gathered
         assert more == pytest.approx(gathered * (SEVEN_B.element + SEVEN_B.gradient_bytes))
     if pipe == 1:  # one micro-batch gathers its weights once either way

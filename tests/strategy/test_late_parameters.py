@@ -51,6 +51,15 @@ class Deeper(Late):
             self.blocks.append(self.add(models.Block()))
 
 
+class Said(Deeper):
+    """The step logs another value from the second batch on, so that the third one is probed."""
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        if len(self.blocks) > models.NUM_BLOCKS:
+            self.log("deeper", 1.0)
+        return super().loss(batch)
+
+
 class Configured(models.MLP):
     """A parameter made where the optimizer is."""
 
@@ -78,12 +87,13 @@ class Unregistered(models.MLP):
 
 
 LAYOUTS = (Layout(2, 1, 1), Layout(1, 1, 1, cube=(1, 2, 1)))
-CASES = [(Adapters, LAYOUTS[0]), (Adapters, LAYOUTS[1]), (Deeper, LAYOUTS[0]), (Configured, LAYOUTS[1])]
+AUTO = Layout(2, 1, 1, step="auto")
+CASES = [(Adapters, LAYOUTS[0]), (Said, AUTO), (Adapters, LAYOUTS[1]), (Deeper, LAYOUTS[0]), (Configured, LAYOUTS[1])]
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    covered(CASES, by=[(Adapters, LAYOUTS[0]), (Configured, LAYOUTS[1])]),
+    covered(CASES, by=[(Adapters, LAYOUTS[0]), (Said, AUTO), (Configured, LAYOUTS[1])]),
 )
 def test_they_train_as_in_one_process(pool: Pool, model: type[models.MLP], layout: Layout) -> None:
     training = Training(model, partial(models.vectors, (8, 8, 8)), torch.float64, steps=3)

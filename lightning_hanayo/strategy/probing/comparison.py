@@ -231,12 +231,20 @@ def check_outside(
             raise Differs(f"the gradient of {name} differs by {share:.2g}")
 
 
-def adds_up(whole: DryRun, parts: Sequence[DryRun], weights: Sequence[float] | None, tolerance: Tolerance) -> bool:
-    """Whether the gradients of all parameters add up with these weights."""
+def adds_up(
+    whole: DryRun, parts: Sequence[DryRun], weights: Sequence[float] | None, noise: Mapping[str, float]
+) -> bool:
+    """Whether the gradients of all parameters add up with these weights. `noise`: what rounding alone changes."""
     if weights is None:
         return False
-    most = min(10 * tolerance.residual, ROUGH.residual)
-    return all(share <= most for _, share in _differences_outside(whole, parts, weights))
+    most = {name: min(max(ROUGH.residual, 4 * one), 10 * ROUGH.residual) for name, one in noise.items()}
+    differences = _differences_outside(whole, parts, weights)
+    return all(share <= most.get(name, 10 * EXACT.residual) for name, share in differences)
+
+
+def rounding(whole: DryRun, scaled: DryRun) -> dict[str, float]:
+    """By how much gradients of all parameters differ from those of the same samples, rounded otherwise."""
+    return dict(_differences_outside(whole, [scaled], [1.0]))
 
 
 def _differences_outside(

@@ -66,7 +66,7 @@ class LlamaStack(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4)
+        return torch.optim.SGD(self.parameters(), lr=1e-4, fused=self.device.type == "cuda")
 
 
 Model = LlamaStack | GPT
@@ -210,6 +210,10 @@ class _StageRuns(Callback):
     @override
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._context.before_backward()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._context.finish_gradients()
 
 
 def _prepare(model: Model, candidate: Candidate, card: Card) -> list[Callback]:

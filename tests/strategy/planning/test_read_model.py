@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.block_time import time_block
 from lightning_hanayo.planner.candidates import Candidate, candidates
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.estimates import StepModel
@@ -239,21 +240,28 @@ def test_a_mask_of_transformers_needs_no_values(masked: bool) -> None:
     assert facts.blocks[0].attention_flops == 4 * CONTEXT * CONTEXT * 32
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_experts_count_for_the_tokens_that_they_get(precision: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = HuggingFace(transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts)))
     ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
-    block = read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES, precision=precision).blocks[0]
+    facts = read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES, precision=precision)
+    block = facts.blocks[0]
     of_experts = 2 * CONTEXT * 2 * 3 * 32 * 64  # two experts of three products for each token
     router = 2 * CONTEXT * 32 * 4
     assert block.attention_flops == pytest.approx(4 * CONTEXT * CONTEXT * 32 + of_experts, abs=router)
     element = 2 if precision == "bf16-true" else 4
     kept = block.experts and block.experts.saved / CONTEXT / element  # 2 experts: their input, 5 values per feature
-    assert block.experts == ExpertLayer(CONTEXT, 32, 4, 2, 4 * 3 * 32 * 64, of_experts, block.experts.saved)
+    dtype = "bfloat16" if precision == "bf16-true" else "float32"  # autocast leaves grouped products as they are
+    assert block.experts == ExpertLayer(CONTEXT, 32, 4, 2, 4 * 3 * 32 * 64, of_experts, block.experts.saved, dtype)
     assert kept == pytest.approx(2 * (32 + 5 * 64), rel=0.5)
+    halves, whole = (
+        time_block(one, (1, 1, 1), SAMPLES, replace(machine("h200"), host_call=0.0), facts.dtype, 2).alone.forward
+        for one in (replace(block, experts=replace(block.experts, dtype="")), block)
+    )
+    assert (whole > halves) == (precision == "bf16-mixed")
 
 
 def test_shared_experts_take_less_memory_and_are_planned_for_the_worst_choice() -> None:
@@ -340,7 +348,7 @@ def test_mixed_precision_keeps_what_autocast_makes() -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saved_tensors_hooks(keep, lambda one: one):
         block(x)
     own = facts.blocks[0]
-    counted = SAMPLES * own.saved + 2 * own.cast_by_a_rank(SAMPLES, (1, 1, 1))
+    counted = SAMPLES * own.saved + 2 * own.of_a_rank(SAMPLES, (1, 1, 1)).cast
     assert counted == pytest.approx(sum(one.untyped_storage().nbytes() for one in kept.values()), rel=0.02)
     assert facts.message == 4 * CONTEXT * WIDTH
     assert facts.dtype == "bfloat16"

@@ -68,8 +68,11 @@ class RandomStreams:
 
         `has_shares`: the ranks of a cube have their own samples, where they ever do.
         """
+        if not self._generators:
+            yield
+            return
         before = self._states()
-        self._batch = key if self._generators else None
+        self._batch = key
         self._cube_rank = self._own_rank if has_shares else 0
         try:
             yield

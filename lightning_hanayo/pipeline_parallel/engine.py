@@ -227,7 +227,7 @@ class Engine:
     def _compute(self, step: Compute, batch: Batch) -> None:
         waits = step.input_key is not None and not step.is_local
         reached = self.trace.clock.mark() if waits else None  # an event takes the host as long as a kernel
-        start, end = self._run_action(step, batch, self._receive(step))
+        start, end = self._run_action(step, batch, None if step.input_key is None else self._receive(step))
         self.trace.add(step.action, start if reached is None else reached, start, end)
 
     def _pair(self, pair: Pair, batch: Batch) -> None:

@@ -26,7 +26,7 @@ from lightning_hanayo.topology import Topology, cube_sizes, resolve
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """The Trainer's options that change the training."""
+    """The Trainer's options that change the training, by the names that it gives them."""
 
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
@@ -161,12 +161,7 @@ def topology_of(options: Options, devices: int | None) -> Topology:
                 "nothing says how many processes the layout has: give devices=N, or sizes to HanayoStrategy, such as "
                 "pipeline_parallel_size=2"
             )
-    return resolve(
-        devices,
-        pipeline_parallel_size=pipe,
-        data_parallel_size=data,
-        cube=options.cube,
-    )
+    return resolve(devices, pipeline_parallel_size=pipe, data_parallel_size=data, cube=options.cube)
 
 
 def select_callbacks(callbacks: Iterable[Callback]) -> tuple[tuple[Callback, ...], tuple[str, ...]]:

@@ -119,13 +119,8 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
     cut = compare(whole.values, [pieces], tolerance)
     if cut.is_exact:
         return replace(verdict, microbatches=cut)
-    return replace(
-        verdict,
-        outcome="depends on micro-batches",
-        summary=summary_of_microbatches(cut),
-        detail=MICROBATCHES_DIFFER,
-        microbatches=cut,
-    )
+    summary = summary_of_microbatches(cut)
+    return Verdict("depends on micro-batches", summary, MICROBATCHES_DIFFER, verdict.layout, cut, notes)
 
 
 def _uncut(case: Case, num_microbatches: int) -> Case:

@@ -24,12 +24,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        "hanayo check",
-        __doc__,
-        usage="hanayo check --config recipe.yaml [options] [options of hanayo fit]",
-        epilog=OTHERS,
-    )
+    usage = "hanayo check --config recipe.yaml [options] [options of hanayo fit]"
+    parser = CommandParser("hanayo check", __doc__, usage=usage, epilog=OTHERS)
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: 2)")
     parser.add_argument("--depth", type=int, metavar="N", help="keep the first N blocks only; each stage needs one")
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="precision (default: float64)")

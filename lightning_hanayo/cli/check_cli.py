@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 
 from lightning_hanayo.checking import check
-from lightning_hanayo.checking.case import topology_of
+from lightning_hanayo.checking.case import TrainerOptions, topology_of
 from lightning_hanayo.checking.verdict import as_json, print_verdict
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
@@ -62,16 +63,11 @@ class CheckCLI(WaveCLI):
                 datamodule,
                 strategy,
                 devices=strategy.topology.world_size,
-                steps=self._options.steps,
-                depth=self._options.depth,
                 dtype=getattr(torch, self._options.dtype),
-                accumulate_grad_batches=trainer.accumulate_grad_batches,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-                callbacks=trainer.callbacks,
                 seed=torch.initial_seed() % (1 << 32),
-                timeout=self._options.timeout,
                 tell=say,
+                **{name: getattr(self._options, name) for name in ("steps", "depth", "timeout")},
+                **{one.name: getattr(trainer, one.name) for one in fields(TrainerOptions)},
             )
         if self._options.json:
             print(json.dumps(as_json(verdict), indent=2))

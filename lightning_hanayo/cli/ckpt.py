@@ -8,7 +8,7 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -222,6 +222,7 @@ def _remove(one: Found) -> list[str]:
 
 _KINDS = {"model": "parameters and buffers", "optimizer": "optimizer states", "gradient": "accumulated gradients"}
 _KINDS |= {"random": "random generators", "state": "tensors of other values"}
+_OF_TENSORS = ("shape", "dtype", "num_bytes")
 
 
 def show_options(parser: ArgumentParser) -> None:
@@ -260,28 +261,17 @@ def _facts(folder: CheckpointFolder, num_tensors: int) -> dict[str, Any]:
     state = _items(folder.text("state")) if "state" in manifest.texts else {}
     sections = {key: [*map(str, _items(value))] for key, value in _items(state.get("checkpoint")).items()}
     largest = sorted(manifest.tensors.items(), key=lambda item: -item[1].num_bytes)[: max(0, num_tensors)]
+    plain = ("step", "epoch", "created", "save_id", "layout", "num_bytes", "about")
     return {
         "path": folder.path,
-        "step": manifest.step,
-        "epoch": manifest.epoch,
-        "created": manifest.created,
-        "save_id": manifest.save_id,
-        "layout": dict(manifest.layout),
-        "num_bytes": manifest.num_bytes,
+        **{name: getattr(manifest, name) for name in plain},
         "num_files": len(manifest.files),
         "bytes_by_kind": dict(num_bytes),
-        "about": dict(manifest.about),
         "state": sections,
         "num_tensors": len(manifest.tensors),
         "largest": [
-            {
-                "name": name,
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-                "num_bytes": tensor.num_bytes,
-                "num_parts": len(tensor.parts),
-            }
-            for name, tensor in largest
+            {"name": name, "num_parts": len(one.parts)} | {key: getattr(one, key) for key in _OF_TENSORS}
+            for name, one in largest
         ],
     }
 
@@ -316,9 +306,9 @@ def _print(facts: Mapping[str, Any]) -> None:
         print(f"{name:<{width}}  {text}")
     if facts["largest"]:
         columns = [f"largest of {facts['num_tensors']} tensors", "shape", "dtype", "size", "parts"]
-        keys = ("name", "shape", "dtype", "num_bytes", "num_parts")
-        largest = [{**one, "num_bytes": size_text(one["num_bytes"])} for one in facts["largest"]]
-        print_table(columns, [[str(one[key]) for key in keys] for one in largest])
+        shown: Mapping[str, Callable[[Any], object]] = {"shape": list, "num_bytes": size_text}
+        keys = ("name", *_OF_TENSORS, "num_parts")
+        print_table(columns, [[str(shown.get(key, str)(one[key])) for key in keys] for one in facts["largest"]])
 
 
 def verify_options(parser: ArgumentParser) -> None:

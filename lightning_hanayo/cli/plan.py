@@ -16,6 +16,8 @@ from lightning_hanayo.cli.trainer_start import check_configuration
 
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
+_GPUS = "h100, h200, b200, gb200, a100, mi300x, l40s, rtx4090, rtx5090"
+
 
 def run(argv: Sequence[str]) -> int:
     """Plan what the configuration in `argv` describes, and return the exit code."""
@@ -31,37 +33,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        "hanayo plan",
-        __doc__,
-        usage="hanayo plan --config recipe.yaml --devices N (--device NAME | --machine FILE) [options] "
-        "[options of hanayo fit]",
-        epilog=OTHERS,
-    )
+    usage = "hanayo plan --config recipe.yaml --devices N (--device NAME | --machine FILE) [options] "
+    parser = CommandParser("hanayo plan", __doc__, usage=f"{usage}[options of hanayo fit]", epilog=OTHERS)
     add, to_bytes = parser.add_argument, partial(quantity, units=_UNITS, expected="bytes, such as 80GB or 40GiB")
     add("--devices", type=whole_number, metavar="N", required=True, help="devices of all nodes")
     add("--nodes", type=whole_number, default=1, metavar="N", help="nodes (default: 1)")
     machine = parser.add_mutually_exclusive_group(required=True)
-    machine.add_argument(
-        "--device",
-        metavar="NAME",
-        help="rates of a data sheet: h100, h200, b200, gb200, a100, mi300x, l40s, rtx4090, "
-        "rtx5090; or nominal ones: cpu",
-    )
+    machine.add_argument("--device", metavar="NAME", help=f"rates of a data sheet: {_GPUS}; or nominal ones: cpu")
     machine.add_argument("--machine", metavar="FILE", help="measured rates, as hanayo doctor --measure writes them")
-    add(
-        "--memory",
-        type=to_bytes,
-        metavar="SIZE",
-        help="that a rank may need, such as 80GB (default: 0.9 of a device's)",
-    )
+    meaning = "that a rank may need, such as 80GB (default: 0.9 of a device's)"
+    add("--memory", type=to_bytes, metavar="SIZE", help=meaning)
     given = parser.add_mutually_exclusive_group()
-    given.add_argument(
-        "--global-batch",
-        type=whole_number,
-        metavar="N",
-        help="samples per optimizer step (default: the configuration's)",
-    )
+    meaning = "samples per optimizer step (default: the configuration's)"
+    given.add_argument("--global-batch", type=whole_number, metavar="N", help=meaning)
     meaning = "choose nothing: print the time and each rank's memory of the layout that the configuration has"
     given.add_argument("--given", action="store_true", help=meaning)
     add("--profile", metavar="FILE", help="measured times of blocks: the profile.json of a run with this model")
@@ -69,13 +53,8 @@ def _parser() -> CommandParser:
     add("--cube-weights", choices=("auto", "microbatch", "batch"), default="auto", help=meaning)
     meaning = "whether a cube's ranks work on two micro-batches at once (default: what is faster and fits)"
     add("--pairs", choices=("auto", "on", "off"), default="auto", help=meaning)
-    add(
-        "--top",
-        type=whole_number,
-        default=5,
-        metavar="N",
-        help="how many layouts to show, each of another pipeline size or cube (default: 5)",
-    )
+    meaning = "how many layouts to show, each of another pipeline size or cube (default: 5)"
+    add("--top", type=whole_number, default=5, metavar="N", help=meaning)
     add("--output", default="plan.yaml", metavar="FILE", help="the configuration to write (default: plan.yaml)")
     meaning = "time over memory of all layouts: an image, or a page (.html) that names them (default: plan.png)"
     add("--picture", metavar="FILE", help=meaning)

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -19,7 +19,6 @@ from lightning_hanayo.cli.common import condense, print_table
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.planner.candidates import ALL, Choices
-from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.estimates import Estimate, Measured, StepModel
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import Machine, machine
@@ -262,6 +261,9 @@ class PlanCLI(WaveCLI):
     def _choose(self, facts: ModelFacts, step_model: StepModel, own: Options, num_samples: int) -> Plan:
         """All layouts, compared."""
         options = self._options
+        weights = ALL.cube_weights if options.cube_weights == "auto" else (options.cube_weights,)
+        outside = ALL.cube_outside if own.cube_outside == "share" else (own.cube_outside,)
+        pairs, once = _pairs(options.pairs, facts, own), own.step == "batch"
         return make_plan(
             facts,
             self._machine,
@@ -270,12 +272,7 @@ class PlanCLI(WaveCLI):
             memory=options.memory,
             top=options.top,
             model=step_model,
-            choices=Choices(
-                get_args(CubeWeights) if options.cube_weights == "auto" else (options.cube_weights,),
-                _pairs(options.pairs, facts, own),
-                runs_step_once=own.step == "batch",
-                cube_outside=ALL.cube_outside if own.cube_outside == "share" else (own.cube_outside,),
-            ),
+            choices=Choices(weights, pairs, once, cube_outside=outside),
         )
 
     def _data_ranks(self) -> int:

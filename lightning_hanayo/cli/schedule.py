@@ -49,12 +49,8 @@ SUBCOMMANDS = {
     "check": "check whether a CSV table is a valid schedule",
     "export": "write a schedule as the CSV table that torch.distributed.pipelining reads",
 }
-_GROUP = CommandGroup(
-    "schedule",
-    "Draw, compare, check and write pipeline schedules.",
-    SUBCOMMANDS,
-    "show hanayo --ranks 4 --microbatches 8 --waves 2 --output wave.html",
-)
+_EXAMPLE = "show hanayo --ranks 4 --microbatches 8 --waves 2 --output wave.html"
+_GROUP = CommandGroup("schedule", "Draw, compare, check and write pipeline schedules.", SUBCOMMANDS, _EXAMPLE)
 
 
 def run(argv: list[str]) -> int:
@@ -161,14 +157,12 @@ class Options(Namespace):
     @property
     def sizes(self) -> dict[str, Any]:
         """Ranks, micro-batches and waves, as arguments of `build` and `compare`: as given, or those of the profile."""
-        profile, ranks, microbatches, waves = self._profile, self.ranks, self.microbatches, self.waves
-        if ranks is None:
-            ranks = profile.num_ranks if profile else DEFAULT_RANKS
-        if microbatches is None:
-            microbatches = profile.num_microbatches if profile else ranks
-        if waves is None:
-            waves = profile.num_waves if profile else 1
-        return {"num_ranks": ranks, "num_microbatches": microbatches, "num_waves": waves}
+        ranks = DEFAULT_RANKS if self.ranks is None else self.ranks
+        otherwise = {"num_ranks": ranks, "num_microbatches": ranks, "num_waves": 1}
+        if (profile := self._profile) is not None:
+            otherwise = {name: getattr(profile, name) for name in otherwise}
+        given = (self.ranks, self.microbatches, self.waves)
+        return {name: size if one is None else one for (name, size), one in zip(otherwise.items(), given, strict=True)}
 
     def make_schedule(self) -> Schedule:
         """The schedule: built, or read from its file.
@@ -444,20 +438,14 @@ def summary_line(schedule: Schedule, timeline: Timeline, unit: str) -> str:
 
 def summary_dict(schedule: Schedule, timeline: Timeline, inside_budget: bool | None = None) -> dict[str, Any]:
     """The sizes of a schedule and the results of its simulation, for JSON."""
+    steps = ("step_times", "step_bubbles") if timeline.num_steps > 1 else ()
     result = {
         "schedule": schedule.name,
-        "num_ranks": schedule.num_ranks,
-        "num_stages": schedule.num_stages,
-        "num_microbatches": schedule.num_microbatches,
-        "stage_ranks": list(schedule.stage_ranks),
+        **{name: getattr(schedule, name) for name in ("num_ranks", "num_stages", "num_microbatches", "stage_ranks")},
         "backward": backward_mode(schedule),
-        "makespan": timeline.makespan,
-        "bubble_ratio": timeline.bubble_ratio,
-        "peak_activations": list(timeline.peak_activations),
+        **{name: getattr(timeline, name) for name in ("makespan", "bubble_ratio", "peak_activations", *steps)},
         "messages_per_microbatch": messages_per_microbatch(schedule),
     }
-    if timeline.num_steps > 1:
-        result |= {"step_times": list(timeline.step_times), "step_bubbles": list(timeline.step_bubbles)}
     return result if inside_budget is None else result | {"inside_budget": inside_budget}
 
 

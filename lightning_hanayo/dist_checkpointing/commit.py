@@ -367,18 +367,13 @@ def manifest_of(save_id: str, written: Sequence[Written], about: Mapping[str, An
     tensors: dict[str, list[WholeTensor]] = defaultdict(list)
     for name, tensor in (pair for one in written for pair in one.tensors):
         tensors[name].append(tensor)
-    rest = dict(about)
-    return Manifest(
-        save_id=save_id,
-        step=rest.pop("step", 0),
-        epoch=rest.pop("epoch", 0),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        layout=rest.pop("layout", {}),
-        files={name: file for one in written for name, file in one.files.items()},
-        tensors={name: _whole(name, tensors[name]) for name in sorted(tensors)},
-        texts={stem: file for one in written for stem, file in one.texts.items()},
-        about=rest,
-    )
+    rest: dict[str, Any] = {"step": 0, "epoch": 0, "layout": {}} | dict(about)
+    step, epoch, layout = (rest.pop(name) for name in ("step", "epoch", "layout"))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    files = {name: file for one in written for name, file in one.files.items()}
+    texts = {stem: file for one in written for stem, file in one.texts.items()}
+    wholes = {name: _whole(name, tensors[name]) for name in sorted(tensors)}
+    return Manifest(save_id, step, epoch, created, layout, files, wholes, texts, rest)
 
 
 def _whole(name: str, found: Sequence[WholeTensor]) -> WholeTensor:

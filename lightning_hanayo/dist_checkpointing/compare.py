@@ -64,6 +64,9 @@ def folder_content(folder: CheckpointFolder) -> dict[str, Any]:
         content["optimizer_states"] = [
             _optimizer_state(one, states[str(index)]) for index, one in enumerate(document.optimizers)
         ]
+    if isinstance(entry := content.get(RUN), dict):
+        tensors = {name: folder.stored(name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
+        content[RUN] = {**entry, "data": DataDocuments(folder), "tensors": tensors}
     return content
 
 
@@ -154,8 +157,8 @@ def open_checkpoint(path: str) -> OpenedCheckpoint:
         folder = CheckpointFolder(path)
         folder.verify()
         content = folder_content(folder)
-        if RUN in content:
-            content[RUN] = as_in_a_file(folder, content[RUN])
+        if isinstance(entry := content.get(RUN), dict):
+            entry["data"] = dict(entry["data"])
         return OpenedCheckpoint(path, content, folder)
     if not is_zip(Path(storage.path)):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
@@ -283,23 +286,6 @@ _PREFIXES = ("random/", "gradient/")
 _STEM = data_stem(0)[:-5]
 
 
-def as_in_a_file(folder: CheckpointFolder, entry: Any) -> Any:
-    """Returns the entry of a file, whose tensors aren't read before they are used.
-
-    Args:
-        entry: the folder's.
-
-    Raises:
-        CheckpointError: the document of a data rank isn't whole.
-    """
-    if not isinstance(entry, dict):
-        return entry
-    tensors = {name: folder.stored(name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
-    numbers = (stem.removeprefix(_STEM) for stem in folder.manifest.texts)
-    ranks = sorted(int(one) for one in numbers if one.isdecimal() and data_stem(int(one)) in folder.manifest.texts)
-    return {**entry, "data": {rank: data_document(folder, rank) for rank in ranks}, "tensors": tensors}
-
-
 def data_parts(documents: Mapping[int, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
     """Returns the tensors in the documents of data ranks, and the documents by stem.
 
@@ -313,10 +299,24 @@ def data_parts(documents: Mapping[int, Any]) -> tuple[list[TensorPart], dict[str
     return parts, texts
 
 
-def data_document(folder: CheckpointFolder, data_rank: int) -> Mapping[str, Any]:
-    """Returns the document of a data rank, with its tensors; empty if there is none."""
-    stem = data_stem(data_rank)
-    if stem not in folder.manifest.texts:
-        return {}
-    found: Mapping[str, Any] = decode(folder.text(stem), lambda number: folder.read(f"data/{data_rank}/{number}"))
-    return found
+class DataDocuments(Mapping[int, Any]):
+    """The documents of a folder's data ranks, by rank. Each is read when it is asked for, and its tensors with it.
+
+    Raises:
+        CheckpointError: a document isn't whole.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self._folder = folder
+
+    def __getitem__(self, rank: int) -> Any:
+        text = self._folder.text(data_stem(rank))
+        return decode(text, lambda number: self._folder.read(f"data/{rank}/{number}"))
+
+    def __iter__(self) -> Iterator[int]:
+        texts = self._folder.manifest.texts
+        numbers = sorted(int(one) for stem in texts if (one := stem.removeprefix(_STEM)).isdecimal())
+        return iter([number for number in numbers if data_stem(number) in texts])
+
+    def __len__(self) -> int:
+        return len([*self])

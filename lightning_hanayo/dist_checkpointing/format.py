@@ -276,17 +276,10 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     tensors = {name: parse_tensor(name, one, files) for name, one in _dict(document, "tensors").items()}
     texts = {stem: known_file(name, files, ".json") for stem, name in _dict(document, "texts").items()}
     _check_files(files, tensors, texts)
-    return Manifest(
-        document["save_id"],
-        count(document.get("step"), "the step"),
-        count(document.get("epoch"), "the epoch"),
-        typed(document.get("created"), str, "the date"),
-        _dict(document, "layout"),
-        files,
-        tensors,
-        texts,
-        _dict(document, "about"),
-    )
+    step, epoch = (count(document.get(name), f"the {name}") for name in ("step", "epoch"))
+    created, layout = typed(document.get("created"), str, "the date"), _dict(document, "layout")
+    about = _dict(document, "about")
+    return Manifest(document["save_id"], step, epoch, created, layout, files, tensors, texts, about)
 
 
 def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, WholeTensor], texts: Mapping[str, str]) -> None:

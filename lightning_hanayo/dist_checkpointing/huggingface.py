@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, header_bytes
 from lightning_hanayo.dist_checkpointing.format import ImpossibleError, Manifest, StoredPart, WholeTensor, read_header
+from lightning_hanayo.dist_checkpointing.load_state import tensors_of
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
@@ -172,7 +173,7 @@ def _check(wanted: Mapping[str, Tensor], state: Mapping[str, Any], start: str, m
 
 def _check_tied(name: str, stored: Mapping[str, Tensor], state: Mapping[str, Any], start: str, model: Any) -> None:
     """A name that isn't stored gets the value of the one that it is tied to, so both must have one value."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = tensors_of(model)
     other = next((one for one in stored if tensors.get(one) is tensors.get(name)), None)
     if other is None or state[start + name] is state[start + other]:
         return

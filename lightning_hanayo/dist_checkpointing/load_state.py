@@ -243,7 +243,7 @@ def own_parts_taken(module: nn.Module, sharding: Sharding | None) -> Iterator[No
         one.register_load_state_dict_pre_hook(partial(_take_parts, sharding))  # type: ignore[no-untyped-call]
         for one in module.modules()
         # other ranks have it, or a part of it
-        if any(tensor.is_meta or tensor in shapes for tensor in _tensors(one).values())
+        if any(tensor.is_meta or tensor in shapes for tensor in tensors_of(one, recurse=False).values())
     ]
     try:
         yield
@@ -254,7 +254,7 @@ def own_parts_taken(module: nn.Module, sharding: Sharding | None) -> Iterator[No
 
 def _take_parts(sharding: Sharding | None, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """The last hook before a module copies its values: leave what this rank has of them."""
-    for name, here in _tensors(module).items():
+    for name, here in tensors_of(module, recurse=False).items():
         value = state.get(prefix + name)
         # a value that doesn't fit stays: torch says so on all ranks
         if isinstance(value, Tensor) and here.is_meta and (value.shape == here.shape or not here.dim()):
@@ -263,10 +263,10 @@ def _take_parts(sharding: Sharding | None, module: nn.Module, state: dict[str, A
             state[prefix + name] = own_part(value, here, sharding)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own, by name."""
-    own: Any = {"recurse": False, "remove_duplicate": False}
-    return {**dict(module.named_parameters(**own)), **dict(module.named_buffers(**own))}
+def tensors_of(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Parameters and buffers of the module, also of those in it, by all of their names."""
+    which: Any = {"recurse": recurse, "remove_duplicate": False}
+    return {**dict(module.named_parameters(**which)), **dict(module.named_buffers(**which))}
 
 
 def _is_finite(value: Tensor) -> bool:

@@ -256,7 +256,7 @@ class Monitor:
         os.close(null)
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Let the thread call it soon."""
+        """Let the thread call it soon; without one call it now."""
         if self.num_ranks == 1:
             function()
         elif self._loop is not None:
@@ -303,7 +303,7 @@ class Monitor:
         sender, kind, content = message["from"], message["kind"], message["content"]
         if kind == "proposal":
             self._verdicts.on_proposal(content)
-            self._decide_soon()
+            self._call(self._decide)  # after this round, in which another rank's verdict may still be read
         elif kind == "ask":
             self._on_ask(message)
         elif kind == "reply":
@@ -326,7 +326,7 @@ class Monitor:
 
     def _on_state(self, sender: int, content: Json) -> None:
         if self._peers.on_state(sender, content):
-            self._decide_soon()
+            self._call(self._decide)
             with self._changed:  # questions wait for ranks that run
                 self._changed.notify_all()
             self._dispatch("state", sender, content)
@@ -340,13 +340,6 @@ class Monitor:
     def _dispatch(self, kind: str, sender: int, content: Json) -> None:
         for handler in tuple(self._handlers.get(kind, ())):
             guarded(handler, sender, content)
-
-    def _decide_soon(self) -> None:
-        """After this round, in which another rank's verdict may still be read."""
-        if self.num_ranks == 1:
-            self._decide()
-        else:
-            asyncio.get_running_loop().call_soon(self._decide)
 
 
 def _close_all() -> None:

@@ -19,11 +19,7 @@ _OUTSIDE, _MOVE = "outside the stack", "between host and device"
 
 
 def measure_block_times(
-    model: nn.Module,
-    stack: Stack,
-    forward: Callable[[], object],
-    device: torch.device,
-    clock: Clock | None = None,
+    model: nn.Module, stack: Stack, forward: Callable[[], object], device: torch.device, clock: Clock | None = None
 ) -> tuple[list[float], float]:
     """Time each block, and all other code, in `forward`, which runs the whole `model` once with inputs on `device`.
 

@@ -111,7 +111,7 @@ class BlockFacts:
         held = self.parameters - self.sharded_parameters * (1 - 1 / num_ranks) - of_others
         is_generic = any(one.is_generic for one in self.products)
         whole = self.parameters - self.sharded_parameters - of_experts if is_generic else 0.0
-        is_trained = 1 - self.frozen / max(1, self.parameters)
+        trained = 1 - self.frozen / max(1, self.parameters)  # the part of them
         stored = [one.storage(samples, mesh) for one in self.products]
         sums = [(one.saved_weights or one.weights) * (1 + 1 / mesh[0]) for one in stored]
         inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
@@ -121,9 +121,9 @@ class BlockFacts:
             saved += samples * (experts.most_saved(mesh) - experts.saved / num_ranks)
         return RankBlock(
             parameters=held,
-            trained=held * is_trained,
+            trained=held * trained,
             whole=whole,
-            updated=(held - whole * (1 - 1 / num_ranks)) * is_trained,
+            updated=(held - whole * (1 - 1 / num_ranks)) * trained,
             gathered=sum(one.saved_weights for one in stored),
             gathered_shards=sum(one.weights for one in stored if one.saved_weights),
             cast=sum(one.weights for one in stored if not one.saved_weights),

@@ -139,27 +139,21 @@ def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict
     begin, legs = timeline.begin, palette.wave_legs(timeline)
     idle, sources = idle_before(timeline), _sources(timeline)
     heights = box_heights(span for span in palette.drawn_spans(timeline) if span.action.kind.is_compute)
+
+    def drawn(step: int, span: Span) -> tuple[object, ...]:
+        """A box, as the page's script reads it."""
+        action, (first, last) = span.action, (round(time - begin, 9) for time in (span.start, span.end))
+        colour, waited = colours[palette.action_colour(action, legs)], round(idle.get(span, 0.0), 9)
+        own = span.rank, action.stage, action.kind, action.microbatch
+        return *own, first, last, colour, waited, sources.get(span), step, heights.get(span)
+
     return {
         "name": name,
         "summary": summary(timeline),
         "ranks": timeline.num_ranks,
         "makespan": timeline.makespan,
         "spans": [
-            (
-                span.rank,
-                span.action.stage,
-                span.action.kind,
-                span.action.microbatch,
-                round(span.start - begin, 9),
-                round(span.end - begin, 9),
-                colours[palette.action_colour(span.action, legs)],
-                round(idle.get(span, 0.0), 9),
-                sources.get(span),
-                number,
-                heights.get(span),
-            )
-            for number, step in enumerate(timeline.steps)
-            for span in palette.drawn_spans(step)
+            drawn(number, span) for number, step in enumerate(timeline.steps) for span in palette.drawn_spans(step)
         ],
         "activations": [
             [(round(time - begin, 9), held) for time, held in timeline.activations(rank)]

@@ -306,6 +306,11 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 _T = TypeVar("_T")
 
 
+def place_in_world() -> tuple[int, int]:
+    """This rank, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def on_all_ranks(function: Callable[[], _T]) -> list[_T]:
     """The results of the function on all ranks, in rank order. Called by all ranks of the world, if there are several.
 

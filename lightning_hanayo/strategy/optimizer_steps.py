@@ -37,7 +37,7 @@ from lightning_hanayo.strategy.optimizer.shards import OptimizerOwners, Optimize
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
-from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from lightning_hanayo.topology import AXES
 
 
@@ -189,7 +189,7 @@ class OptimizerSteps:
             MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer"),
             groups.factory.control(topology.groups("data", *"xyz")),
             run.device,
-            Mesh.single() if run.cube is None else run.cube.mesh,
+            run.mesh,
             None if run.cube is None else run.cube.shard_of,
         )
 

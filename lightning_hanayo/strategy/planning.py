@@ -146,6 +146,9 @@ def _best(
         )
         return is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
 
+    choices = Choices(
+        (options.cube_weights,), (options.pairs,), options.step == "batch", (options.experts,), (options.cube_outside,)
+    )
     plans, refused = [], None
     for data in (size for size in range(1, world_size + 1) if world_size % size == 0):
         try:
@@ -157,13 +160,7 @@ def _best(
                     global_batch=data * samples_per_rank,
                     top=3,
                     batch_size=batch_size,
-                    choices=Choices(
-                        (options.cube_weights,),
-                        (options.pairs,),
-                        runs_step_once=options.step == "batch",
-                        experts=(options.experts,),
-                        cube_outside=(options.cube_outside,),
-                    ),
+                    choices=choices,
                     accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
                 )
             )

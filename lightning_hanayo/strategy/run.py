@@ -23,6 +23,7 @@ from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.topology import Topology
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ class Run:
     def module(self) -> "pl.LightningModule":
         """The user's module."""
         return self.trainer.lightning_module
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the cube; without one, of this rank alone."""
+        return Mesh.single() if self.cube is None else self.cube.mesh
 
     @property
     def has_pipeline(self) -> bool:

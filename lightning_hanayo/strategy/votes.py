@@ -301,11 +301,7 @@ class SavesOnException:
                 attributes.wrap(owner, "on_exception", _show_error)
 
     def _save(
-        self,
-        hook: Callable[..., object],
-        trainer: "pl.Trainer",
-        module: "pl.LightningModule",
-        exception: BaseException,
+        self, hook: Callable[..., object], trainer: "pl.Trainer", module: "pl.LightningModule", exception: BaseException
     ) -> None:
         """Run a callback's `on_exception`. An error in it is shown; the exception stays the run's error."""
         callback = getattr(hook, "__self__", None)

@@ -57,24 +57,11 @@ def make_trainer(case: Case, *observers: Callback, **options: Any) -> Trainer:
 
     The user's callbacks come before the `observers`.
     """
-    return Trainer(
-        accelerator="cpu",
-        max_steps=case.steps,
-        max_epochs=1,
-        accumulate_grad_batches=case.trainer.accumulate_grad_batches,
-        gradient_clip_val=case.trainer.gradient_clip_val,
-        gradient_clip_algorithm=case.trainer.gradient_clip_algorithm,
-        callbacks=[*case.trainer.callbacks, _LenientSchedulers(), *observers],
-        plugins=[LightningEnvironment()],
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    callbacks = [*case.trainer.callbacks, _LenientSchedulers(), *observers]
+    output = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options |= vars(case.trainer) | {"callbacks": callbacks} | dict.fromkeys(output, False)
+    options |= {"use_distributed_sampler": False, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    return Trainer(accelerator="cpu", max_steps=case.steps, max_epochs=1, plugins=LightningEnvironment(), **options)
 
 
 def make_loader(case: Case, data_rank: int) -> Any:
@@ -117,14 +104,9 @@ def _dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> RankFailure:
-    return RankFailure(
-        int(os.environ.get("RANK", 0)),
-        type(error).__name__,
-        str(error),
-        "".join(traceback.format_exception(error)),
-        is_refusal=isinstance(error, HanayoError),
-        is_consequence=isinstance(error, PeerFailed),
-    )
+    is_refusal, is_consequence = isinstance(error, HanayoError), isinstance(error, PeerFailed)
+    rank, trace = int(os.environ.get("RANK", 0)), "".join(traceback.format_exception(error))
+    return RankFailure(rank, type(error).__name__, str(error), trace, is_refusal, is_consequence)
 
 
 _OF_ALL_DATA_RANKS = ("gradient", "weight")

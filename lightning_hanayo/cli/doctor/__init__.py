@@ -73,11 +73,7 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
     from lightning_hanayo.cli.doctor import host
     from lightning_hanayo.cli.doctor.links import place
 
-    findings = [
-        *host.examine_versions(),
-        *host.examine_devices(host.look_at_devices()),
-        *host.examine_host(),
-    ]
+    findings = [*host.examine_versions(), *host.examine_devices(host.look_at_devices()), *host.examine_host()]
     root, of_run = ".", list[Finding]()
     if rest:
         from lightning_hanayo.cli.doctor import recipe  # Lightning: seconds, which the rest needn't wait for

@@ -415,10 +415,7 @@ _TRAPS: Mapping[str, tuple[str, str]] = {
     "NCCL_PROTO": (".+", "unset it: LL128 is wrong on some links"),
     "TORCH_NCCL_BLOCKING_WAIT": (_ON, "unset it: then stages of different ranks can't overlap"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "unset it: a rank would hang when another fails"),
-    "TORCH_DISTRIBUTED_DEBUG": (
-        "(?i:detail)",
-        "unset it to measure: comparing what all ranks call is slow",
-    ),
+    "TORCH_DISTRIBUTED_DEBUG": ("(?i:detail)", "unset it to measure: comparing what all ranks call is slow"),
 }
 """a pattern of values that slow runs down or make them fail, and the way out"""
 

@@ -17,11 +17,11 @@ this package      headers read   may change entries   entries are kept        ch
 import os
 from collections.abc import Collection, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -30,11 +30,11 @@ from lightning_hanayo.dist_checkpointing import load_state, plain_file
 from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
-from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit
+from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit, tensors_of
 from lightning_hanayo.dist_checkpointing.storage import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, listed, nearest
-from lightning_hanayo.strategy.checkpoints.resume import KEY, saved_in_folder
-from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.checkpoints.resume import saved_run
+from lightning_hanayo.strategy.joining import on_all_ranks, place_in_world, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
@@ -109,7 +109,7 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
     def read() -> Checkpoint:
         if storage.is_local and plain_file.is_zip(local):
             if verify:
-                verify_file(str(local), *_place())
+                verify_file(str(local), *place_in_world())
             content = plain_file.load_mapped(local, weights_only=weights_only)
         else:
             with plain_file.reading(local):
@@ -130,19 +130,13 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
 
     def read() -> Checkpoint:
         if verify:
-            folder.verify(*_place())
+            folder.verify(*place_in_world())
         return Checkpoint(folder_content(folder))
 
     content = with_common_errors(read)
     content.source = Source(str(path), str(folder.manifest.about.get("module", "")).rpartition(".")[2] or None)
-    if KEY in content:
-        content[KEY] = saved_in_folder(folder, content[KEY])
+    saved_run(content)  # raises if that isn't in order
     return content
-
-
-def _place() -> tuple[int, int]:
-    """This rank, and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], steps: "OptimizerSteps") -> None:
@@ -161,15 +155,9 @@ def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], 
             f"configure_model."
         )
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
+    check = partial(OptimizerState, names=names, source=source, accept=run.options.load_anyway)
     checked = [
-        OptimizerState(
-            unwrapped(one),
-            state,
-            names,
-            source,
-            accept=run.options.load_anyway,
-            shapes=shapes if is_elementwise(one) else None,
-        )
+        check(unwrapped(one), state, shapes=shapes if is_elementwise(one) else None)
         for one, state in zip(optimizers, states, strict=True)
     ]
     for line in (line for one in checked for line in one.warnings):
@@ -268,7 +256,7 @@ class KeptValues:
 
         A callback, such as one that averages weights, loads others in its `on_load_checkpoint`.
         """
-        current = _tensors(module)
+        current = tensors_of(module)
         for name, version in _versions(module).items():
             if name in self._state and version != self._versions.get(name, version):
                 self._state[name] = current[name]
@@ -310,11 +298,4 @@ class KeptValues:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """The tensor that each name of the module stands for, and how often it was written."""
-    return {name: identity_of(tensor) for name, tensor in _tensors(module).items()}
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    return {name: identity_of(tensor) for name, tensor in tensors_of(module).items()}

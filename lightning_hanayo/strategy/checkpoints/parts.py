@@ -101,11 +101,9 @@ class RankTensors:
         self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
         self._parameters |= dict(module.named_parameters(remove_duplicate=False))
         self._owners = run.pipeline.ownership.rank_by_name(module)
-        self._cube, self._steps = run.cube, steps
-        self._num_data = run.topology.data
-        self._data_rank, self._pipe_rank = run.data_rank, run.pipe_rank
-        self._cube_rank = 0 if run.cube is None else run.cube.mesh.index("xyz")
-        self._leads = self._data_rank == self._cube_rank == 0
+        self._run, self._steps = run, steps
+        self._cube_rank = run.mesh.index("xyz")
+        self._leads = run.data_rank == self._cube_rank == 0
         """whether this is the first of the ranks with the same stages"""
         self.added: dict[str, Tensor] = {}
         """what hooks have added, of which the first rank that has it writes it"""
@@ -122,7 +120,7 @@ class RankTensors:
             UnsupportedError: an entry can't be stored.
         """
         for name, value in state.items():
-            is_here = self._owners.get(name, 0) == self._pipe_rank
+            is_here = self._owners.get(name, 0) == self._run.pipe_rank
             if not isinstance(value, Tensor):
                 if is_here and self._leads:
                     self.values.model[name] = value
@@ -165,7 +163,7 @@ class RankTensors:
     def share(self, name: str, tensor: Tensor, kind: Kind) -> None:
         """Add a tensor if it is this rank's turn among those that have the same one, all of which call this."""
         turn, self._num_shared = self._num_shared, self._num_shared + 1
-        cube, num_data, data_rank = self._cube, self._num_data, self._data_rank
+        cube, num_data, data_rank = self._run.cube, self._run.topology.data, self._run.data_rank
         if isinstance(tensor, PartialValues | PartialParameter):
             assert tensor._part is not None
             parameter = self._parameters[tensor._part.name]
@@ -176,7 +174,7 @@ class RankTensors:
             if tensor._part.is_of_data_rank:  # each data rank has its own
                 num_data, data_rank = 1, 0
         else:
-            number, replicas = self._cube_rank, 1 if cube is None else cube.mesh.num_ranks
+            number, replicas = self._cube_rank, self._run.mesh.num_ranks
             shape, region = tuple(tensor.shape), Region.whole(tensor.shape)
         if turn % (num_data * replicas) == data_rank * replicas + number:
             self._add(TensorPart(name, tensor, shape, region, kind))
@@ -192,7 +190,7 @@ class RankTensors:
         Raises:
             UnsupportedError: this rank is to write it, and has nothing.
         """
-        if (tensor.pipe_rank or 0) != self._pipe_rank:
+        if (tensor.pipe_rank or 0) != self._run.pipe_rank:
             return
         if not isinstance(own, Tensor) or own.is_meta:
             where = "".join(f"[{key!r}]" for key in tensor.path)
@@ -339,6 +337,8 @@ def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> d
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
     module, layout = run.module, run.pipeline.layout
     shapes = {} if run.cube is None else run.cube.whole_shapes
+    models = transformers_models(module)
+    configs = [(name, one, one.config.to_json_string(use_diff=False)) for name, one in models]
     return {
         "step": checkpoint.get("global_step", 0),
         "epoch": checkpoint.get("epoch", 0),
@@ -348,12 +348,7 @@ def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> d
         "versions": {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "lightning", "torch")},
         "tied": dict(tied),
         "huggingface": [
-            {
-                "prefix": name,
-                "class": type(one).__name__,
-                "config": json.loads(one.config.to_json_string(use_diff=False)),
-            }
-            for name, one in transformers_models(module)
+            {"prefix": name, "class": type(one).__name__, "config": json.loads(text)} for name, one, text in configs
         ],
     }
 

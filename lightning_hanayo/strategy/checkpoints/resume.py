@@ -25,9 +25,8 @@ many ranks as there are: 4 read by 2 are 0 + 2 and 1 + 3.
 
 import re
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -37,8 +36,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing.commit import RankPart, TensorPart
-from lightning_hanayo.dist_checkpointing.compare import data_document, data_parts
-from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
+from lightning_hanayo.dist_checkpointing.compare import data_parts
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import RUN
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
@@ -66,9 +64,6 @@ if TYPE_CHECKING:
 PREFIX = "gradient/"
 _NAME = re.compile(r"gradient/[0-9]{1,9}/.")
 
-Read = Callable[[str, Region], Tensor]
-"""reads a region of a tensor by its name"""
-
 
 class AccumulatedGradients:
     """The gradients of one rank between two batches."""
@@ -76,8 +71,7 @@ class AccumulatedGradients:
     def __init__(self, run: Run) -> None:
         named = run.module.named_parameters()
         self._parameters = {name: one for name, one in named if not one.is_meta and one.requires_grad}
-        self._cube = run.cube
-        self._data_rank, self._num_data = run.data_rank, run.topology.data
+        self._run, self._cube = run, run.cube
 
     def parts(self) -> Iterator[TensorPart]:
         """What this rank writes of them: what no other rank has, or has written."""
@@ -87,10 +81,10 @@ class AccumulatedGradients:
                 number, _ = self._number(parameter)
                 yield TensorPart(f"{PREFIX}{number}/{name}", parameter.grad.detach(), shape, region, "optimizer")
 
-    def restore(self, names: Collection[str], read: Read) -> None:
-        """Set the gradients to what was saved. `names` are those of all tensors of the checkpoint."""
+    def restore(self, run: "SavedRun") -> None:
+        """Set the gradients to those that were saved."""
         saved: dict[str, list[int]] = defaultdict(list)
-        for full_name in filter(_NAME.match, names):
+        for full_name in filter(_NAME.match, run.tensors):
             digits, _, name = full_name.removeprefix(PREFIX).partition("/")
             saved[name].append(int(digits))
         for name, parameter in self._parameters.items():
@@ -99,17 +93,16 @@ class AccumulatedGradients:
             options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
             total: Tensor | None = None
             for number in sorted(one for one in saved[name] if one % count == own):
-                part = read(f"{PREFIX}{number}/{name}", region).to(**options)
+                part = run.read(f"{PREFIX}{number}/{name}", region).to(**options)
                 total = part if total is None else total.add_(part)
             if total is not None:  # with the parameter's strides
                 parameter.grad = torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)
 
     def _number(self, parameter: nn.Parameter) -> tuple[int, int]:
         """This rank's number among those whose gradients are summed before a step, and how many there are."""
-        if self._cube is None:
-            return self._data_rank, self._num_data
-        mesh, axes = self._cube.mesh, self._cube.partial_axes(parameter)
-        return self._data_rank * mesh.size(axes) + mesh.index(axes), self._num_data * mesh.size(axes)
+        axes = "" if self._cube is None else self._cube.partial_axes(parameter)
+        index, size = self._run.mesh.index(axes), self._run.mesh.size(axes)
+        return self._run.data_rank * size + index, self._run.topology.data * size
 
     def _place(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], Region]:
         """The shape of the whole parameter, and this rank's entries."""
@@ -119,10 +112,9 @@ class AccumulatedGradients:
 
     def _writes(self, parameter: nn.Parameter) -> bool:
         """Whether this is the first of the ranks that have the same gradient."""
-        if self._cube is None:
-            return True
-        differing = self._cube.sharded_axes(parameter) + self._cube.partial_axes(parameter)
-        return self._cube.mesh.index("".join(axis for axis in "xyz" if axis not in differing)) == 0
+        cube = self._cube
+        differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
+        return self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing)) == 0
 
 
 KEY = RUN
@@ -146,12 +138,9 @@ class SavedRun:
     """What a checkpoint says of the run that saved it, however it is stored."""
 
     document: Mapping[str, Any]
-    data_document: Callable[[int], Mapping[str, Any]]
-    """of a data rank: the states of its loaders, and whether they could have given more batches; may be empty"""
-    names: Collection[str]
-    """of all its tensors"""
-    read: Callable[[str, Region | None], Tensor]
-    """reads a region of a tensor by its name, all of it if None"""
+    data: Mapping[int, Mapping[str, Any]]
+    """of data ranks: the states of its loaders, and whether they could have given more batches"""
+    tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         """Check the document, which a stranger may have written."""
@@ -181,17 +170,21 @@ class SavedRun:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients were accumulated when it was saved."""
-        return any(name.startswith(PREFIX) for name in self.names)
+        return any(name.startswith(PREFIX) for name in self.tensors)
 
     def loader_states(self, data_rank: int) -> Sequence[Any]:
         """The states of the loaders of a data rank; none if they had none."""
-        states: Sequence[Any] = self.data_document(data_rank).get("loaders", ())
+        states: Sequence[Any] = self.data.get(data_rank, {}).get("loaders", ())
         return states
 
     def random_states(self, data_rank: int, when: str) -> dict[str, Tensor]:
         """The states of the generators of the rank that has read the data: hooks draw the same on all its ranks."""
         prefix = f"random/{data_rank * self.topology.replica_size}/{when}/"
-        return {name.removeprefix(prefix): self.read(name, None) for name in self.names if name.startswith(prefix)}
+        return {name.removeprefix(prefix): self.read(name) for name in self.tensors if name.startswith(prefix)}
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Read a region of a tensor, all of it if None."""
+        return StoredTensor.around(self.tensors[name]).read(region)
 
 
 def resume_state(run: Run, choice: "StepChoice | None") -> ResumeState:
@@ -238,7 +231,7 @@ class Resume:
         reads_data = _reads_data(run)
         document: Mapping[str, Any] = {}
         if reads_data and saved is not None:
-            document = saved.data_document(run.data_rank)
+            document = saved.data.get(run.data_rank, {})
         elif reads_data and run.topology.data == 1:  # a plain Trainer stores those of one process
             document = {"loaders": resumed_loops.plain_loader_states(trainer)}
         self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
@@ -317,7 +310,7 @@ class Resume:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
         if before == now and resumed_loops.num_accumulated(self._trainer):
             with self._run.guard.off():
-                AccumulatedGradients(self._run).restore(saved.names, saved.read)
+                AccumulatedGradients(self._run).restore(saved)
         elif before != now and saved.has_gradients:
             yield (
                 f"the gradients of the batches since the last optimizer step are left out: accumulate_grad_batches was "
@@ -416,11 +409,6 @@ def run_entry(state: ResumeState) -> dict[str, Any]:
     return {"run": dict(state.document)}
 
 
-def saved_in_folder(folder: CheckpointFolder, entry: Mapping[str, Any]) -> SavedRun:
-    """A folder's description of the run; `entry` is that of `run_entry`."""
-    return SavedRun(entry["run"], partial(data_document, folder), folder.manifest.tensors.keys(), folder.read)
-
-
 def gathered(state: ResumeState, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
     """The entry of the file, on rank 0.
 
@@ -441,11 +429,4 @@ def gathered(state: ResumeState, gather: Callable[[Any], list[Any]]) -> dict[str
 def saved_run(checkpoint: Mapping[str, Any]) -> SavedRun | None:
     """What the dictionary of a checkpoint says of the run; None if it says nothing."""
     found = checkpoint.get(KEY)
-    if found is None or isinstance(found, SavedRun):
-        return found
-    tensors = found["tensors"]
-
-    def read(name: str, region: Region | None) -> Tensor:
-        return StoredTensor.around(tensors[name]).read(region)
-
-    return SavedRun(found["run"], lambda data_rank: found["data"].get(data_rank, {}), list(tensors), read)
+    return None if found is None else SavedRun(found["run"], found["data"], found["tensors"])

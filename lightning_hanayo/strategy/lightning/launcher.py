@@ -140,9 +140,7 @@ class _Children:
         return [rank for rank, process in self._ranks if process.poll() is None]
 
     def _observe(
-        self,
-        start: Callable[[], list["subprocess.Popen[bytes]"]],
-        started: "Future[list[subprocess.Popen[bytes]]]",
+        self, start: Callable[[], list["subprocess.Popen[bytes]"]], started: "Future[list[subprocess.Popen[bytes]]]"
     ) -> None:
         """Start and watch them; if one fails, the others have some seconds to end, and so has this one in a run."""
         try:

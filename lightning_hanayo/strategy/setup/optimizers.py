@@ -25,41 +25,29 @@ Scope = Literal["element", "parameter", "model"]
 """the tensors that an element's update depends on"""
 
 _TORCH: dict[type[Optimizer], Scope] = {
-    **dict.fromkeys(
-        (
-            optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.RMSprop,
-            optim.Rprop, optim.Adadelta, optim.ASGD, optim.SparseAdam,
-        ),
-        "element",
-    ),
+    **dict.fromkeys((
+        optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.RMSprop,
+        optim.Rprop, optim.Adadelta, optim.ASGD, optim.SparseAdam,
+    ), "element"),
     optim.Adafactor: "parameter",
     optim.Muon: "parameter",
 }  # fmt: skip
 
 _OTHERS: dict[str, Scope] = {
-    **dict.fromkeys(
-        (
-            "AdaBelief", "AdaBound", "AdEMAMix", "ADOPT", "Adan", "AdamWScheduleFree", "DeepSpeedCPUAdam", "FusedAdam",
-            "FusedSGD", "Lion", "QHAdam", "RAdamScheduleFree", "SGDScheduleFree", "SophiaG", "Tiger", "Yogi",
-        ),
-        "element",
-    ),
-    **dict.fromkeys(
-        (
-            "Adafactor", "AdamP", "CAME", "Fromage", "FusedLAMB", "FusedNovoGrad", "GaLoreAdafactor", "GaLoreAdamW",
-            "LAMB", "LARC", "LARS", "LDoG", "Lamb", "Lars", "NovoGrad", "Ranger", "SGDP", "SOAP", "Shampoo",
-            "SingleDeviceMuon", "StableAdamW",
-        ),
-        "parameter",
-    ),
-    **dict.fromkeys(
-        (
-            "ASAM", "Adahessian", "Adai", "AdaiV2", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion",
-            "DAdaptSGD", "DoG", "DoWG", "GSAM", "LookSAM", "Mechanic", "Muon", "MuonWithAuxAdam", "Prodigy",
-            "ProdigyPlusScheduleFree", "Ranger21", "SAM", "SophiaH", "WSAM",
-        ),
-        "model",
-    ),
+    **dict.fromkeys((
+        "AdaBelief", "AdaBound", "AdEMAMix", "ADOPT", "Adan", "AdamWScheduleFree", "DeepSpeedCPUAdam", "FusedAdam",
+        "FusedSGD", "Lion", "QHAdam", "RAdamScheduleFree", "SGDScheduleFree", "SophiaG", "Tiger", "Yogi",
+    ), "element"),
+    **dict.fromkeys((
+        "Adafactor", "AdamP", "CAME", "Fromage", "FusedLAMB", "FusedNovoGrad", "GaLoreAdafactor", "GaLoreAdamW",
+        "LAMB", "LARC", "LARS", "LDoG", "Lamb", "Lars", "NovoGrad", "Ranger", "SGDP", "SOAP", "Shampoo",
+        "SingleDeviceMuon", "StableAdamW",
+    ), "parameter"),
+    **dict.fromkeys((
+        "ASAM", "Adahessian", "Adai", "AdaiV2", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion",
+        "DAdaptSGD", "DoG", "DoWG", "GSAM", "LookSAM", "Mechanic", "Muon", "MuonWithAuxAdam", "Prodigy",
+        "ProdigyPlusScheduleFree", "Ranger21", "SAM", "SophiaH", "WSAM",
+    ), "model"),
 }  # fmt: skip
 """by the names of their classes: this package imports none of them; `Muon` is torch's, others communicate themselves"""
 

@@ -49,11 +49,7 @@ class ModelPlan:
 
 
 def plan_for(
-    trainer: "pl.Trainer",
-    module: "pl.LightningModule",
-    prepared: PreparedModel,
-    options: Options,
-    topology: Topology,
+    trainer: "pl.Trainer", module: "pl.LightningModule", prepared: PreparedModel, options: Options, topology: Topology
 ) -> ModelPlan:
     """Plan the module for a run of this Trainer. Needs no process group.
 

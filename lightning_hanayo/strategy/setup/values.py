@@ -16,22 +16,20 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hanayo.dist_checkpointing import huggingface
 from lightning_hanayo.dist_checkpointing.export import Weights, open_weights
-from lightning_hanayo.dist_checkpointing.load_state import own_part
+from lightning_hanayo.dist_checkpointing.load_state import own_part, tensors_of
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
-from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.joining import on_all_ranks, place_in_world, with_common_errors
 from lightning_hanayo.strategy.setup.cube import Cube
 
 
@@ -57,8 +55,7 @@ def make_room(
 ) -> None:
     """Give memory to meta tensors in `modules`, this rank's, that have one of the names: values are read later."""
     own = {tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())}
-    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for name, tensor in tensors:
+    for name, tensor in tensors_of(model).items():
         if name in names and tensor in own and tensor.is_meta:
             deferred.assign_one(tensor, torch.empty_like(tensor, device=device))
 
@@ -279,9 +276,7 @@ def _signature(folder: Path) -> str:
 
 
 def _verify(folder: Path) -> None:
-    is_alone = not dist.is_initialized()
-    place = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-    open_weights(folder).folder.verify(*place, kind="model/")
+    open_weights(folder).folder.verify(*place_in_world(), kind="model/")
 
 
 def _own_sources(

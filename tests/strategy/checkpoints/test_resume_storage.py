@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks, TensorPart
+from lightning_hanayo.dist_checkpointing.compare import DataDocuments
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
@@ -17,7 +18,6 @@ from lightning_hanayo.strategy.checkpoints.resume import (
     SavedRun,
     gathered,
     run_entry,
-    saved_in_folder,
     saved_run,
     with_resume,
 )
@@ -52,7 +52,11 @@ def of_folder(folder: Path) -> SavedRun:
     Saver(SavingRanks()).save(
         str(folder), RankPart([*tensors, whole], both.texts, {"step": 0, "epoch": 0, "layout": {}})
     )
-    return saved_in_folder(CheckpointFolder(folder), run_entry(state_of(0)))
+    opened = CheckpointFolder(folder)
+    tensors_in = {name: opened.stored(name) for name in opened.manifest.tensors}
+    saved = saved_run({KEY: {**run_entry(state_of(0)), "data": DataDocuments(opened), "tensors": tensors_in}})
+    assert saved is not None
+    return saved
 
 
 def of_file(path: Path) -> SavedRun:

@@ -16,7 +16,7 @@ from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, action_range, is_profiling
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.stages import Stage
 from lightning_hanayo.schedule import Action, Kind, Schedule, complete
 from lightning_hanayo.schedule.dependency import source_stage, target_stage
@@ -138,10 +138,6 @@ def _key(action: Action, other: int) -> MessageKey:
     return MessageKey(min(action.stage, other), direction, action.microbatch)
 
 
-def _ignore(stage: int) -> None:
-    """Called where parameters are always there."""
-
-
 @dataclass(eq=False, repr=False)
 class Engine:
     """Runs programs over the stages of this rank."""
@@ -154,10 +150,10 @@ class Engine:
     over copies of the stage. It must not wait for it: another rank may need this rank's next computation to get there.
     """
     trace: Trace
-    before_forward: Callable[[int], None] = field(default=_ignore, kw_only=True)
+    before_forward: Callable[[int], None] = field(default=lambda _: None, kw_only=True)
     """called with a stage's number before each of its forwards, so that its parameters are there"""
-    streams: RandomStreams | None = field(default=None, kw_only=True)
-    """the random streams of steps and blocks; None: torch's own generators are left as they are"""
+    streams: RandomStreams = field(default=NO_STREAMS, kw_only=True)
+    """the random streams of steps and blocks"""
     values: MadeValues = field(default_factory=MadeValues, kw_only=True)
     """notes what stages make; it is off unless somebody turns it on"""
     pairs: Pairs | None = field(default=None, kw_only=True)
@@ -190,8 +186,6 @@ class Engine:
         """
         number = batch.pass_number
         self.channel.begin_batch(mix(batch.signature, number) if number else batch.signature)
-        if self.streams is not None:
-            self.streams.begin_pass(number)
         if not continues:
             self.trace.begin()
         if self.pairs is not None:
@@ -233,7 +227,7 @@ class Engine:
     def _compute(self, step: Compute, batch: Batch) -> None:
         waits = step.input_key is not None and not step.is_local
         reached = self.trace.clock.mark() if waits else None  # an event takes the host as long as a kernel
-        start, end = self._run_action(step, batch, self._receive(step))
+        start, end = self._run_action(step, batch, None if step.input_key is None else self._receive(step))
         self.trace.add(step.action, start if reached is None else reached, start, end)
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
@@ -277,8 +271,7 @@ class Engine:
             self.before_forward(action.stage)
         if step.is_last_gradient:
             self.stages[action.stage].hooks.expect_last_gradients()
-        if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
-            self.streams.begin_action(action.microbatch, action.kind)
+        self.streams.begin_action(action.microbatch, action.kind, batch.pass_number)
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
         run = self._actions[action.stage, action.kind]
         try:

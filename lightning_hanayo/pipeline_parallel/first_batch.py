@@ -30,7 +30,7 @@ from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, Scanner
+from lightning_hanayo.pipeline_parallel.capture.state import undone
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
@@ -335,8 +335,9 @@ class _BlockRun:
     def _run(self, values: Sequence[Any]) -> list[Tensor]:
         """The floating-point tensors in the block's output."""
         set_generators(self._states, self._device)
-        if self._is_cube and (randomness := forward_patch.randomness_of(self._block)) is not None:
-            randomness.streams.begin_block(randomness.index)  # the ranks draw alike
+        if self._is_cube:
+            patch = forward_patch.patch_of(self._block)
+            patch.streams.begin_block(patch.index)  # the ranks draw alike
         args, kwargs = tree_unflatten([one.clone() if isinstance(one, Tensor) else one for one in values], self._spec)
         made = tree_leaves(forward_patch.run_uncompiled(self._block, *args, **kwargs))
         return [one for one in made if isinstance(one, Tensor) and one.is_floating_point()]
@@ -393,13 +394,12 @@ def _is_near(total: Sequence[Tensor], *parts: Sequence[Tensor]) -> bool:
 @contextmanager
 def _undone(block: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside it the block may run; afterwards its attributes and buffers, and random generators, are as before."""
-    states, state = generator_states(device), ModuleState(block, [block], "block")
-    scanner = Scanner(list(state.holders.values()), state.clock)
-    for attributes in [holder.container for holder in scanner.holders if isinstance(holder.container, dict)]:
-        tensors = {key: one for key, one in attributes.items() if isinstance(one, Tensor)}
-        attributes.update({key: one.clone() for key, one in tensors.items() if not isinstance(one, nn.Parameter)})
-    try:
-        yield
-    finally:
-        scanner.undo()
-        set_generators(states, device)
+    states = generator_states(device)
+    with undone(block, [block], "block") as scanner:
+        for attributes in [holder.container for holder in scanner.holders if isinstance(holder.container, dict)]:
+            tensors = {key: one for key, one in attributes.items() if isinstance(one, Tensor)}
+            attributes.update({key: one.clone() for key, one in tensors.items() if not isinstance(one, nn.Parameter)})
+        try:
+            yield
+        finally:
+            set_generators(states, device)

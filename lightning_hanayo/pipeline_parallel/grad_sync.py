@@ -13,7 +13,7 @@ Also in this file: gradients of tied parameters, and gradients between the train
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from itertools import compress, groupby
 from math import inf
 from typing import Any, Protocol
@@ -238,6 +238,7 @@ def _separately(parameters: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
         parameter.grad = gradient
 
 
+@dataclass(eq=False, repr=False)
 class DeferredGradients:
     """The gradients of one batch, between `training_step` and `backward`.
 
@@ -249,65 +250,55 @@ class DeferredGradients:
     While batches accumulate, new gradients are added to the old ones as they are made. If Lightning's backward then
     sends an unexpected factor, it is too late to multiply only the new ones. So where the user's code may send one, the
     new gradients are kept separate, and added to the old ones when the factor is known.
-
-    Args:
-        parameters: all parameters that this rank trains.
-        accumulates: whether the batch adds to the existing gradients, as all but the first accumulated batch do.
-        keeps_old: whether existing gradients that the batch does not add to are put back; otherwise they are freed.
-        shows_old: whether the step may look at the existing gradients, and add to them, as in one process. Then
-            `end_step` is called before the batch's backward.
-        shows_in_steps: whether the step of each micro-batch may look at the existing gradients, inside `in_step`. They
-            take memory until the last one has run.
-        separate: whether the batch keeps its gradients separate from those that it adds to, if it does.
-        scales: whether Lightning's backward may send another factor than expected; otherwise a device isn't asked, as
-            a product with all gradients would read and write them once more.
-        finish: called when all gradients are in `.grad`.
-        unguarded: entered while gradients are put into `.grad`, also where user code has called backward.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        *,
-        accumulates: bool,
-        keeps_old: bool = True,
-        shows_old: bool = False,
-        shows_in_steps: bool = False,
-        separate: bool = False,
-        scales: bool = True,
-        finish: Callable[[], None] | None = None,
-        unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._parameters = list(parameters)
-        self._continues = accumulates
-        self._separate = separate
-        self._shows_in_steps = shows_in_steps
-        self._scales = scales
-        self._finish = finish
-        self._unguarded = unguarded
-        self._keeps_old = accumulates or keeps_old or shows_in_steps
-        self._old: list[Tensor | None] = []
-        self._new: list[Tensor | None] = []
+    parameters: Sequence[nn.Parameter]
+    """all that this rank trains"""
+    _: KW_ONLY
+    accumulates: bool
+    """whether the batch adds to the existing gradients, as all but the first accumulated batch do"""
+    keeps_old: bool = True
+    """whether existing gradients that the batch does not add to are put back; otherwise they are freed"""
+    shows_old: InitVar[bool] = False
+    """whether the step may look at the existing gradients, and add to them, as in one process. Then `end_step` is
+    called before the batch's backward."""
+    shows_in_steps: bool = False
+    """whether the step of each micro-batch may look at the existing gradients, inside `in_step`. They take memory until
+    the last one has run."""
+    separate: bool = False
+    """whether the batch keeps its gradients separate from those that it adds to, if it does"""
+    scales: bool = True
+    """whether Lightning's backward may send another factor than expected; otherwise a device isn't asked, as a product
+    with all gradients would read and write them once more"""
+    finish: Callable[[], None] | None = None
+    """called when all gradients are in `.grad`"""
+    unguarded: Callable[[], AbstractContextManager[None]] = nullcontext
+    """entered while gradients are put into `.grad`, also where user code has called backward"""
+    _old: list[Tensor | None] = field(default_factory=list, init=False)
+    _new: list[Tensor | None] = field(default_factory=list, init=False)
+
+    def __post_init__(self, shows_old: bool) -> None:
         if not shows_old:
             self.end_step()
 
     def end_step(self) -> None:
         """Put aside the gradients that Lightning zeroes after the step: old ones, and those made in the step."""
-        self._old = [parameter.grad if self._keeps_old else None for parameter in self._parameters]
-        if not self._continues or self._separate:
-            self._set([None] * len(self._parameters))
+        keeps_old = self.accumulates or self.keeps_old or self.shows_in_steps
+        self._old = [parameter.grad if keeps_old else None for parameter in self.parameters]
+        if not self.accumulates or self.separate:
+            self._set([None] * len(self.parameters))
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Around user code of a step, where others are under way: it finds no gradients of theirs, and leaves none."""
-        made = [parameter.grad for parameter in self._parameters]
-        self._set(self._old if self._shows_in_steps else [None] * len(made))
+        made = [parameter.grad for parameter in self.parameters]
+        self._set(self._old if self.shows_in_steps else [None] * len(made))
         yield
         self._set(made)
 
     def stash(self) -> None:
         """Take the batch's gradients out of `.grad`, and put the old ones back."""
-        self._new = [parameter.grad for parameter in self._parameters]
+        self._new = [parameter.grad for parameter in self.parameters]
         self._set(self._old)
 
     def surrogate_loss(self, value: Tensor, scale: float | Tensor) -> Tensor:
@@ -323,23 +314,23 @@ class DeferredGradients:
         Raises:
             UnsupportedError: the factor is not 1, and the gradients have already been added to older ones.
         """
-        if self._continues and not self._separate:
+        if self.accumulates and not self.separate:
             _check(factor)
         else:
             new = [gradient for gradient in self._new if gradient is not None]
-            if new and (self._scales if factor.device.type != "cpu" else factor != 1.0):
+            if new and (self.scales if factor.device.type != "cpu" else factor != 1.0):
                 torch._foreach_mul_(new, factor)
-        with self._unguarded():
-            if self._separate:
+        with self.unguarded():
+            if self.separate:
                 pairs = zip(self._old, self._new, strict=True)
                 self._new = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
             self._set(self._new)
             self._new = self._old = []
-            if self._finish is not None:
-                self._finish()
+            if self.finish is not None:
+                self.finish()
 
     def _set(self, gradients: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
 

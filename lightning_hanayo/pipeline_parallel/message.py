@@ -146,10 +146,6 @@ class Spec:
             for (start, stop), (dtype, shape, _, _, _) in zip(self.extents, self.view_args, strict=True)
         ]
 
-    def empty(self) -> list[Tensor]:
-        """Uninitialized tensors of these dtypes and shapes, on the CPU."""
-        return [torch.empty(shape, dtype=_DTYPES[dtype]) for dtype, shape, _ in self.tensors]
-
     def to_bytes(self) -> bytes:
         """The spec as JSON: received data is never unpickled."""
         return json.dumps([self.skeleton, self.tensors]).encode()

@@ -100,6 +100,14 @@ class MadeValues:
                 values = _tensors(output, with_gradient=False)
                 self._note("forward", index, (one.nan_to_num(nan, 0.0, 0.0) for one in map(_sum, values)))
 
+    def note_call(self, index: int, args: object, output: object) -> None:
+        """Called after each block has run."""
+        if index == 0:
+            self.note_block(BEFORE_STACK, args)
+        if index in self.calls:
+            self.calls[index] = self.calls[index] or args
+        self.note_block(index, output)
+
     def note_gradients(self, stage: int, gradients: Iterable[Tensor]) -> None:
         """Called with the gradients that a stage passes on."""
         if self._is_on:
@@ -139,25 +147,6 @@ class NotedValues:
         """Where values were NaN or infinite, and whether NaN. The host waits for the device."""
         sums = _stacked(self.sums).tolist() if self.sums else []
         return [(place, isnan(one)) for place, one in zip(self.places, sums, strict=True) if not isfinite(one)]
-
-
-@dataclass(frozen=True)
-class BlockValues:
-    """Notes the outputs of one block. It is not copied or pickled with the block."""
-
-    made: MadeValues
-    index: int
-
-    def note(self, args: object, output: object) -> None:
-        """Called after the block has run."""
-        if self.index == 0:
-            self.made.note_block(BEFORE_STACK, args)
-        if self.index in self.made.calls:
-            self.made.calls[self.index] = self.made.calls[self.index] or args
-        self.made.note_block(self.index, output)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(None), ()
 
 
 def _stacked(sums: Sequence[Tensor]) -> Tensor:

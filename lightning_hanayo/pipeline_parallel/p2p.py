@@ -58,16 +58,6 @@ PendingSend = tuple[SendBuffer | Tensor, Work]
 
 
 @dataclass(frozen=True)
-class Sending:
-    """A message that this rank is sending."""
-
-    posted: Sequence[PendingSend]
-    """buffers whose receives are posted where the message is sent"""
-    late: Sequence[PendingSend] = ()
-    """those that the other rank receives when it uses the message: only then does it know of them"""
-
-
-@dataclass(frozen=True)
 class Agreement:
     """Both ranks' knowledge of the messages of batches of one signature."""
 
@@ -83,10 +73,12 @@ class Headers(ABC):
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.agreement = Agreement()
+        self.late: list[PendingSend] = []
+        """sent in this batch, and received when the other rank uses the message: only then does it know of them"""
 
     @abstractmethod
-    def send(self, key: MessageKey, peer: int, message: Message) -> Sending:
-        """Start to send `message`, in one or more buffers."""
+    def send(self, key: MessageKey, peer: int, message: Message) -> list[PendingSend]:
+        """Start to send `message`. Returns the buffers whose receives are posted where the message is sent."""
 
     @abstractmethod
     def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
@@ -132,15 +124,16 @@ class HeadersInBuffers(Headers):
         self._spare: defaultdict[Spec, list[SendBuffer]] = defaultdict(list)
 
     @override
-    def send(self, key: MessageKey, peer: int, message: Message) -> Sending:
+    def send(self, key: MessageKey, peer: int, message: Message) -> list[PendingSend]:
         expected = self.agreement.specs.get(key)
         if expected is not None and expected.matches(message):
-            return Sending([self._post(peer, key.tag, self._filled(expected, message))])
+            return [self._post(peer, key.tag, self._filled(expected, message))]
         spec, text = self._new_spec(key, message)
         first = header_buffer(0) if expected is None else expected.new_buffer(self.transport.device)
         set_header(first, text.numel())
         posted = [self._post(peer, key.tag, first)]
-        return Sending(posted, [self._post(peer, key.tag + 1, one) for one in (text, self._filled(spec, message))])
+        self.late += [self._post(peer, key.tag + 1, one) for one in (text, self._filled(spec, message))]
+        return posted
 
     @override
     def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
@@ -183,7 +176,7 @@ class HeadersAhead(Headers):
         self._unchanged = header_buffer(0)
 
     @override
-    def send(self, key: MessageKey, peer: int, message: Message) -> Sending:
+    def send(self, key: MessageKey, peer: int, message: Message) -> list[PendingSend]:
         expected, spec, device = self._expected(key), self.agreement.specs.get(key), self.transport.device
         if spec is not None and spec.matches(message):
             head = [self._post_on_host(peer, key.tag, self._unchanged)]
@@ -194,9 +187,10 @@ class HeadersAhead(Headers):
                 self.agreement.varying.add(key)
                 payload = SendBuffer(spec, _CPU).fill(message.tensors)
                 head.append(self._post(peer, key.tag, expected.new_buffer(device)))
-                return Sending(head, [self._post_on_host(peer, key.tag + 1, one) for one in (text, payload)])
+                self.late += [self._post_on_host(peer, key.tag + 1, one) for one in (text, payload)]
+                return head
             head.append(self._post_on_host(peer, key.tag + 1, text))
-        return Sending([*head, self._post(peer, key.tag, SendBuffer(spec, device).fill(message.tensors))])
+        return [*head, self._post(peer, key.tag, SendBuffer(spec, device).fill(message.tensors))]
 
     @override
     def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
@@ -260,7 +254,6 @@ class PointToPointChannel:
         self._agreements: dict[int, Agreement] = {}
         self._receives: dict[MessageKey, Callable[[], Message]] = {}
         self._sends: defaultdict[int, deque[Sequence[PendingSend]]] = defaultdict(deque)
-        self._late: list[PendingSend] = []
         self._late_before: list[PendingSend] = []
 
     def begin_batch(self, signature: int) -> None:
@@ -270,7 +263,7 @@ class PointToPointChannel:
         program, and nothing waits for that at the end of a batch. Late sends are waited for a batch later.
         """
         self._wait(self._late_before)
-        self._late_before, self._late = self._late, []
+        self._late_before, self._headers.late = self._headers.late, []
         agreement = self._agreements.pop(signature, Agreement())
         self._headers.agreement = self._agreements[signature] = agreement
         if len(self._agreements) > MAX_SIGNATURES:
@@ -290,9 +283,7 @@ class PointToPointChannel:
             in_flight = self._sends[peer]
             while len(in_flight) >= MAX_IN_FLIGHT:
                 self._wait(in_flight.popleft())
-            sending = self._headers.send(key, peer, message)
-            in_flight.append(sending.posted)
-            self._late += sending.late
+            in_flight.append(self._headers.send(key, peer, message))
         for key, peer in receives:
             self._receives[key] = self._headers.start_receive(key, peer)
 
@@ -306,14 +297,14 @@ class PointToPointChannel:
         for in_flight in self._sends.values():
             while in_flight:
                 self._wait(in_flight.popleft())
-        self._wait([*self._late_before, *self._late])
-        self._late_before, self._late = [], []
+        self._wait([*self._late_before, *self._headers.late])
+        self._late_before, self._headers.late = [], []
 
     def forget(self) -> None:
         """Drop all that is under way, after a failure."""
         self._receives.clear()
         self._sends.clear()
-        self._late_before, self._late = [], []
+        self._late_before, self._headers.late = [], []
 
     def _wait(self, sent: Sequence[PendingSend]) -> None:
         for buffer, work in sent:

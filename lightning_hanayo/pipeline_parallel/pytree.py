@@ -214,34 +214,35 @@ def hidden_part(structure: Skeleton, tree: Any, what: str) -> str:
     return next(filter(None, found), "")
 
 
+def _parts(node: Skeleton) -> Sequence[Skeleton]:
+    """The nodes that are directly in a node."""
+    kind, *parts = node
+    if kind == "dict":
+        return [one for pair in parts for one in pair]
+    return parts if kind in ("tuple", "list") else parts[1:] if kind in ("object", "shared") else ()
+
+
+def _with_parts(node: Skeleton, parts: Sequence[Skeleton]) -> Skeleton:
+    """The node with others directly in it."""
+    if not parts:
+        return node
+    if node[0] == "dict":
+        return ("dict", *zip(parts[::2], parts[1::2], strict=True))
+    return (*node[: 1 + (node[0] in ("object", "shared"))], *parts)
+
+
 def nodes(skeleton: Skeleton) -> Iterator[Skeleton]:
     """All nodes of a skeleton, from the root on."""
     yield skeleton
-    kind, *parts = skeleton
-    if kind == "dict":
-        parts = [node for pair in parts for node in pair]
-    elif kind in ("object", "shared"):
-        parts = parts[1:]
-    elif kind not in ("tuple", "list"):
-        return
-    for part in parts:
+    for part in _parts(skeleton):
         yield from nodes(part)
 
 
 def map_leaves(skeleton: Skeleton, change: Callable[[Skeleton], Skeleton]) -> Skeleton:
     """The skeleton with `change` applied to each tensor and each output reference."""
-    kind, *parts = skeleton
-    match kind:
-        case "tensor" | "proxy":
-            return change(skeleton)
-        case "tuple" | "list":
-            return (kind, *(map_leaves(part, change) for part in parts))
-        case "object" | "shared":
-            return (kind, parts[0], map_leaves(parts[1], change))
-        case "dict":
-            return ("dict", *((map_leaves(key, change), map_leaves(value, change)) for key, value in parts))
-        case _:
-            return skeleton
+    if skeleton[0] in ("tensor", "proxy"):
+        return change(skeleton)
+    return _with_parts(skeleton, [map_leaves(part, change) for part in _parts(skeleton)])
 
 
 def map_nodes(skeleton: Skeleton, change: Callable[[int, Skeleton], Skeleton]) -> Skeleton:
@@ -249,12 +250,8 @@ def map_nodes(skeleton: Skeleton, change: Callable[[int, Skeleton], Skeleton]) -
     numbers = count()
 
     def walk(node: Skeleton) -> Skeleton:
-        kind, *parts = node = change(next(numbers), node)
-        if kind == "dict":
-            return ("dict", *((walk(key), walk(value)) for key, value in parts))
-        if kind in ("object", "shared"):
-            return (kind, parts[0], walk(parts[1]))
-        return (kind, *map(walk, parts)) if kind in ("tuple", "list") else node
+        node = change(next(numbers), node)
+        return _with_parts(node, [walk(part) for part in _parts(node)])
 
     return walk(skeleton)
 
@@ -267,12 +264,6 @@ def tensor_indices(skeleton: Skeleton) -> list[int]:
 def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
     """The skeleton for another list of tensors, in which tensor `i` has the index `new_index[i]`."""
     return map_leaves(skeleton, lambda leaf: ("tensor", new_index[leaf[1]]) if leaf[0] == "tensor" else leaf)
-
-
-@lru_cache(maxsize=1024)
-def holds(skeleton: Skeleton, *kinds: str) -> bool:
-    """Whether there is a node of one of these kinds in the tree."""
-    return any(node[0] in kinds for node in nodes(skeleton))
 
 
 def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
@@ -326,21 +317,31 @@ def _is_cache_class(kind: type) -> bool:
     return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in kind.__mro__)
 
 
+def map_tree(tree: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
+    """The tree with `change` applied to each leaf and its path. Named tuples and torch's return types stay such."""
+    if isinstance(tree, (tuple, list)) and type(tree) is not torch.Size:
+        items = [map_tree(item, change, (*path, i)) for i, item in enumerate(tree)]
+        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: map_tree(item, change, (*path, key)) for key, item in tree.items()}
+    return change(tree, path)
+
+
 def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
     """The tree with the offsets of the `known` nested tensors where they are equal: torch compares their identity."""
-    if type(tree) in (tuple, list):
-        return type(tree)(with_ragged_dims_of(known, item) for item in tree)
-    if type(tree) is dict:
-        return {key: with_ragged_dims_of(known, item) for key, item in tree.items()}
-    if not isinstance(tree, Tensor) or not tree.is_nested:
-        return tree
-    values, *sizes, ragged_dim = _nested_parts(tree)
-    for one in known:
-        _, *own, _ = _nested_parts(one)
-        pairs = zip(own, sizes, strict=True)
-        if all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs):
-            return _nested_of((values, *own, ragged_dim))
-    return tree
+
+    def change(leaf: Any, _: object) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_nested:
+            return leaf
+        values, *sizes, ragged_dim = _nested_parts(leaf)
+        for one in known:
+            _, *own, _ = _nested_parts(one)
+            pairs = zip(own, sizes, strict=True)
+            if all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs):
+                return _nested_of((values, *own, ragged_dim))
+        return leaf
+
+    return map_tree(tree, change)
 
 
 def _nested_parts(nested: Any) -> Any:

@@ -36,17 +36,18 @@ _BEFORE_BLOCK = 1
 class RandomStreams:
     """The random streams of one rank.
 
-    All ranks give the same `seed`. The ranks of a cube that run user code on other samples give their `cube_rank`.
+    All ranks give the same `seed`; with None there are no streams. The ranks of a cube that run user code on other
+    samples give their `cube_rank`.
     """
 
-    def __init__(self, seed: int, data_rank: int, device: torch.device, *, cube_rank: int = 0) -> None:
+    def __init__(self, seed: int | None, data_rank: int, device: torch.device, *, cube_rank: int = 0) -> None:
         self._fixed = seed, data_rank
         self._own_rank = self._cube_rank = cube_rank
         self.num_local = 0
         """how many of the first blocks the batch's steps run themselves"""
-        devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
+        devices = dict.fromkeys((torch.device("cpu"), device)) if seed is not None else ()
         self._generators = [default_generator(each) for each in devices]
-        self._batch = ""
+        self._batch: str | None = None
         self._microbatch: int | None = None
         self._seed = 0
         self._pass_number = 0
@@ -67,29 +68,35 @@ class RandomStreams:
 
         `has_shares`: the ranks of a cube have their own samples, where they ever do.
         """
+        if not self._generators:
+            yield
+            return
         before = self._states()
         self._batch = key
         self._cube_rank = self._own_rank if has_shares else 0
         try:
             yield
         finally:
-            self._microbatch = None
+            self._batch = self._microbatch = None
             self._seeds.clear()
             self._calls.clear()
             self._restore(before)
 
-    def begin_action(self, microbatch: int, kind: Kind) -> None:
-        """Called before each action of the rank. In a forward, user code and blocks then start streams of their own."""
-        self._enter(microbatch, is_forward=kind is Kind.F)
-        if not self._in_forward:
-            self._start(self._seed)
+    def begin_action(self, microbatch: int, kind: Kind, pass_number: int = 0) -> None:
+        """Called before each action of the rank, in a pass through the stack.
 
-    def begin_pass(self, number: int) -> None:
-        """Called before the actions of each pass through the stack; their forwards and their backwards."""
-        self._pass_number = number
+        In a forward, user code and blocks then start streams of their own.
+        """
+        self._pass_number = pass_number
+        if self._batch is not None and kind is not Kind.W:  # a weight gradient draws no random numbers
+            self._enter(microbatch, is_forward=kind is Kind.F)
+            if not self._in_forward:
+                self._start(self._seed)
 
     def begin_user_code(self, microbatch: int) -> None:
         """Called before the step's own code for this micro-batch starts."""
+        if self._batch is None:
+            return
         self._enter(microbatch, is_forward=True)
         own = seed_of(*self._fixed, self._batch, microbatch, self._cube_rank) if self._cube_rank else self._seed
         self._start(own)
@@ -179,35 +186,8 @@ class _BlockStream:
         self.streams._restore(self.states)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockRandomness:
-    """The streams of one block. Becomes None when copied or pickled: a copy of the block has no streams."""
-
-    streams: RandomStreams
-    index: int
-    is_single: bool
-    """whether the stack is a single stage"""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    @property
-    def in_code(self) -> bool:
-        """Whether the block runs where the step's code calls it, each time with a stream of its own."""
-        return self.is_single or self.index < self.streams.num_local
-
-    def of_call(self) -> AbstractContextManager[Any]:
-        """The context of a call by the step's code, which continues its own stream afterwards."""
-        return self.streams.block(self.index, repeats=self.in_code)
-
-    def of_run(self) -> AbstractContextManager[Any]:
-        """The context of a run by the block's stage, or of a recomputation."""
-        if self.in_code:
-            return self.of_call()
-        self.streams.begin_block(self.index)
-        return nullcontext()
-
-
+NO_STREAMS = RandomStreams(None, 0, torch.device("cpu"))
+"""leave torch's own generators as they are"""
 _CPU = torch.device("cpu")
 _PYTHON_VERSION = 3
 """of `random.getstate()`, since Python 3.2"""

@@ -181,12 +181,19 @@ class SplitLinear:
                 f"module.to(...)) since the run began. Write into it instead: param.data.copy_(...)."
             )
 
-    def leave(self, parameter: Tensor, dy: Tensor, x: Tensor | None) -> None:
-        """Leave the gradient of `parameter` to the queue: the weight's if `x` is given, otherwise the bias's."""
+    def gradient(self, parameter: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
+        """The gradient of `parameter`, or None if the open queue takes it: the weight's if x is given, else the bias's.
+
+        The queue is not open for an `autograd.grad` called by a block.
+        """
+        is_backward = not torch.is_grad_enabled() and torch.autograd._is_checkpoint_valid()
+        if not self.queue.is_open or not is_backward or has_gradient_hooks(parameter):
+            return bias_gradient(dy) if x is None else self.product(dy, x)
         if x is None:
             self.queue.put(parameter, bias_gradient, dy)
         else:
             self.queue.put(parameter, self.product, dy, x.detach())
+        return None
 
 
 def can_split(x: Tensor, weight: Tensor) -> bool:
@@ -217,11 +224,6 @@ def bias_gradient(dy: Tensor) -> Tensor:
     return dy.sum(0)
 
 
-def _queue_is_open(queue: WeightGradients) -> bool:
-    """Whether the queue is open for this backward, which is not an `autograd.grad` called by a block."""
-    return queue.is_open and not torch.is_grad_enabled() and torch.autograd._is_checkpoint_valid()
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     return functional.linear(x, weight.t() if transposed else weight, bias)
 
@@ -242,22 +244,13 @@ class _EagerLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: SplitLinear = ctx.layer
         dy = gradient.reshape(-1, gradient.shape[-1])
-        uses_queue = _queue_is_open(layer.queue)
-        dx = dw = db = None
+        dx = None
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_x:
             matrix = weight.to(dy.dtype) if ctx.cast is None or torch.is_grad_enabled() else ctx.cast
             dx = dy.mm(matrix.t() if layer.transposed else matrix).view(x.shape)
-        if needs_weight:
-            if uses_queue and not has_gradient_hooks(ctx.parameters[0]):
-                layer.leave(ctx.parameters[0], dy, x)
-            else:
-                dw = layer.product(dy, x)
-        if needs_bias:
-            if uses_queue and not has_gradient_hooks(ctx.parameters[1]):
-                layer.leave(ctx.parameters[1], dy, None)
-            else:
-                db = bias_gradient(dy)
+        dw = layer.gradient(ctx.parameters[0], dy, x) if needs_weight else None
+        db = layer.gradient(ctx.parameters[1], dy, None) if needs_bias else None
         return dx, dw, db, None
 
 
@@ -294,10 +287,8 @@ def _run_input_gradient(
     for parameter, operand in zip(layer.parameters, (x, None), strict=True):
         if parameter is None or not parameter.requires_grad or not torch.autograd._is_checkpoint_valid():
             continue
-        if _queue_is_open(layer.queue) and not has_gradient_hooks(parameter):
-            layer.leave(parameter, dy, operand)
-        else:  # autograd accumulates the gradient, which calls the hooks
-            own = bias_gradient(dy) if operand is None else layer.product(dy, operand)
+        own = layer.gradient(parameter, dy, operand)
+        if own is not None:  # autograd accumulates the gradient, which calls the hooks
             torch.autograd.backward([parameter], [own.to(parameter.dtype)])
     matrix = weight.to(dy.dtype)
     return dy.mm(matrix.t() if transposed else matrix).view(x.shape), torch.zeros_like(handle)

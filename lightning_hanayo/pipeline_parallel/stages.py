@@ -28,7 +28,6 @@ from lightning_hanayo.pipeline_parallel.batches.plan import with_values
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.user_step import NONE_SKIPPED, UserStep, missing_values_error
-from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
@@ -71,17 +70,13 @@ class StageHooks(Protocol):
 class NoHooks:
     """The hooks of a stage on a single rank: they do nothing."""
 
-    def begin_batch(self) -> None:
-        """Do nothing."""
-
     allows_twins = True
     keeps_weights = False
-    expect_last_gradients = finish_gradients = end_batch = begin_batch
 
     def before_forward(self, *sequence_lengths: int) -> None:
         """Do nothing."""
 
-    before_backward = before_forward
+    begin_batch = expect_last_gradients = finish_gradients = end_batch = before_backward = before_forward
 
 
 class NoReshard:
@@ -203,7 +198,7 @@ class FirstStage(Stage):
     With several passes, those of the later ones run in the step's thread when the last stage resumes it.
     """
 
-    user: UserStep | WholeStep
+    user: UserStep
     """runs the user's step, and in it the first blocks"""
     tied: TiedGradients
     """adds the gradients of parameters that the last stage uses too"""
@@ -268,12 +263,17 @@ class LastStage(Stage):
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
-        under_way: tuple[DetachedInputs, GraphCut, int, tuple[int, ...]] | None = self._begin_backward(
-            batch, microbatch
-        )
-        if under_way is None:
-            return None
-        inputs, cut, _, sequence_lengths = under_way
+        """Run the loss's backward first, unless that of a later pass has."""
+        passes = self._under_way[microbatch]
+        inputs, cut, sequence_number, sequence_lengths = passes[-1] if passes else (None, None, 0, ())
+        if batch.has_loss:
+            nodes = {node for _, cut_of_pass, *_ in passes for node in cut_of_pass.nodes}
+            loss = self.first.user.begin_loss(batch, microbatch, nodes, sequence_number)
+            if loss is not None:
+                self._loss_backward(batch, *loss)
+        if inputs is None or cut is None:
+            return None  # no pass of the step has gradients
+        passes.pop()
         self.hooks.before_backward(*sequence_lengths)
         cut.backward(always=not isinstance(self.boundary, NoReshard))  # the ranks of a cube run the same backward
         return gradient_message(inputs.gradients)
@@ -282,19 +282,6 @@ class LastStage(Stage):
         """Resume the step with the stack's output, cut off its graph; return autograd's sequence number there."""
         after = StageInput.from_message(Message(made.skeleton, tuple(map(cut.cut, made.tensors))))
         return self.first.user.resume(batch, microbatch, after.output, after.trees)
-
-    def _begin_backward(self, batch: Batch, microbatch: int) -> Any:
-        """Run the loss's backward, unless that of a later pass has; return the state that its forward has left.
-
-        None where no pass of the step has gradients.
-        """
-        passes = self._under_way[microbatch]
-        outputs = {node for _, cut, *_ in passes for node in cut.nodes}
-        under_way = passes.pop() if passes else None
-        if batch.has_loss:
-            self.first.user.check_ended(batch, microbatch)
-            self._loss_backward(batch, microbatch, outputs, under_way[2] if under_way else 0)
-        return under_way
 
     def _loss_backward(self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int) -> None:
         """Run the backward of the weighted loss up to the stack, and drop the graph of the step's result.

@@ -29,7 +29,7 @@ from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.message import Message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.pytree import Flattener, tensor_indices, unflatten
-from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, NoReshard
+from lightning_hanayo.pipeline_parallel.stages import FirstStage, NoReshard
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard
@@ -44,7 +44,7 @@ class ShardedCalls:
     as a dry run on all samples that this rank's blocks work on.
     """
 
-    user: UserStep | WholeStep
+    user: UserStep
     boundary: "MicrobatchReshard | NoReshard"
     batch: Batch
     microbatch: int
@@ -171,6 +171,7 @@ class TensorParallelFirstStage(FirstStage):
         graph_boundary.run_backward(outputs, unpack_gradients(received))
         keeps = self.has_backward(microbatch)  # of an earlier pass
         self.tied.first_stage_backward(microbatch, lambda: cut.backward(retain_graph=keeps))
+        self.user.end_backward(batch)
 
     @override
     def used_parameters(self, microbatch: int) -> set[Tensor]:
@@ -205,29 +206,3 @@ class DryFirstBlock:
         output = given.run(stage.blocks[:1], is_last=stage.user.num_blocks == 1).output
         skeleton = flattener.flatten(output, "the output of a block")
         return unflatten(skeleton, boundary.unshard_outputs(0, flattener.tensors))
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class WholeBatchFirstStage(TensorParallelFirstStage):
-    """The first stage where the step runs once: its backward goes on in the step after the last micro-batch's."""
-
-    user: WholeStep
-
-    @override
-    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        super().backward(batch, microbatch, received)
-        self.user.end_backward(batch)
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class WholeBatchLastStage(LastStage):
-    """The last stage where the step runs once: the loss's backward ends in the outputs of all micro-batches."""
-
-    first: WholeBatchFirstStage
-
-    @override
-    def _begin_backward(self, batch: Batch, microbatch: int) -> Any:
-        passes, whole = self._under_way[microbatch], self.first.user
-        if batch.has_loss and whole.begin_loss(batch):
-            self._loss_backward(batch, 0, whole.nodes, whole.sequence_number)
-        return passes.pop() if passes else None

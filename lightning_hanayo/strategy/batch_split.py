@@ -5,7 +5,6 @@ a cube               0: rank 0's share | rank 1's | ... 1: rank 0's | ... each r
 """
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -118,11 +117,13 @@ class SplitBatch:
         return microbatches.merge(found, sizes, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=numbers)
 
 
-class BatchSplitter(ABC):
-    """Splits batches on a process of pipeline rank 0 (one per rank of the cube), and merges what their steps return."""
+class BatchSplitter:
+    """Splits batches on pipeline rank 0, which runs whole micro-batches, and merges what their steps return."""
 
     is_uneven = False
     """whether micro-batches are to have different sizes, where they can: their tensors show which dimension grows"""
+    _counts_samples = False
+    """whether the samples of a batch that isn't cut must be known, too"""
 
     def __init__(self, rule: BatchRule = BatchRule()) -> None:  # noqa: B008
         self.rule = rule
@@ -135,27 +136,34 @@ class BatchSplitter(ABC):
         Raises:
             HanayoError: it can't be cut.
         """
+        if limit == 1 and not self._counts_samples:
+            return self.whole(batch)  # nothing is cut, so nothing is refused
         if self.rule.split is not None:
             return self._split_by_user(batch, self._call_user(batch, limit), source)
         return self._split_by_plan(batch, self._reader.plan(batch, source), limit)
 
     def whole(self, batch: Any) -> SplitBatch:
         """A batch in one piece."""
-        return whole(batch, self.rule.batch_dim)
+        return _whole([batch], PieceSizes([[1]], self.rule.batch_dim))
 
-    @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of their pieces. Called by all of them."""
+        return [value]
 
     def by_piece(self, values: Sequence[Any]) -> list[Any]:
         """One value for each piece, from this rank's (one per micro-batch) and those of the ranks that share them."""
         return [value for row in zip(*self.all_gather(list(values)), strict=True) for value in row]
 
-    @abstractmethod
-    def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch: ...
+    def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch:
+        count = self._num_microbatches(plan, limit)
+        make = microbatches.uneven_sizes if self.is_uneven and len(plan.part_sizes) == 1 else microbatches.sizes
+        parts = [make(size, count) for size in plan.part_sizes]
+        count = len(parts[0])
+        pieces = [batch] if count == 1 else [plan.select(batch, row) for row in _rows(parts)]
+        return _whole(pieces, PieceSizes(parts, self.rule.batch_dim), _shared_check(batch, plan, count))
 
-    @abstractmethod
-    def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch: ...
+    def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch:
+        return _whole(pieces, self._sizes(batch, pieces, source))
 
     def _call_user(self, batch: Any, limit: int) -> list[Any]:
         """The micro-batches that the user's function makes.
@@ -200,34 +208,7 @@ class BatchSplitter(ABC):
         return count
 
 
-class WholeSplitter(BatchSplitter):
-    """For a rank that holds its stages alone: it runs whole micro-batches."""
-
-    @override
-    def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
-        if limit > 1:
-            return super().split(batch, limit, source)
-        return self.whole(batch)  # nothing is cut, so nothing is refused
-
-    @override
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    @override
-    def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch:
-        count = self._num_microbatches(plan, limit)
-        make = microbatches.uneven_sizes if self.is_uneven and len(plan.part_sizes) == 1 else microbatches.sizes
-        parts = [make(size, count) for size in plan.part_sizes]
-        count = len(parts[0])
-        pieces = [batch] if count == 1 else [plan.select(batch, row) for row in _rows(parts)]
-        return _whole(pieces, PieceSizes(parts, self.rule.batch_dim), _shared_check(batch, plan, count))
-
-    @override
-    def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch:
-        return _whole(pieces, self._sizes(batch, pieces, source))
-
-
-class SingleRankSplitter(WholeSplitter):
+class SingleRankSplitter(BatchSplitter):
     """For one pipeline rank without others: a batch that can't be cut is one micro-batch, as in one process."""
 
     _has_warned = False
@@ -245,8 +226,10 @@ class SingleRankSplitter(WholeSplitter):
             return super().split(batch, 1, source)
 
 
-class ReplicatedSplitter(WholeSplitter):
+class ReplicatedSplitter(BatchSplitter):
     """For the ranks of a cube that all run whole micro-batches outside the stack, alike."""
+
+    _counts_samples = True
 
     def __init__(self, rule: BatchRule, mesh: Mesh, boundary: MicrobatchReshard) -> None:
         super().__init__(rule)
@@ -255,7 +238,7 @@ class ReplicatedSplitter(WholeSplitter):
 
     @override
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
-        made = BatchSplitter.split(self, batch, limit, source)
+        made = super().split(batch, limit, source)
         self._boundary.begin([sample_shares(samples, self._mesh.sizes) for samples in made.sizes.parts[0]])
         return self._alike(made)
 
@@ -276,6 +259,8 @@ class SharedSplitter(BatchSplitter):
         boundary: is told the shares.
         all_gather: gathers Python objects from all ranks of the cube.
     """
+
+    _counts_samples = True
 
     def __init__(self, rule: BatchRule, mesh: Mesh, boundary: MicrobatchReshard, all_gather: AllGatherObject) -> None:
         super().__init__(rule)
@@ -372,11 +357,6 @@ class SharedSplitter(BatchSplitter):
             list(map(_tensors, inputs)),
         )
         return split
-
-
-def whole(batch: Any, batch_dim: int = 0) -> SplitBatch:
-    """A batch in one piece."""
-    return _whole([batch], PieceSizes([[1]], batch_dim))
 
 
 def _whole(pieces: Sequence[Any], sizes: PieceSizes, check: Callable[[], None] = _no_check) -> SplitBatch:

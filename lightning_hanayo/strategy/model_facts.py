@@ -32,7 +32,7 @@ from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, mo
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts, Product
-from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_step
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
@@ -260,7 +260,7 @@ def read_batch(
     Raises:
         HanayoError: the samples can't be counted; with the text `refusal`.
     """
-    num_samples = WholeSplitter(options.batch_rule).num_samples(batch, BatchSource(module=model))
+    num_samples = BatchSplitter(options.batch_rule).num_samples(batch, BatchSource(module=model))
     if not num_samples:
         raise HanayoError(refusal)
     facts = read_model(

@@ -32,7 +32,7 @@ from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.stages import Stage
 from lightning_hanayo.pipeline_parallel.transport import Relay
@@ -71,16 +71,15 @@ class GradientSync:
         stages: all-reduces each stage's gradients as soon as the stage is done.
         full_parameters: whole tensors that user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
-        outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch; None where
-            there is one.
+        outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch.
         shards: of the optimizer, over the data ranks; None if it isn't sharded.
         shared: the weights that blocks on several pipeline ranks use; None if there are none.
     """
 
     stages: GradientAllReduce
+    outside_all_reduce: GradientAllReduce
     full_parameters: FullParameters
     outside: OutsideParameters | None = None
-    outside_all_reduce: GradientAllReduce | None = None
     shards: OptimizerShards | None = None
     shared: SharedWeights | None = None
 
@@ -132,8 +131,7 @@ class GradientSync:
         """Drop transfers under way, after a failure."""
         self.stages.forget()
         self.full_parameters.forget()
-        if self.outside_all_reduce is not None:
-            self.outside_all_reduce.forget()
+        self.outside_all_reduce.forget()
         if self.outside is not None:
             self.outside.discard()
         if self.shared is not None:
@@ -146,16 +144,15 @@ class GradientSync:
                 one.drop_transfers()
 
     def _reduce_outside(self) -> None:
-        if self.outside_all_reduce is not None:
-            self.outside_all_reduce.start(0)
-            self.outside_all_reduce.finish()
+        self.outside_all_reduce.start(0)
+        self.outside_all_reduce.finish()
 
 
 @dataclass(frozen=True)
 class Ends:
     """The stages with user code, of pipeline rank 0, and the runner of its step: once, or for each micro-batch."""
 
-    user_step: UserStep | WholeStep
+    user_step: UserStep
     stages: Mapping[int, Stage]
     """all of this rank, by number"""
 
@@ -178,12 +175,11 @@ class Pipeline:
     gather_in_cube: AllGatherObject
     """gathers Python objects from the ranks of this rank's cube"""
     step_state: StepState
-    user_step: UserStep | WholeStep | None = None
+    user_step: UserStep | None = None
     """of the batch that runs, or of the last one; None above pipeline rank 0"""
     ends: Mapping[bool, Ends] = field(default_factory=dict)
     """by whether the step runs once on a whole batch; empty above pipeline rank 0"""
-    random_streams: RandomStreams | None = None
-    """None: random numbers come from torch's own generators, unchanged"""
+    random_streams: RandomStreams = NO_STREAMS
     first_batch: FirstBatch | None = field(default=None, init=False)
     """examines the first training batch; None: no longer, or never"""
     _late_weight: float = field(default=1.0, init=False)
@@ -261,9 +257,7 @@ class Pipeline:
             self.engine.use(ends.stages)
         self.gradients.begin_batch()
         with (
-            self.random_streams.batch(key, has_shares=not batch.is_whole)
-            if self.random_streams is not None
-            else nullcontext(),
+            self.random_streams.batch(key, has_shares=not batch.is_whole),
             self.step_state.watched(batch.num_microbatches, is_whole=batch.is_whole) if trains else nullcontext(),
             self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
         ):
@@ -395,7 +389,7 @@ class Pipeline:
         """
         found: list[bool] = []
 
-        def next_pass(user_step: UserStep | WholeStep) -> bool | None:
+        def next_pass(user_step: UserStep) -> bool | None:
             try:
                 return user_step.next_pass(batch, 0)
             except Exception as error:
@@ -409,7 +403,7 @@ class Pipeline:
                 self.step_state.end_pass(len(found) - 1)
         return tuple(found)
 
-    def _announced(self, ask: Callable[[UserStep | WholeStep], Any]) -> Any:
+    def _announced(self, ask: Callable[[UserStep], Any]) -> Any:
         """The answer of the user's step, on all ranks of the pipeline. On rank 0 the ranks of a cube must agree.
 
         Raises:

@@ -11,7 +11,7 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,6 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.plain_file import gather
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import gather_objects
 from lightning_hanayo.pipeline_parallel.profiling.trace import (
@@ -36,10 +35,8 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import (
     median_batch,
     num_microbatches,
     on_one_clock,
-    pack,
     stage_times,
     timeline_of,
-    unpack,
     waits_of,
 )
 from lightning_hanayo.planner.files import Profile
@@ -158,16 +155,11 @@ class MeasuredBatches:
 
 def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
     """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
-    own = pipeline.engine.trace.batches
-    transport = pipeline.relay.transport
-    ranks = gather(transport, {transport.rank: [pack(events) for events in own]})
-    if ranks is None:
-        return []
-    rows = [pipeline.layout.table(num_microbatches(events)).actions for events in own]
-    return [
-        [unpack(row, times[number]) for row, times in zip(table, ranks.values(), strict=True)]
-        for number, table in enumerate(rows)
-    ]
+    gathering, found = TraceGather(pipeline.relay.transport, pipeline.layout.table), list[BatchTrace]()
+    for events in pipeline.engine.trace.batches:
+        gathering.start(events)
+        found += filter(None, [gathering.finish()])
+    return found
 
 
 def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: CheckpointingStrategy) -> dict[str, Any]:
@@ -212,43 +204,34 @@ def peak_memory(strategy: CheckpointingStrategy) -> dict[int, int]:
     return dict(zip(strategy.groups.replica_ranks, peaks, strict=False))
 
 
+@dataclass(eq=False, repr=False)
 class Throughput:
-    """Counts samples, tokens and FLOPs of one data rank between two readings, for all of them, without evaluations.
+    """Counts samples, tokens and FLOPs of one data rank between two readings, for all of them, without evaluations."""
 
-    Args:
-        count: returns the samples of a batch.
-        num_data_ranks: how many see as many samples as this one.
-        flops: returns the FLOPs of a batch; 0 where they aren't known.
-        totals: samples and tokens of all data ranks before; counted on.
-    """
-
-    def __init__(
-        self,
-        count: Callable[[Any], int],
-        num_data_ranks: int,
-        flops: Callable[[Any], float] = lambda _: 0.0,
-        totals: dict[str, int] | None = None,
-    ) -> None:
-        self._count = count
-        self._flops_of = flops
-        self._num_data_ranks = num_data_ranks
-        self._totals = {"samples": 0, "tokens": 0} if totals is None else totals
-        self._begun: float | None = None
-        self._paused: float | None = None
-        self._since = Counter[str]()
-        self._flops = 0.0
+    count: Callable[[Any], int]
+    """returns the samples of a batch"""
+    num_data_ranks: int
+    """how many see as many samples as this one"""
+    flops: Callable[[Any], float] = lambda _: 0.0
+    """returns the FLOPs of a batch; 0 where they aren't known"""
+    totals: dict[str, int] = field(default_factory=lambda: {"samples": 0, "tokens": 0})
+    """samples and tokens of all data ranks before; counted on"""
+    _begun: float | None = field(default=None, init=False)
+    _paused: float | None = field(default=None, init=False)
+    _since: Counter[str] = field(default_factory=Counter, init=False)
+    _flops: float = field(default=0.0, init=False)
 
     def note(self, batch: Any) -> None:
         """A batch has been trained. The first one, in which much is set up, only begins the measurement of time."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        found = {"samples": self._count(batch), "tokens": ids.numel() if isinstance(ids, Tensor) else 0}
+        found = {"samples": self.count(batch), "tokens": ids.numel() if isinstance(ids, Tensor) else 0}
         for name, number in found.items():
-            self._totals[name] += self._num_data_ranks * number
+            self.totals[name] += self.num_data_ranks * number
         if self._begun is None:
             self._begun = time.perf_counter()
         else:
             self._since.update(found)
-            self._flops += self._flops_of(batch)
+            self._flops += self.flops(batch)
 
     def pause(self) -> None:
         """Something else than training begins."""
@@ -270,8 +253,8 @@ class Throughput:
         found = {f"{name}_per_s": number for name, number in self._since.items()} | {"flops_per_s": self._flops}
         self._begun, self._flops = now, 0.0
         self._since.clear()
-        rates = {name: self._num_data_ranks * number / seconds for name, number in found.items() if number}
-        return rates | {name: number for name, number in self._totals.items() if number}
+        rates = {name: self.num_data_ranks * number / seconds for name, number in found.items() if number}
+        return rates | {name: number for name, number in self.totals.items() if number}
 
 
 SMOOTHED = 10

@@ -111,8 +111,7 @@ class Run:
     def reseed(self, seed: int) -> None:
         """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
         self.seed = seed
-        if self.pipeline.random_streams is not None:
-            self.pipeline.random_streams.reseed(seed)
+        self.pipeline.random_streams.reseed(seed)
 
     @property
     def groups(self) -> ProcessGroups:

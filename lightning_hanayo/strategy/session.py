@@ -20,7 +20,7 @@ from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams, next_number
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams, next_number
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import callbacks, guarded_hooks
@@ -457,14 +457,14 @@ class Session(Run):
         rank_zero_info(f"cube={self.topology.cube}\n{plan.conversion.report}")
         return Cube(self.groups.cube, plan.conversion, self.options, self.device)
 
-    def _random_streams(self, layout: Layout, *, fits: bool) -> RandomStreams | None:
-        """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.
+    def _random_streams(self, layout: Layout, *, fits: bool) -> RandomStreams:
+        """`NO_STREAMS` where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.
 
         Outside `fit` no step counter tells one run from the next, so each run takes a seed from the state of torch's
         generator, which reading data changes.
         """
         if self.topology.world_size == 1 and layout.num_microbatches == 1:
-            return None
+            return NO_STREAMS
         seed = self.seed
         if not fits:
             self._number = next_number()

@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,41 +30,32 @@ from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.versions import identity_of, versions_of
 
 
+@dataclass(eq=False, repr=False)
 class StepState:
-    """The buffers and parameters of one rank.
+    """The buffers and parameters of one rank."""
 
-    Args:
-        modules: all that run here, by qualified name.
-        parameters: all that this rank holds, by qualified name.
-        compared: the modules whose code runs on samples of each rank's own, on a cube.
-        mesh: the cube; None without one.
-        outside: the modules outside the stack, which run on pipeline rank 0 alone, by qualified name.
-        pipe_group: the ranks of the pipeline, for CPU tensors; None if there is one.
-        over_data: gives the buffers to all data ranks; None if there is one.
-    """
+    modules: Mapping[str, nn.Module]
+    """all that run here, by qualified name"""
+    parameters: Mapping[str, nn.Parameter]
+    """all that this rank holds, by qualified name"""
+    compared: Set[nn.Module]
+    """the modules whose code runs on samples of each rank's own, on a cube"""
+    mesh: Mesh | None
+    """the cube; None without one"""
+    outside: Mapping[str, nn.Module]
+    """the modules outside the stack, which run on pipeline rank 0 alone, by qualified name"""
+    pipe_group: dist.ProcessGroup | None
+    """the ranks of the pipeline, for CPU tensors; None if there is one"""
+    over_data: ReplicatedTensors | None = None
+    """gives the buffers to all data ranks; None if there is one"""
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        parameters: Mapping[str, nn.Parameter],
-        compared: Set[nn.Module],
-        mesh: Mesh | None,
-        outside: Mapping[str, nn.Module],
-        pipe_group: dist.ProcessGroup | None,
-        over_data: ReplicatedTensors | None = None,
-    ) -> None:
-        self._modules = dict(modules)
-        self._places = _places(modules)
-        self._outside = frozenset(outside)
-        self._shareable = _places(outside)  # the same on all ranks: some may have them on meta
+    def __post_init__(self) -> None:
+        self._places = _places(self.modules)
+        self._shareable = _places(self.outside)  # the same on all ranks: some may have them on meta
         self._shared: list[str] | None = None
         """those of them that rank 0 sends after each batch; None before the first one"""
-        self._pipe_group = pipe_group
-        self._parameters = dict(parameters)
         places = self._places.items()
-        self._compared = [name for name, (module, _) in places if mesh is not None and module in compared]
-        self._mesh = mesh
-        self._over_data = over_data
+        self._compared = [name for name, (module, _) in places if self.mesh is not None and module in self.compared]
         self._steps_change = True
         """whether the steps of any data rank change buffers; known after the first batch"""
         self._changing: Set[str] | None = None
@@ -88,8 +80,8 @@ class StepState:
                 all ranks of the cube, or hasn't the same shape on all data ranks.
         """
         self.update_over_data()
-        if num_microbatches > 1 or self._mesh is not None:
-            check_parameter_hooks(self._parameters)
+        if num_microbatches > 1 or self.mesh is not None:
+            check_parameter_hooks(self.parameters)
         is_first = self._changing is None
         before = self._states(by_value=is_first)
         self._kept_alive = self._buffers()
@@ -104,8 +96,8 @@ class StepState:
             raise
         changed = self._changed_since(before, by_value=is_first)
         self._kept_alive.clear()
-        if num_microbatches > 1 or self._mesh is not None:
-            may_change = is_whole and self._mesh is None  # a cube shards the parameters outside between batches
+        if num_microbatches > 1 or self.mesh is not None:
+            may_change = is_whole and self.mesh is None  # a cube shards the parameters outside between batches
             self._check_parameters({name for name in changed if not (may_change and self._is_outside(name))})
         if is_first:
             self._changing = changed
@@ -137,7 +129,7 @@ class StepState:
         Returns:
             Whether there are any; False if there is one data rank.
         """
-        return self._over_data is not None and self._over_data.update(dict(self._buffers()), changed)
+        return self.over_data is not None and self.over_data.update(dict(self._buffers()), changed)
 
     def end_pass(self, number: int) -> None:
         """Called after each of several passes through the stack, which all micro-batches make one after another.
@@ -160,11 +152,11 @@ class StepState:
 
     def forget(self) -> None:
         """Drop the process groups, after a failure."""
-        self._pipe_group = self._over_data = None
+        self.pipe_group = self.over_data = None
 
     def _share(self, changed: Set[str]) -> None:
         """Give the other pipeline ranks those of rank 0's buffers that the first batch has changed."""
-        group = self._pipe_group
+        group = self.pipe_group
         if group is None or not self._shareable or self._shared == []:
             return
         names = self._shared if self._shared is not None else sorted(changed & self._shareable.keys())
@@ -180,7 +172,7 @@ class StepState:
 
     def _is_outside(self, name: str) -> bool:
         """Whether the parameter, buffer or attribute belongs to a module outside the stack."""
-        return name.rpartition(".")[0] in self._outside
+        return name.rpartition(".")[0] in self.outside
 
     def _changed_since(self, before: Mapping[str, Any], *, by_value: bool) -> set[str]:
         return {name for name, state in self._states(by_value=by_value).items() if state != before[name]}
@@ -188,9 +180,9 @@ class StepState:
     def _states(self, *, by_value: bool) -> dict[str, Any]:
         """Versions of all tensors; at first checksums of values, too: a change of `.data` makes no new version."""
         states: dict[str, Any] = {name: identity_of(buffer) for name, buffer in self._buffers()}
-        states.update(zip(self._parameters, versions_of(self._parameters.values()), strict=True))
+        states.update(zip(self.parameters, versions_of(self.parameters.values()), strict=True))
         if by_value:
-            sums = {name: _sums(one) for name, one in self._parameters.items()}
+            sums = {name: _sums(one) for name, one in self.parameters.items()}
             sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}
             states = {name: (version, sums[name]) for name, version in states.items()}
         return states
@@ -199,7 +191,7 @@ class StepState:
         """Whole numbers that modules have as attributes."""
         return {
             f"{path}.{name}".lstrip("."): value
-            for path, module in self._modules.items()
+            for path, module in self.modules.items()
             for name, value in vars(module).items()
             if type(value) is int and not name.startswith("_")
         }
@@ -208,7 +200,7 @@ class StepState:
         return [(name, module._buffers.get(key)) for name, (module, key) in self._places.items()]
 
     def _check_parameters(self, changed: Set[str]) -> None:
-        for name in self._parameters:
+        for name in self.parameters:
             if name in changed:
                 raise UnsupportedError(
                     f"{name} is a parameter that the training step changes in place, while other micro-batches are "
@@ -216,11 +208,11 @@ class StepState:
                 )
 
     def _check_alike(self, names: Set[str]) -> None:
-        if self._mesh is None or not self._compared:
+        if self.mesh is None or not self._compared:
             return
         buffers = dict(self._buffers())
         own = [_checksum(buffers[name]) if name in names else 0 for name in self._compared]
-        largest = self._mesh.largest([*own, *(-one for one in own)])
+        largest = self.mesh.largest([*own, *(-one for one in own)])
         negated_smallest = largest[len(own) :]
         rows = zip(self._compared, largest, negated_smallest, strict=False)
         differing = [name for name, highest, negated_lowest in rows if highest != -negated_lowest]

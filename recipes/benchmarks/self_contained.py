@@ -39,7 +39,7 @@ class SelfContainedFirstStage(MiddleStage):
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         flattener = Flattener()
         skeleton = flattener.flatten(batch.inputs[microbatch], "the micro-batch")
-        stage_input = StageInput(skeleton, (_CALL,), self._call_of_block, tuple(flattener.tensors))
+        stage_input = StageInput(skeleton, (_CALL,), self._call_of_block, tensors=tuple(flattener.tensors))
         return super().forward(batch, microbatch, stage_input.message)
 
     @override

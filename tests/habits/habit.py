@@ -19,7 +19,7 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
-from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter
 from tests.harness.models import build
 from tests.harness.pool import Failure, Pool, RunFailed
 from tests.harness.training import Layout, Outcome, OutcomeCallback, make_loader, make_strategy, merge
@@ -212,7 +212,7 @@ def _run_in_pieces(module: LightningModule, pieces: int) -> None:
     step, log = module.training_step, module.log
 
     def in_pieces(batch: Any, batch_idx: int) -> Tensor:
-        split = WholeSplitter().split(batch, pieces, BatchSource())
+        split = BatchSplitter().split(batch, pieces, BatchSource())
         (sizes,), parts = split.sizes.parts, split.pieces
         object.__setattr__(module, "log", lambda *_, **__: None)
         losses = [_loss(step(part, batch_idx)) for part in parts]

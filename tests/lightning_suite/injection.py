@@ -14,7 +14,7 @@ from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.pipeline_parallel.batches import microbatches
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.engine import Engine
-from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 
 
 def inject(strategy: str, num_microbatches: int) -> list[str]:
@@ -81,12 +81,12 @@ def _double_single_samples() -> None:
 
     Hooks see the batch as it is, steps get tensors of the shape that the test is written for, and the mean is the same.
     """
-    split = WholeSplitter.split
+    split = BatchSplitter.split
 
-    def split_or_double(splitter: WholeSplitter, batch: Any, limit: int, source: Any) -> SplitBatch:
+    def split_or_double(splitter: BatchSplitter, batch: Any, limit: int, source: Any) -> SplitBatch:
         made = split(splitter, batch, limit, source)
         if limit == 1 or made.num_microbatches > 1:
             return made
         return _Doubled([batch] * 2, PieceSizes([[1, 1]]), range(2), [batch] * 2, lambda _: batch)
 
-    WholeSplitter.split = split_or_double
+    BatchSplitter.split = split_or_double

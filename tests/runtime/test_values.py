@@ -5,9 +5,10 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_hanayo.pipeline_parallel.nan import BEFORE_STACK, BlockValues, MadeValues, Place
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_blocks
+from lightning_hanayo.pipeline_parallel.nan import BEFORE_STACK, MadeValues, Place
 
 NAN, INF = float("nan"), float("inf")
 
@@ -82,7 +83,7 @@ def test_of_a_frozen_block_nan_is_noted_but_not_a_mask_or_the_input() -> None:
     with values.batch(is_last=True):
         values.begin_action(0, 0, is_forward=True)
         mask, ids = torch.full((2,), -INF), torch.ones(3, dtype=torch.int64)
-        BlockValues(values, 0).note((made(NAN).detach(),), (made(1.0).detach(), mask, ids))
+        values.note_call(0, (made(NAN).detach(),), (made(1.0).detach(), mask, ids))
         values.note_block(1, (made(NAN).detach(), mask, ids))
     assert values.take().nonfinite() == [(Place(0, 0, 0, "forward", 1), True)]
 
@@ -112,14 +113,19 @@ def test_the_first_block_notes_its_input() -> None:
     values = MadeValues(is_watched=True)
     with values.batch(is_last=True):
         values.begin_action(0, 0, is_forward=True)
-        BlockValues(values, 0).note(((made(NAN),), {"mask": None}), made(NAN))
-        BlockValues(values, 1).note(((made(NAN),), {}), made(1.0))
+        values.note_call(0, ((made(NAN),), {"mask": None}), made(NAN))
+        values.note_call(1, ((made(NAN),), {}), made(1.0))
     assert [place.index for place, _ in values.take().nonfinite()] == [BEFORE_STACK, 0]
 
 
 def test_copies_of_a_block_note_nothing() -> None:
-    block = BlockValues(MadeValues(), 0)
-    assert copy.deepcopy(block) is None and pickle.loads(pickle.dumps(block)) is None
+    values, block = MadeValues(is_watched=True), nn.Linear(2, 2)
+    patch_blocks([block], values=values)
+    with values.batch(is_last=True):
+        values.begin_action(0, 0, is_forward=True)
+        for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+            copied(torch.ones(2))
+        assert not values.take().sums
 
 
 def test_with_anomaly_mode_a_nan_is_told_at_once() -> None:

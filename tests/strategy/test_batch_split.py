@@ -11,7 +11,7 @@ import torch
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
-from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting
 from tests.habits.batches import CHANGED_IN_PLACE
 from tests.habits.habit import check
@@ -22,7 +22,7 @@ LOADERS = BatchSource(loaders={"a": None, "b": None})
 
 
 def split(batch: Any, limit: int, rule: BatchRule = BatchRule(), source: BatchSource = BatchSource()) -> SplitBatch:  # noqa: B008
-    return WholeSplitter(rule).split(batch, limit, source)
+    return BatchSplitter(rule).split(batch, limit, source)
 
 
 def test_parts_of_different_sizes_are_cut_in_the_same_proportions() -> None:

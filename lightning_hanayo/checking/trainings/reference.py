@@ -20,7 +20,7 @@ from lightning_hanayo.checking.trainings.layout import Observer, make_loader, ma
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack, modules_outside
 from lightning_hanayo.seeds import seed_of
-from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.loaders import source_of
 from lightning_hanayo.strategy.lightning.state import batch_idx, batch_key
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, for_model
@@ -77,7 +77,7 @@ class _WholeSteps(Callback):
         """whether a step has drawn random numbers"""
         self.rounding = RoundingWatch(case.dtype)
         self._case = case
-        self._splitter = WholeSplitter(case.options.batch_rule)
+        self._splitter = BatchSplitter(case.options.batch_rule)
         self._data_rank = 0
         """whose batch the step runs on"""
 

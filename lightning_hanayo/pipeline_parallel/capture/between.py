@@ -11,7 +11,7 @@ that is asked for the blocks, on fake tensors: once for each kind of arguments.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from lightning_hanayo.pipeline_parallel import pytree, split_backward
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import alias
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import stop_recomputing
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import unpatch_blocks
-from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_state, set_autocast
+from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_as, autocast_state
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """raised for functions whose result, or its shape, depends on values"""
@@ -60,13 +60,11 @@ def function_of(name: str) -> Callable[..., Any]:
 @contextmanager
 def modes(grad: bool, autocast: Autocast) -> Iterator[None]:
     """In this context the modes are those in which the step calls a function. A pass without gradients has none."""
-    before, cache = autocast_state(), torch.is_autocast_cache_enabled()
-    set_autocast(autocast, cache)
-    try:
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            yield
-    finally:
-        set_autocast(before, cache)
+    with (
+        autocast_as(autocast, torch.is_autocast_cache_enabled()),
+        torch.set_grad_enabled(grad and torch.is_grad_enabled()),
+    ):
+        yield
 
 
 def run(args: Sequence[Any], kwargs: dict[str, Any], name: str, changed_modes: tuple[bool, Autocast] | None) -> Any:
@@ -116,7 +114,8 @@ class Value:
     """of the call that has made it"""
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """Stands for a tensor in a tree."""
 
     number: int
@@ -140,41 +139,22 @@ class Made:
             Value(spec, object() if i is None else arguments[i].storage, position)
             for spec, i in zip(self.specs, self.storages, strict=True)
         ]
-        return mapped(self.tree, lambda leaf, _: made[leaf.number] if isinstance(leaf, Slot) else leaf)
+        return pytree.map_tree(self.tree, lambda leaf, _: made[leaf.number] if isinstance(leaf, Slot) else leaf)
 
 
-def mapped(tree: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
-    """The tree with `change` applied to each leaf and its path. Named tuples and torch's return types stay such."""
-    if isinstance(tree, (tuple, list)) and type(tree) not in (Slot, torch.Size):
-        items = [mapped(item, change, (*path, i)) for i, item in enumerate(tree)]
-        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {key: mapped(item, change, (*path, key)) for key, item in tree.items()}
-    return change(tree, path)
-
-
+@dataclass(eq=False, repr=False)
 class StandIns:
-    """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank.
+    """Runs functions and blocks without values, once for each kind of arguments. One for all steps of a rank."""
 
-    Args:
-        blocks: of the stack, those of other ranks with placeholders.
-        copy_of: copies a block, in a cube with the layers that it had; also returns whole shapes of parameters.
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        copy_of: Callable[[nn.Module], tuple[nn.Module, Shapes]] = lambda block: (copy.deepcopy(block), {}),
-    ) -> None:
-        self._blocks = blocks
-        self._copy_of = copy_of
-        self._known: dict[Any, Made] = {}
-        self._mode: FakeTensorMode | None = None
+    copy_of: Callable[[nn.Module], tuple[nn.Module, Shapes]] = lambda block: (copy.deepcopy(block), {})
+    """copies a block, in a cube with the layers that it had; also returns whole shapes of parameters"""
+    _known: dict[Any, Made] = field(default_factory=dict, init=False)
+    _mode: FakeTensorMode | None = field(default=None, init=False)
 
     def run(
-        self, index: int | None, call: pytree.Skeleton, tensors: Sequence[Tensor], value_of: Callable[..., Value]
+        self, block: nn.Module | None, call: pytree.Skeleton, tensors: Sequence[Tensor], value_of: Callable[..., Value]
     ) -> tuple[Made, list[Value]]:
-        """Run the block of this index, or the function that the call names; also return the values that it gets.
+        """Run the block, or the function that the call names; also return the values that it gets.
 
         `value_of` is called with the path and the distance of each output in the call.
 
@@ -187,25 +167,25 @@ class StandIns:
         given += [value_of(path, distance) for _, distance, path in proxies]
         specs = tuple([one.spec for one in given])
         current = torch.is_grad_enabled(), autocast_state()
-        key = index, own, specs, current, index is not None and self._blocks[index].training
+        key = block, own, specs, current, block is not None and block.training
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             try:
-                self._known[key] = self._run(index, own, specs, len(indices))
+                self._known[key] = self._run(block, own, specs, len(indices))
             except Exception as error:  # of the user's code
-                if index is None:
+                if block is None:
                     raise
                 raise UnsupportedError(
-                    f"code between two blocks computes with the output of a {type(self._blocks[index]).__name__} on "
+                    f"code between two blocks computes with the output of a {type(block).__name__} on "
                     f"another rank, whose shape isn't known, as the block doesn't run without values "
                     f"({type(error).__name__}: {error}). Move that code into the block."
                 ) from error
         return self._known[key], given
 
-    def _run(self, index: int | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
+    def _run(self, block: nn.Module | None, call: pytree.Skeleton, specs: Sequence[Spec], num_tensors: int) -> Made:
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
-        copied = None if index is None else self._copy(index)  # torch 2.10 to 2.12 copy no placeholder in the mode
+        copied = None if block is None else self._copy(block)  # torch 2.10 to 2.12 copy no placeholder in the mode
         # hooks of a checkpoint around the call must not see tensors of this run
         with self._mode, torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             given = [spec.fake() for spec in specs]
@@ -222,7 +202,7 @@ class StandIns:
             tensors.append(leaf)
             return Slot(len(tensors) - 1)
 
-        tree = mapped(made, slot)
+        tree = pytree.map_tree(made, slot)
         known, own = ([one.untyped_storage()._cdata for one in some] for some in (given, tensors))
         return Made(
             tree,
@@ -231,11 +211,10 @@ class StandIns:
             tuple((i, Spec.of(one)) for i, one in enumerate(given) if one._version != before[i]),
         )
 
-    def _copy(self, index: int) -> tuple[nn.Module, nn.Module, Shapes]:
+    def _copy(self, block: nn.Module) -> tuple[nn.Module, nn.Module, Shapes]:
         """The block, an unpatched copy, and the whole shapes of parameters of which ranks have parts."""
-        block = self._blocks[index]
         with torch._C.DisableTorchFunctionSubclass():
-            copied, shapes = self._copy_of(block)
+            copied, shapes = self.copy_of(block)
         unpatch_blocks([copied])
         stop_recomputing([copied])
         split_backward.unpatch_linear_layers([copied])

@@ -14,8 +14,8 @@ After its last block the step may call the first one again: a further pass, with
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -31,18 +31,10 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import current_sequence_number, edges_of
 from lightning_hanayo.pipeline_parallel.autograd.recomputation import as_now
-from lightning_hanayo.pipeline_parallel.capture.between import (
-    KEPT,
-    NEEDS_VALUES,
-    OF_STEP,
-    StandIns,
-    Value,
-    mapped,
-    name_of,
-    with_indices,
-)
+from lightning_hanayo.pipeline_parallel.capture import between
+from lightning_hanayo.pipeline_parallel.capture.between import StandIns, Value
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.forward_patch import randomness_of, run_block, run_original
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
 from lightning_hanayo.pipeline_parallel.capture.proxy import (
     SKIPPED_BLOCKS,
     Proxy,
@@ -61,37 +53,41 @@ MOST_CALLS = 1 << 24
 _PLAIN = (type(None), bool, int, float, str)
 
 
+@dataclass(eq=False, repr=False)
+class TracedStack:
+    """The stack as the steps of one rank call it.
+
+    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. Errors call the stack by
+    its qualified `name`.
+    """
+
+    blocks: Sequence[nn.Module]
+    num_local: int
+    name: str
+    _: KW_ONLY
+    sends_objects: bool = True
+    """whether blocks work on the same samples and features as the step, so that they may get any objects"""
+    stand_ins: StandIns = field(default_factory=StandIns)
+    """tell what isn't here, for code between two blocks"""
+
+    def __post_init__(self) -> None:
+        self.num_blocks = len(self.blocks)
+        self.index_of = {id(block): i for i, block in enumerate(self.blocks)}
+        self.first_numbers = count(0, MOST_CALLS)
+        """of the outputs of each pass, so that a proxy from another step or pass is known as such"""
+
+
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
     One pass after another; its attributes are those of the latest one.
 
-    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry values
-    that the step and the blocks store for each other. The step begins in `grad_mode`. Unless it `sends_objects`,
-    arguments are tensors and plain values. `first_numbers` gives each pass a number, from which on its outputs are
-    numbered, so that a proxy from another step or pass is known as such. `stand_ins` tell what isn't here.
+    `carriers` carry values that the step and the blocks store for each other. The step begins in `grad_mode`.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        num_local: int,
-        name: str,
-        carriers: Carriers = NO_CARRIERS,
-        *,
-        grad_mode: bool = True,
-        sends_objects: bool = True,
-        first_numbers: Iterator[int] | None = None,
-        stand_ins: StandIns | None = None,
-    ) -> None:
-        self._blocks = blocks
-        self._index_of = {id(block): i for i, block in enumerate(blocks)}
-        self._num_local = num_local
-        self._name = name
+    def __init__(self, stack: TracedStack, carriers: Carriers = NO_CARRIERS, *, grad_mode: bool = True) -> None:
+        self._stack = stack
         self._grad_mode = grad_mode
-        self._sends_objects = sends_objects
-        self._first_numbers = first_numbers or count(0, MOST_CALLS)
-        self._stand_ins = stand_ins or StandIns(blocks)
         self.pass_number = -1
         self.line = ""
         """the user's line that calls the stack, in passes other than a usual step's"""
@@ -113,7 +109,7 @@ class BlockTracer:
     def _begin_pass(self) -> None:
         self.num_called = 0
         self.pass_number += 1
-        self._first_number = next(self._first_numbers)
+        self._first_number = next(self._stack.first_numbers)
         self._nested: list[Tensor] = []
         self.has_gradients = self._grad_mode
         self._output: Any = None
@@ -122,7 +118,7 @@ class BlockTracer:
         self._autocast = autocast_state()
         self._position = 0
         self._of_last_block = -1
-        self._described: dict[int, tuple[int, pytree.Skeleton, list[Tensor]]] = {}
+        self._described: dict[int, tuple[nn.Module, pytree.Skeleton, list[Tensor]]] = {}
         self._values: dict[int, Any] = {}
         self._proxies: list[weakref.ref[Proxy]] = []
         self._numbered: list[Any] = []
@@ -131,7 +127,7 @@ class BlockTracer:
 
     def _forget_calls(self) -> None:
         # what a first block that is called alone puts into a dictionary, the step learns too late for later calls
-        shares = self._sends_objects and (self._num_local > 0 or self.num_called > 0)
+        shares = self._stack.sends_objects and (self._stack.num_local > 0 or self.num_called > 0)
         self._flattener = pytree.Flattener(self._numbered if shares else None)
         self._calls: dict[pytree.Skeleton, int] = {}
         self._call_of_block: list[int] = []
@@ -140,12 +136,12 @@ class BlockTracer:
     @property
     def is_between_passes(self) -> bool:
         """Whether the step has called no block yet, or the whole stack."""
-        return self.num_called in (0, len(self._index_of))
+        return self.num_called in (0, self._stack.num_blocks)
 
     @property
     def next_block(self) -> str:
         """The name of the block that the step has to call next."""
-        return f"{self._name}[{self.num_called % len(self._index_of)}]"
+        return f"{self._stack.name}[{self.num_called % self._stack.num_blocks}]"
 
     def take_message(self) -> Message:
         """The recorded calls, the output of the blocks before them, and the carried trees.
@@ -154,15 +150,15 @@ class BlockTracer:
         """
         if self._versions != [version_of(tensor) for tensor in self._flattener.tensors[: len(self._versions)]]:
             raise UnsupportedError(
-                f"the step changes a tensor in place that it has passed to a block of {self._name} before, or has used "
-                f"between two blocks: they run later, on other ranks, and would see the change. Change a copy of it."
+                f"the step changes a tensor in place that it has passed to a block of {self._stack.name} before, or "
+                f"has used between two blocks: they run later, on other ranks, and would see the change. Change a copy "
+                f"of it."
             )
         recorded = tuple(self._call_of_block)
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
         carried = self._flattener.flatten(self._trees, "what the step stores")
-        tensors = tuple(self._flattener.tensors)
-        calls, returned = tuple(self._calls), self._returned
-        message = StageInput(output, calls, recorded, tensors, carried=carried, returned=returned).message
+        calls, tensors = tuple(self._calls), tuple(self._flattener.tensors)
+        message = StageInput(output, calls, recorded, (), self._returned, carried, tensors).message
         self.sent += edges_of(message.differentiable)
         self._forget_calls()
         self._output, self._trees = None, ()
@@ -175,25 +171,24 @@ class BlockTracer:
             UnsupportedError: blocks out of order or in another grad mode than those before, or an argument that can't
                 be sent.
         """
-        index = self._index_of.get(id(block))
+        index = self._stack.index_of.get(id(block))
         if index is None:  # a copy of the model (an average, say) that user code calls in its step
             return run_block(block, *args, **kwargs)
         if index == 0 and self.is_between_passes:
             self._enter_pass()
         if index != self.num_called:
             raise UnsupportedError(
-                f"{self._name}[{index}] is called where {self.next_block} is next; a pipeline runs all blocks of the "
-                f"stack, in order. {SKIPPED_BLOCKS}"
+                f"{self._stack.name}[{index}] is called where {self.next_block} is next; a pipeline runs all blocks of "
+                f"the stack, in order. {SKIPPED_BLOCKS}"
             )
         if torch.is_grad_enabled() != self.has_gradients:
             raise UnsupportedError(
-                f"{self._name}[{index}] is called with grad mode {'off' if self.has_gradients else 'on'}, and the "
-                f"blocks before it with grad mode {'on' if self.has_gradients else 'off'}. A pipeline runs a whole "
+                f"{self._stack.name}[{index}] is called with grad mode {'off' if self.has_gradients else 'on'}, and "
+                f"the blocks before it with grad mode {'on' if self.has_gradients else 'off'}. A pipeline runs a whole "
                 f"pass in one grad mode. To freeze some blocks, call requires_grad_(False) on them."
             )
         self.num_called += 1
-        randomness = randomness_of(block)  # also of a block on another rank: the caller's stream advances everywhere
-        with nullcontext() if randomness is None else randomness.of_call():
+        with patch_of(block).stream_of_call():  # also of one on another rank: the caller's stream advances everywhere
             return self._run_or_record(block, index, args, kwargs)
 
     def _run_or_record(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,13 +196,13 @@ class BlockTracer:
         self._of_last_block = position
         for cache in filter(pytree.is_cache, (*args, *kwargs.values())):
             self._caches.setdefault(id(cache), CacheArgument(cache, self.pass_number)).check(self.pass_number)
-        if index < self._num_local:
+        if index < self._stack.num_local:
             output = self._output = run_original(block, *args, **kwargs)
             self._structures[type(block)] = _without_tensors(output)
         else:
-            if index == self._num_local:
+            if index == self._stack.num_local:
                 self._carriers.begin_recording(self._numbered)
-            name = f"{self._name}[{index}]"
+            name = f"{self._stack.name}[{index}]"
             call = (
                 "tuple",
                 ("tuple", *(self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args))),
@@ -215,13 +210,13 @@ class BlockTracer:
                            for key, arg in kwargs.items())),
             )  # fmt: skip
             self._record(call)
-            self._described[position] = index, call, self._flattener.tensors
+            self._described[position] = block, call, self._flattener.tensors
             if index == 0:
                 self._output = self._suspend()
                 self._structures[type(block)] = _without_tensors(self._output)
-            if self.num_called < len(self._index_of):
+            if self.num_called < self._stack.num_blocks:
                 output = self._output_of(block, position)
-        if self.num_called < len(self._index_of):
+        if self.num_called < self._stack.num_blocks:
             return output
         kept = self._keep(position)
         self._described.clear()
@@ -241,7 +236,7 @@ class BlockTracer:
         alive = [found for one in self._proxies if (found := one()) is not None]
         kept = list(dict.fromkeys((one.block, one.path) for one in alive))
         values = (Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept))
-        call = self._flattener.flatten((values, {}, KEPT, None))
+        call = self._flattener.flatten((values, {}, between.KEPT, None))
         self._record(pytree.map_leaves(call, partial(self._relative, position + 1, "")))
         return kept
 
@@ -256,10 +251,12 @@ class BlockTracer:
         if structure is None or any(type(leaf) in _PLAIN[1:] for leaf in tree_leaves(structure)):
             try:
                 structure = self._structures[type(block)] = self._values_at(position)
-                made = mapped(structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number))
+                made = pytree.map_tree(
+                    structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number)
+                )
             except UnsupportedError:
                 structure = self._output
-        one_class = len({type(one) for one in self._blocks}) == 1
+        one_class = len({type(one) for one in self._stack.blocks}) == 1
         self._returned = pytree.structure_of(self._output) if one_class else pytree.VALUE
         return self._noted(proxies_like(structure, number) if made is None else made)
 
@@ -270,8 +267,8 @@ class BlockTracer:
     def _values_at(self, position: int) -> Any:
         """What is known of an output on another rank: a tree with a `Value` for each tensor."""
         if position not in self._values:
-            index, call, tensors = self._described[position]
-            made, given = self._stand_ins.run(index, call, tensors, partial(self._value, position))
+            block, call, tensors = self._described[position]
+            made, given = self._stack.stand_ins.run(block, call, tensors, partial(self._value, position))
             self._values[position] = made.values(given, position)
         return self._values[position]
 
@@ -290,9 +287,9 @@ class BlockTracer:
         """
         if self.is_between_passes:
             return function(*tree_map(self._from_kept, args), **tree_map(self._from_kept, kwargs))
-        name, grad = name_of(function), torch.is_grad_enabled()
+        name, grad = between.name_of(function), torch.is_grad_enabled()
         shown = getattr(function, "__name__", str(function)) if name is None else name.removeprefix("torch.")
-        if name is None or not self._sends_objects:
+        if name is None or not self._stack.sends_objects:
             return proxy.refuse(shown)
         position, autocast = self._position, autocast_state()
         modes = None if (grad, autocast) == (self.has_gradients, self._autocast) else (grad, autocast)
@@ -300,10 +297,10 @@ class BlockTracer:
         call = self._function_call(position, args, kwargs, name, modes)
         asked = call
         if name in ("torch.Tensor.__getitem__", "torch.Tensor.__setitem__"):
-            asked = self._function_call(position, with_indices(args), kwargs, name, modes)
+            asked = self._function_call(position, between.with_indices(args), kwargs, name, modes)
         try:
-            made, given = self._stand_ins.run(None, asked, tensors, partial(self._value, position))
-        except NEEDS_VALUES:
+            made, given = self._stack.stand_ins.run(None, asked, tensors, partial(self._value, position))
+        except between.NEEDS_VALUES:
             proxy.refuse(shown)
         changed = [(given[i], spec) for i, spec in made.changed]
         for value, spec in changed:
@@ -316,7 +313,7 @@ class BlockTracer:
         self._values[position] = made.values(given, position)
         first = self._first_number
         return self._noted(
-            mapped(
+            pytree.map_tree(
                 self._values[position],
                 lambda leaf, path: Proxy(path, first + position) if isinstance(leaf, Value) else leaf,
             )
@@ -342,7 +339,7 @@ class BlockTracer:
         Raises:
             UnsupportedError: it is of a tensor that the step has, or of which there may be a view on another rank.
         """
-        if value.storage is OF_STEP:
+        if value.storage is between.OF_STEP:
             proxy.refuse(f"{shown}, which changes a tensor of the step in place")
         for position in range(self._position):
             if position not in self._described and position not in self._values:
@@ -363,10 +360,12 @@ class BlockTracer:
 
     def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
         if pytree.is_cache(value):
-            value = self._caches[id(value)].sent_to(self._blocks[index])
+            value = self._caches[id(value)].sent_to(self._stack.blocks[index])
         skeleton = self._flattener.flatten(value, what, is_argument=True)
         position = self._position - 1
-        if not self._sends_objects and any(n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)):
+        if not self._stack.sends_objects and any(
+            n[0] == "object" and n[1] != "UserDict" for n in pytree.nodes(skeleton)
+        ):
             raise UnsupportedError(
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
                 f"samples or features than the step. Pass tensors, set cube=1, or, where blocks aren't registered, "
@@ -404,7 +403,7 @@ class BlockTracer:
             if frame is not None:
                 kind = type(own).__name__.removesuffix("Backward")
                 raise UnsupportedError(
-                    f"{user_line()} calls {self._name}[0] in the forward of an autograd.Function ({kind}). Its "
+                    f"{user_line()} calls {self._stack.name}[0] in the forward of an autograd.Function ({kind}). Its "
                     f"backward may call the blocks again, when other ranks don't run theirs: gradients would be "
                     f"missing. With torch.utils.checkpoint pass use_reentrant=False, or call it in the block's "
                     f"forward. Reversible networks can't be cut into stages."
@@ -419,7 +418,7 @@ def _first_argument(frame: FrameType) -> Any:
 
 
 def _without_tensors(output: Any) -> Any:
-    return mapped(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
+    return pytree.map_tree(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
 
 
 def _is_used(what: str) -> UnsupportedError:

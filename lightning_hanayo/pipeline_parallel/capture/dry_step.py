@@ -8,8 +8,8 @@ Nothing remains of it but what it has shown: buffers, attributes, logs, metrics 
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
-from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, Scanner, is_metric
+from lightning_hanayo.pipeline_parallel.capture.state import is_metric, undone
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.message import Message
 
@@ -120,36 +120,29 @@ class Ran:
     """the same, as it leaves them"""
 
 
+@dataclass(eq=False, repr=False)
 class DrySteps:
-    """Runs dry steps.
+    """Runs dry steps."""
 
-    Args:
-        user: runs steps, in which no block runs.
-        model: the user's module.
-        outside: the modules outside the stack, whose buffers are as before afterwards.
-        first_block: runs the first block, in a cube together with the other ranks; None: it runs as it is.
-        in_cube: gathers objects from the ranks of the cube, which run the same dry steps.
-    """
+    user: UserStep
+    """runs steps, in which no block runs, or all"""
+    model: nn.Module
+    """the user's module"""
+    outside: Sequence[nn.Module]
+    """the modules outside the stack, whose buffers are as before afterwards"""
+    first_block: FirstBlock | None = None
+    """runs the first block, in a cube together with the other ranks; None: it runs as it is"""
+    in_cube: Callable[[Any], list[Any]] = lambda value: [value]
+    """gathers objects from the ranks of the cube, which run the same dry steps"""
 
-    def __init__(
-        self,
-        user: UserStep,
-        model: nn.Module,
-        outside: Sequence[nn.Module],
-        first_block: FirstBlock | None = None,
-        in_cube: Callable[[Any], list[Any]] = lambda value: [value],
-    ) -> None:
-        self._user = user
-        self._in_cube = in_cube
-        self._first_block = first_block or self._run_first
-        self._model = model
-        self._runs_blocks = user.num_local == len(user.blocks)
+    def __post_init__(self) -> None:
+        blocks = self.user.blocks
+        self._runs_blocks = self.user.num_local == len(blocks)
         """whether steps run all blocks themselves"""
-        self._modules = [*outside, *(part for block in user.blocks[:1] for part in block.modules())]
-        ids = {id(module) for module in outside if not is_metric(module)}
-        self._outside = {
-            f"{name}." if name else "": module for name, module in model.named_modules() if id(module) in ids
-        }
+        self._modules = [*self.outside, *(part for block in blocks[:1] for part in block.modules())]
+        ids = {id(module) for module in self.outside if not is_metric(module)}
+        named = ((name, module) for name, module in self.model.named_modules() if id(module) in ids)
+        self._by_prefix = {f"{name}." if name else "": module for name, module in named}
 
     def run(
         self,
@@ -172,7 +165,7 @@ class DrySteps:
 
         def first_block(call: Message) -> Any:
             self._agree()
-            return self._first_block(call, num_samples)
+            return (self.first_block or self._run_first)(call, num_samples)
 
         counted, stand_in = _CountedBytes(), StandIn(first_block, given)
         before: State = {}
@@ -187,9 +180,13 @@ class DrySteps:
             return result
 
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
-        kept = kept_buffers(self._modules), _kept_hooks(self._model)
+        parts = (vars(part).items() for part in self.model.modules())
+        hooks = (value for items in parts for key, value in items if key.endswith("_hooks"))
+        kept = kept_buffers(self._modules), _kept(hooks)
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
-        with quiet[0], quiet[1], kept[0], kept[1], self._undone(), torch.compiler.set_stance("force_eager"):
+        user = self.user  # where steps run all blocks, no carriers undo what they set
+        attributes = undone(self.model, user.blocks, user.name) if self._runs_blocks else nullcontext()
+        with quiet[0], quiet[1], kept[0], kept[1], attributes, torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             try:
                 result = self._run(batch, stand_in)
@@ -205,7 +202,7 @@ class DrySteps:
         """Run it on all ranks of the cube, or on none."""
         try:
             try:
-                result = copy_context().run(self._user.dry_run, batch, stand_in)
+                result = copy_context().run(self.user.dry_run, batch, stand_in)
             except Exception as error:
                 if not isinstance(error, _FailedElsewhere):
                     self._agree(error)
@@ -218,31 +215,18 @@ class DrySteps:
     def _agree(self, error: Exception | None = None) -> None:
         """Agree before each call of the first block, and at the end of a run, that no rank of the cube has failed."""
         own = None if error is None else (str(error), isinstance(error, UnsupportedError))
-        other = next((one for one in self._in_cube(own) if one is not None), None)
+        other = next((one for one in self.in_cube(own) if one is not None), None)
         if other is not None and own is None:
             raise _FailedElsewhere(other[0], is_refused=other[1])
 
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Undo changes of attributes, where the step has no carriers that do."""
-        if not self._runs_blocks:
-            yield
-            return
-        state = ModuleState(self._model, self._user.blocks, self._user.name)
-        scanner = Scanner(list(state.holders.values()), state.clock)
-        try:
-            yield
-        finally:
-            scanner.undo()
-
     def _run_first(self, call: Message, _: int) -> Any:
-        blocks = self._user.blocks
+        blocks = self.user.blocks
         return StageInput.from_message(call).run(blocks[:1], is_last=len(blocks) == 1).output
 
     def _state(self) -> State:
         """The numbers and buffers of modules outside the stack, but for what metrics count."""
         found: State = {}
-        for name, module in self._outside.items():
+        for name, module in self._by_prefix.items():
             for key, value in vars(module).items():
                 if type(value) in (int, float):
                     found[f"{name}{key}"] = value
@@ -254,17 +238,14 @@ class DrySteps:
     def _set(self, state: State) -> None:
         for path, value in state.items():
             name, _, key = path.rpartition(".")
-            module = self._outside[f"{name}." if name else ""]
+            module = self._by_prefix[f"{name}." if name else ""]
             (module._buffers if isinstance(value, Tensor) else vars(module))[key] = value
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """To be open while dry steps run, outside of batches."""
-        self._user.begin_batch()
-        streams = self._user.streams
-        with ExitStack() as stack:
-            if streams is not None:
-                stack.enter_context(streams.batch("dry runs", has_shares=False))
+        self.user.begin_batch()
+        with self.user.streams.batch("dry runs", has_shares=False):
             yield
 
 
@@ -309,28 +290,22 @@ def _is_same(one: float | Tensor, other: float | Tensor) -> bool:
 
 
 @contextmanager
-def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside it the modules have copies of their buffers."""
-    before = [(module, dict(module._buffers)) for module in modules if module._buffers]
-    for module, buffers in before:
-        module._buffers.update({name: one.clone() for name, one in buffers.items() if one is not None})
+def _kept(dictionaries: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """Afterwards dictionaries have the content that they have now, such as no hooks that are registered inside it."""
+    before = [(one, dict(one)) for one in dictionaries]
     try:
         yield
     finally:
-        for module, buffers in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for one, content in before:
+            if len(one) != len(content) or any(one.get(key) is not value for key, value in content.items()):
+                one.clear()
+                one.update(content)
 
 
 @contextmanager
-def _kept_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove what is registered inside it, such as hooks that record outputs."""
-    registered = [value for part in model.modules() for key, value in vars(part).items() if key.endswith("_hooks")]
-    before = [(hooks, dict(hooks)) for hooks in registered]
-    try:
+def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside it the modules have copies of their buffers."""
+    with _kept(module._buffers for module in modules):
+        for module in modules:
+            module._buffers.update({name: one.clone() for name, one in module._buffers.items() if one is not None})
         yield
-    finally:
-        for hooks, own in before:
-            if len(hooks) != len(own):
-                hooks.clear()
-                hooks.update(own)

@@ -5,7 +5,7 @@ A block called outside a step runs as always. Names, parameters, class and repr 
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -15,46 +15,73 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
-from lightning_hanayo.pipeline_parallel.nan import BlockValues, MadeValues
+from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.profiling.trace import block_range
-from lightning_hanayo.pipeline_parallel.rng import BlockRandomness, RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 
 _ORIGINAL = "_hanayo_original_forward"
-_COMPILED = "_hanayo_compiled_call"
-_ON_OTHER_RANK = "_hanayo_on_other_rank"
-_SINGLE_STAGE = "_hanayo_single_stage"
-_RANDOMNESS = "_hanayo_randomness"
-_VALUES = "_hanayo_values"
+_PATCH = "_hanayo_patch"
 
 
-@dataclass(frozen=True)
-class _CompiledCall:
-    """The block's call as `block.compile()` has set it. It is not copied or pickled, as in `nn.Module`."""
+@dataclass(frozen=True, eq=False)
+class BlockPatch:
+    """What a block's patched `forward` knows. Copies of the block have no streams, notes and compiled call."""
 
-    call: Callable[..., Any]
-    _threads: set[int] = field(default_factory=set)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, and know of it meanwhile."""
-        thread = threading.get_ident()
-        self._threads.add(thread)
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            self._threads.discard(thread)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether this thread is in it: Dynamo calls the block's `forward` where it doesn't compile it, or no more."""
-        return threading.get_ident() in self._threads
+    on_other_rank: bool
+    single_stage: bool
+    index: int = 0
+    streams: RandomStreams = NO_STREAMS
+    values: MadeValues = field(default_factory=MadeValues)
+    compiled: Callable[..., Any] | None = None
+    """the block's call as `block.compile()` has set it"""
+    _in_compiled: set[int] = field(default_factory=set)
+    """the threads that are in it"""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+        return BlockPatch, (self.on_other_rank, self.single_stage)
+
+    @property
+    def in_compiled(self) -> bool:
+        """Whether this thread is in the compiled call: where Dynamo doesn't compile it, it calls `forward`."""
+        return threading.get_ident() in self._in_compiled
+
+    def run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled call."""
+        assert self.compiled is not None
+        thread = threading.get_ident()
+        self._in_compiled.add(thread)
+        try:
+            return self.compiled(*args, **kwargs)
+        finally:
+            self._in_compiled.discard(thread)
+
+    def stream_of_call(self) -> AbstractContextManager[Any]:
+        """The random stream of a call by the step's code, which continues its own stream afterwards.
+
+        Where the block runs in that code, each call has a stream of its own.
+        """
+        return self.streams.block(self.index, repeats=self._in_step)
+
+    def stream_of_run(self) -> AbstractContextManager[Any]:
+        """The random stream of a run by the block's stage, or of a recomputation."""
+        if self._in_step:
+            return self.stream_of_call()
+        self.streams.begin_block(self.index)
+        return nullcontext()
+
+    @property
+    def _in_step(self) -> bool:
+        return self.single_stage or self.index < self.streams.num_local
+
+
+def patch_of(block: nn.Module) -> BlockPatch:
+    """The patch of a patched block."""
+    return vars(block)[_PATCH]  # type: ignore[no-any-return]
 
 
 def patch_blocks(
     blocks: Sequence[nn.Module],
-    streams: RandomStreams | None = None,
+    streams: RandomStreams = NO_STREAMS,
     *,
     values: MadeValues | None = None,
     single_stage: bool = False,
@@ -62,21 +89,17 @@ def patch_blocks(
     """Replace each block's `forward` by a bound method, so that deepcopy and pickle bind it to the copy.
 
     If the stack is a `single_stage`, all of them run where the step calls them. Their random numbers come from
-    `streams`; None: from torch's own generators as they are. Their outputs are noted in `values`.
+    `streams`. Their outputs are noted in `values`.
     """
     for index, block in enumerate(blocks):
         if _ORIGINAL not in vars(block):
+            compiled = block._compiled_call_impl
+            is_elsewhere = any(parameter.is_meta for parameter in block.parameters())
+            patch = BlockPatch(is_elsewhere, single_stage, index, streams, values or MadeValues(), compiled)
             object.__setattr__(block, _ORIGINAL, vars(block).get("forward"))
-            object.__setattr__(block, _ON_OTHER_RANK, any(parameter.is_meta for parameter in block.parameters()))
-            object.__setattr__(block, _SINGLE_STAGE, single_stage)
-            randomness = None
-            if streams is not None:
-                randomness = BlockRandomness(streams=streams, index=index, is_single=single_stage)
-            object.__setattr__(block, _RANDOMNESS, randomness)
-            object.__setattr__(block, _VALUES, None if values is None else BlockValues(values, index))
+            object.__setattr__(block, _PATCH, patch)
             object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
-            if block._compiled_call_impl is not None:
-                object.__setattr__(block, _COMPILED, _CompiledCall(block._compiled_call_impl))
+            if compiled is not None:
                 block._compiled_call_impl = MethodType(forward, block)
 
 
@@ -84,24 +107,22 @@ def unpatch_blocks(blocks: Sequence[nn.Module]) -> None:
     """Give the blocks their own `forward` back."""
     for block in blocks:
         if _ORIGINAL in vars(block):
-            original = vars(block).pop(_ORIGINAL)
-            for name in ("forward", _ON_OTHER_RANK, _SINGLE_STAGE, _RANDOMNESS, _VALUES):
-                del vars(block)[name]
+            original, patch = vars(block).pop(_ORIGINAL), vars(block).pop(_PATCH)
+            del vars(block)["forward"]
             if original is not None:
                 object.__setattr__(block, "forward", original)
-            compiled = vars(block).pop(_COMPILED, None)
-            if compiled is not None:
-                block._compiled_call_impl = compiled.call
+            if patch.compiled is not None:
+                block._compiled_call_impl = patch.compiled
 
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The patched forward: asks the step's tracer, if there is one. Pickle needs the name `forward`."""
-    compiled = getattr(block, _COMPILED, None)
-    if torch.compiler.is_dynamo_compiling() and (compiled is not None or getattr(block, _SINGLE_STAGE)):
+    patch: BlockPatch = getattr(block, _PATCH)
+    if torch.compiler.is_dynamo_compiling() and (patch.compiled is not None or patch.single_stage):
         return _original(block, *args, **kwargs)  # the tracer has been asked already, or the whole step is compiled
-    if compiled is not None and compiled.is_running:
+    if patch.compiled is not None and patch.in_compiled:
         return _original(block, *args, **kwargs)
-    tracer = None if vars(block)[_SINGLE_STAGE] else current_tracer()
+    tracer = None if patch.single_stage else current_tracer()
     if tracer is None:
         return run_block(block, *args, **kwargs)
     return tracer.on_call(block, args, kwargs)
@@ -113,31 +134,29 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedError: the block is stored on another pipeline rank.
     """
-    if vars(block)[_ON_OTHER_RANK] and current_tracer() is not None:
+    patch: BlockPatch = vars(block)[_PATCH]
+    if patch.on_other_rank and current_tracer() is not None:
         raise UnsupportedError(
             f"the step calls a copy of a {type(block).__name__} of the stack that was made when the block was already "
             f"on another pipeline rank, so the copy has no weights here. Copy the model in __init__ or setup(), where "
             f"it is whole on all ranks; copies run on the rank of the step."
         )
-    if vars(block)[_ON_OTHER_RANK]:
+    if patch.on_other_rank:
         raise UnsupportedError(
             f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "
             f"is stored on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole "
             f"model."
         )
-    randomness = randomness_of(block)
-    with nullcontext() if randomness is None else randomness.of_run():
+    with patch.stream_of_run():
         return run_original(block, *args, **kwargs)
 
 
 def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the block's own forward, compiled if `block.compile()` was called."""
-    compiled = vars(block).get(_COMPILED)
-    values: BlockValues | None = vars(block).get(_VALUES)
+    patch: BlockPatch = vars(block)[_PATCH]
     with block_range(block):
-        made = _original(block, *args, **kwargs) if compiled is None else compiled.run(*args, **kwargs)
-    if values is not None:
-        values.note((args, kwargs), made)
+        made = _original(block, *args, **kwargs) if patch.compiled is None else patch.run_compiled(*args, **kwargs)
+    patch.values.note_call(patch.index, (args, kwargs), made)
     return made
 
 
@@ -147,16 +166,11 @@ def run_uncompiled(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _original(block, *args, **kwargs) if inner is None else inner(*args, **kwargs)
 
 
-def randomness_of(block: nn.Module) -> BlockRandomness | None:
-    """The random streams of a patched block."""
-    return vars(block).get(_RANDOMNESS)
-
-
 def begin_code_before(block: nn.Module) -> None:
     """Start the random stream of the code between the block before this one and this one, on the block's stage."""
-    randomness = randomness_of(block)
-    if randomness is not None:
-        randomness.streams.begin_code_before(randomness.index)
+    patch: BlockPatch | None = vars(block).get(_PATCH)
+    if patch is not None:
+        patch.streams.begin_code_before(patch.index)
 
 
 def _original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

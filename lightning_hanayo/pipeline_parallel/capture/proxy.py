@@ -16,7 +16,7 @@ import torch
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
-from lightning_hanayo.pipeline_parallel.pytree import OutputReference
+from lightning_hanayo.pipeline_parallel.pytree import OutputReference, map_tree
 
 _NOT_USER_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
 """file names that begin so are not the user's code"""
@@ -184,13 +184,9 @@ def user_line() -> str:
     return f"{file}:{number} ({linecache.getline(file, number).strip()})"
 
 
-def proxies_like(tree: Any, block: int, path: tuple[Any, ...] = ()) -> Any:
+def proxies_like(tree: Any, block: int) -> Any:
     """Return proxies for output number `block` in the containers of `tree`, so that tuples can be unpacked."""
-    if type(tree) in (tuple, list):
-        return type(tree)(proxies_like(item, block, (*path, i)) for i, item in enumerate(tree))
-    if isinstance(tree, dict):
-        return {key: proxies_like(item, block, (*path, key)) for key, item in tree.items()}
-    return tree if tree is None else Proxy(path, block)
+    return map_tree(tree, lambda leaf, path: leaf if leaf is None else Proxy(path, block))
 
 
 def subtree(tree: Any, path: tuple[Any, ...]) -> Any:

@@ -42,22 +42,20 @@ class StageInput(NamedTuple):
     output_skeleton: pytree.Skeleton
     calls: tuple[pytree.Skeleton, ...]
     call_of_block: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
     sequence_lengths: tuple[int, ...] = ()
-    carried: pytree.Skeleton = NO_TREES
     returned: pytree.Skeleton = pytree.VALUE
+    carried: pytree.Skeleton = NO_TREES
+    tensors: tuple[Tensor, ...] = ()
 
     @staticmethod
     def from_message(message: Message) -> "StageInput":
         """Read the stage input in `message`."""
-        output_skeleton, calls, call_of_block, sequence_lengths, returned, carried = message.skeleton
-        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_lengths, carried, returned)
+        return StageInput._make((*message.skeleton, message.tensors))
 
     @property
     def message(self) -> Message:
         """The stage input as a message, with the tensors that are still used, each once."""
-        output_skeleton, calls, call_of_block, _, sequence_lengths, carried, returned = self
-        skeleton, used = _used(output_skeleton, calls, call_of_block, sequence_lengths, carried, returned)
+        skeleton, used = _used(*self[:-1])
         return Message(skeleton, tuple([self.tensors[index] for index in used]))
 
     @property
@@ -137,7 +135,7 @@ class StageInput(NamedTuple):
             self.calls, remaining, len(flattener.tensors), len(self.tensors), tuple(skipping.items())
         )
         tensors = (*flattener.tensors, *self.tensors)
-        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_lengths, carried, self.returned)
+        return StageInput(skeleton, calls, call_of_block, self.sequence_lengths, self.returned, carried, tensors)
 
 
 def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any:
@@ -213,7 +211,7 @@ def _same_in_all(calls: tuple[pytree.Skeleton, ...]) -> frozenset[int]:
 @lru_cache(maxsize=256)
 def _changeable(call: pytree.Skeleton) -> bool:
     """Whether a block gets something that it might change."""
-    return any(pytree.holds(part, "list", "dict") for part in _arguments(call))
+    return any(node[0] in ("list", "dict") for part in _arguments(call) for node in pytree.nodes(part))
 
 
 def _arguments(call: pytree.Skeleton) -> list[pytree.Skeleton]:
@@ -242,24 +240,15 @@ def _used(
     calls: tuple[pytree.Skeleton, ...],
     call_of_block: tuple[int, ...],
     sequence_lengths: tuple[int, ...],
-    carried: pytree.Skeleton,
     returned: pytree.Skeleton,
+    carried: pytree.Skeleton,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The skeleton of a message with only the tensors that are used, and their indices."""
-    used = tuple(
-        dict.fromkeys(index for skeleton in (output, *calls, carried) for index in pytree.tensor_indices(skeleton))
-    )
+    trees = (output, *calls, carried)
+    used = tuple(dict.fromkeys(index for tree in trees for index in pytree.tensor_indices(tree)))
     new = {index: i for i, index in enumerate(used)}
-    renumbered = tuple(pytree.renumber(call, new) for call in calls)
-    message = (
-        pytree.renumber(output, new),
-        renumbered,
-        call_of_block,
-        sequence_lengths,
-        returned,
-        pytree.renumber(carried, new),
-    )
-    return message, used
+    output, *own_calls, carried = (pytree.renumber(tree, new) for tree in trees)
+    return (output, tuple(own_calls), call_of_block, sequence_lengths, returned, carried), used
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ wherever they are kept: optimizers change them in place, and each rank has its o
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -257,8 +258,7 @@ class ModuleState:
         self.clock = Clock()
         search = _Search({}, self.clock)
         for index, block in enumerate(blocks):
-            for path, module in block.named_modules():
-                search.add_module(f"{name}[{index}]{path and '.'}{path}", module, index)
+            search.add_block(name, index, block)
         inside = {part for block in blocks for part in block.modules()}
         for path, module in model.named_modules():
             if module not in inside:
@@ -307,6 +307,17 @@ class ModuleState:
         return old != set(map(id, self.holders.values()))
 
 
+@contextmanager
+def undone(model: nn.Module, blocks: Sequence[nn.Module], name: str) -> Iterator[Scanner]:
+    """Inside it the state of a model may change; afterwards it is as before. Arguments as for `ModuleState`."""
+    state = ModuleState(model, blocks, name)
+    scanner = Scanner(list(state.holders.values()), state.clock)
+    try:
+        yield scanner
+    finally:
+        scanner.undo()
+
+
 def kept_parameters(blocks: Sequence[nn.Module], name: str) -> Iterator[tuple[nn.Parameter, int, str]]:
     """Yields the parameters that a block reaches but hasn't registered: in a list, a function, a module in a list.
 
@@ -314,8 +325,7 @@ def kept_parameters(blocks: Sequence[nn.Module], name: str) -> Iterator[tuple[nn
     """
     for index, block in enumerate(blocks):
         search = _Search({}, Clock())
-        for path, module in block.named_modules():
-            search.add_module(f"{name}[{index}]{path and '.'}{path}", module, index)
+        search.add_block(name, index, block)
         for path, module in search.modules.items():
             if all(part is not block for part in module.modules()):
                 search.parameters |= {one: f"{path}.{own}" for own, one in module.named_parameters()}
@@ -336,6 +346,11 @@ class _Search:
         self.reached: set[tuple[int, int | None]] = set()
         """ids of values in functions and tuples, by block"""
         self.slots = {id(h.container.owner): h.container for h in found.values() if isinstance(h.container, Slots)}
+
+    def add_block(self, name: str, index: int, block: nn.Module) -> None:
+        """Add a block of the stack with that name."""
+        for path, module in block.named_modules():
+            self.add_module(f"{name}[{index}]{path and '.'}{path}", module, index)
 
     def add_module(self, name: str, module: nn.Module, block: int | None) -> None:
         """Add the module's attributes and buffers, but not its children's."""

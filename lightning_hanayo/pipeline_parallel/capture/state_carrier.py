@@ -17,6 +17,7 @@ before.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -74,37 +75,31 @@ class Delivered(NamedTuple):
     """the values that they replaced"""
 
 
+@dataclass(eq=False, repr=False)
 class StateCarrier(Carrier):
-    """Carries the state of modules, on one rank.
+    """Carries the state of modules, on one rank."""
 
-    Args:
-        state: of the whole model.
-        blocks: all of the stack.
-        own: the indices of those that this rank runs.
-        has_tensors: whether tensors are carried; not where the ranks of a cube see other samples inside and outside.
-    """
+    state: ModuleState
+    """of the whole model"""
+    blocks: Sequence[nn.Module]
+    """all of the stack"""
+    own: Collection[int]
+    """the indices of those that this rank runs"""
+    _: KW_ONLY
+    has_tensors: bool = True
+    """whether tensors are carried; not where the ranks of a cube see other samples inside and outside"""
 
-    def __init__(
-        self,
-        state: ModuleState,
-        blocks: Sequence[nn.Module],
-        own: Collection[int],
-        *,
-        has_tensors: bool = True,
-    ) -> None:
-        self._state = state
-        self._blocks = blocks
-        self._index_of = {id(block): index for index, block in enumerate(blocks)}
+    def __post_init__(self) -> None:
+        self._index_of = {id(block): index for index, block in enumerate(self.blocks)}
         self._parameters: dict[nn.Parameter, dict[int, str]] = defaultdict(dict)
         """of the blocks: its name in each block that has it"""
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(self.blocks):
             for name, parameter in block.named_parameters():
                 self._parameters[parameter][index] = name
-        self._own = frozenset(own)
-        self._others = frozenset(range(len(blocks))) - self._own
+        self._own = frozenset(self.own)
+        self._others = frozenset(range(len(self.blocks))) - self._own
         self._local: frozenset[int] | None = None
         """the blocks that the batch's steps run themselves; None: no step runs here"""
-        self._has_tensors = has_tensors
         self._early: set[Key] = set()
         """changed by steps of this batch before their blocks: each step has its own values"""
         self._others_changes: set[Key] = set()
@@ -150,7 +145,7 @@ class StateCarrier(Carrier):
         readable = sorted(key for key, holder in holders if holder is not None and holder.blocks & read_by)
         tree = {key: self._encode(key, self._value(key, changes), by="the step") for key in readable} or None
         values = _without_mutated({key: self._value(key, changes) for key in self._early})
-        values = self._state.get(self._state.inside(changes)) | values
+        values = self.state.get(self.state.inside(changes)) | values
         self._num_started += begins_pass
         number = self._num_started if begins_pass else left.number
         has_passed = left.has_passed or (begins_pass and earlier is not None)
@@ -240,11 +235,11 @@ class StateCarrier(Carrier):
         return tree | {key: self._encode(key, value, by="the step") for key, value in values.items()}
 
     def _find_scanners(self) -> None:
-        self._all = Scanner(list(self._state.holders.values()), self._state.clock)
+        self._all = Scanner(list(self.state.holders.values()), self.state.clock)
         self._scanners: dict[frozenset[int], Scanner] = {}
 
     def _follow(self, changes: Mapping[Key, Any]) -> None:
-        if self._state.follow(changes):
+        if self.state.follow(changes):
             self._find_scanners()
 
     def _scan(self) -> dict[Key, Any]:
@@ -256,15 +251,15 @@ class StateCarrier(Carrier):
 
     def _scanner(self, indices: frozenset[int]) -> Scanner:
         if indices not in self._scanners:
-            self._scanners[indices] = Scanner(self._state.of_blocks(indices), self._state.clock)
+            self._scanners[indices] = Scanner(self.state.of_blocks(indices), self.state.clock)
         return self._scanners[indices]
 
     def _set(self, values: dict[Key, Any]) -> dict[Key, Any]:
         """Set attributes, then the contents of their new values; return all old values."""
-        before = self._state.get(values)
+        before = self.state.get(values)
         for is_content in (False, True):
             part = {key: value for key, value in values.items() if (key[1] == CONTENT) is is_content}
-            self._state.set(part)
+            self.state.set(part)
             self._follow(part)
         return before
 
@@ -277,7 +272,7 @@ class StateCarrier(Carrier):
         return changes[key] if key in changes else REMOVED if holder is None else holder.get(key[1])
 
     def _holder(self, key: Key) -> Holder | None:
-        return self._state.holders.get(key[0])
+        return self.state.holders.get(key[0])
 
     def _is_shared(self, keys: Iterable[Key]) -> set[Key]:
         """Those of state that the blocks share with code outside them: it is the step's."""
@@ -308,7 +303,7 @@ class StateCarrier(Carrier):
         lost = [item for item in (value if key[1] == CONTENT else [value]) if isinstance(item, Unavailable)]
         if lost:  # a block elsewhere has stored it, in state that blocks share
             return "unavailable", lost[0].why
-        if type(value) in (int, float) and self._has_tensors and abs(value) < 2**63:
+        if type(value) in (int, float) and self.has_tensors and abs(value) < 2**63:
             return type(value).__name__, torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64)
         tree, places = self._without_parameters(key, value)
         why = self._why_not(tree)
@@ -344,7 +339,7 @@ class StateCarrier(Carrier):
             return "a value that is on another pipeline rank"
         if any(isinstance(tensor, PartialParameter | PartialValues) for tensor in flattener.tensors):
             return "a parameter of which each rank of the cube has a part"
-        if flattener.tensors and not self._has_tensors:
+        if flattener.tensors and not self.has_tensors:
             return "a tensor, and in this cube the blocks work on other parts of the samples or features than the step"
         return None
 
@@ -365,7 +360,7 @@ class StateCarrier(Carrier):
                 leaves, spec = tree_flatten(value)
                 for place, block, name in places:
                     path, _, own = name.rpartition(".")
-                    leaves[place] = self._blocks[block].get_submodule(path)._parameters[own]
+                    leaves[place] = self.blocks[block].get_submodule(path)._parameters[own]
                 return tree_unflatten(leaves, spec)
             case _:
                 return value

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from queue import SimpleQueue
 from typing import Any
 
@@ -73,21 +73,17 @@ class ThreadState:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Set the parts of the state that belong to a thread, in the calling thread."""
-        before, cache, device = autocast_state(), torch.is_autocast_cache_enabled(), _default_device()
-        set_autocast(self.autocast, self.autocast_cache)
-        try:
-            with (
-                torch.inference_mode(self.inference_mode),
-                torch.set_grad_enabled(self.grad_mode),
-                # The default device is set only if it differs: once set, it makes every call of torch a little slower.
-                nullcontext() if self.default_device == device else torch.device(self.default_device),
-            ):
-                if self.stream is not None:
-                    torch.cuda.set_device(self.stream.device)
-                    torch.cuda.set_stream(self.stream)
-                yield
-        finally:
-            set_autocast(before, cache)
+        with (
+            autocast_as(self.autocast, self.autocast_cache),
+            torch.inference_mode(self.inference_mode),
+            torch.set_grad_enabled(self.grad_mode),
+            # The default device is set only if it differs: once set, it makes every call of torch a little slower.
+            nullcontext() if self.default_device == _default_device() else torch.device(self.default_device),
+        ):
+            if self.stream is not None:
+                torch.cuda.set_device(self.stream.device)
+                torch.cuda.set_stream(self.stream)
+            yield
 
     def check_unchanged(self) -> None:
         """Compare with the calling thread's state now. Grad mode may be off where it was on: a pass without gradients.
@@ -115,8 +111,18 @@ def autocast_state() -> Autocast:
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
 
 
-def set_autocast(autocast: Autocast, cache: bool) -> None:
-    """Set the calling thread's, and whether it caches."""
+@contextmanager
+def autocast_as(autocast: Autocast, cache: bool) -> Iterator[None]:
+    """In this context autocast is as given, and caches or doesn't, in the calling thread."""
+    before, cached = autocast_state(), torch.is_autocast_cache_enabled()
+    _set_autocast(autocast, cache)
+    try:
+        yield
+    finally:
+        _set_autocast(before, cached)
+
+
+def _set_autocast(autocast: Autocast, cache: bool) -> None:
     for device, enabled, dtype in autocast:
         torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_enabled(device, enabled)
@@ -162,31 +168,33 @@ def suspend() -> Any:
     return thread.call.suspend()
 
 
+@dataclass(eq=False, repr=False)
 class SuspendedCall:
     """One function under way. After `run` and after `resume` it is suspended, or it is `done` and has a `result`."""
 
-    def __init__(
-        self, thread: CallThread, function: Callable[[], Any], state: ThreadState, variables: "Variables"
-    ) -> None:
-        self.result: Any = None
-        self.done = False
-        self._function = function
-        self.thread = thread
-        self._state = state
-        self._variables = variables
-        self._values: SimpleQueue[Any] = SimpleQueue()
-        self._events: SimpleQueue[BaseException | None] = SimpleQueue()
+    calls: "SuspendedCalls"
+    """those under way, with this one"""
+    thread: CallThread
+    function: Callable[[], Any]
+    state: ThreadState
+    variables: "Variables"
+    tracer: Any = None
+    result: Any = None
+    done: bool = False
+    _values: SimpleQueue[Any] = field(default_factory=SimpleQueue, init=False)
+    _events: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue, init=False)
 
     def run(self, tracer: Any) -> None:
         """Start; return when the function suspends or ends, and raise its error."""
-        self.thread.tracer, self.thread.call = tracer, self
+        self.tracer = self.thread.tracer = tracer
+        self.thread.call = self
         self.thread.tasks.put(self._work)
         self._wait()
 
     def suspend(self) -> Any:
         """Called inside the function: let the main thread continue, and return the value that `resume` gets."""
-        self._state.check_unchanged()
-        self._variables.changed(copy_context())
+        self.state.check_unchanged()
+        self.variables.changed(copy_context())
         self._events.put(None)
         value = self._values.get()
         if isinstance(value, _Abandoned):
@@ -203,19 +211,22 @@ class SuspendedCall:
         if not self.done:
             self._values.put(_Abandoned())
             self._events.get()
+            self.calls.release(self)
 
     def _wait(self) -> None:
         error = self._events.get()
+        if self.done:
+            self.calls.release(self)
         if error is not None:
             raise error
         if self.done:
-            self._variables.set_here()
+            self.variables.set_here()
 
     def _work(self) -> None:
         error: BaseException | None = None
         try:
-            with self._state.applied():
-                self.result = self._variables.run(self._function)
+            with self.state.applied():
+                self.result = self.variables.run(self.function)
         except BaseException as raised:  # raised again in the main thread
             error = raised
         self.thread.tracer = self.thread.call = None
@@ -278,22 +289,20 @@ class SuspendedCalls:
         """
         thread = self._idle.pop() if self._idle else CallThread()
         variables = Variables(self.context or copy_context(), self._are_read)
-        call = SuspendedCall(thread, function, state or ThreadState.current(), variables)
+        call = SuspendedCall(self, thread, function, state or ThreadState.current(), variables)
         self._busy.append(call)
         call.run(tracer)
         return call
 
     def release(self, call: SuspendedCall) -> None:
-        """Make the thread of a finished call idle again."""
+        """Called by a call that ends: its thread is idle again."""
         self._busy.remove(call)
         self._idle.append(call.thread)
 
     def close(self) -> None:
         """Unwind the suspended calls and end all threads."""
         while self._busy:
-            call = self._busy.pop(0)
-            call.abandon()
-            self._idle.append(call.thread)
+            self._busy[0].abandon()
         for thread in self._idle:
             thread.tasks.put(None)
         for thread in self._idle:

@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import chain, count
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache, cached_property
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -29,8 +29,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch, StepFunction
-from lightning_hanayo.pipeline_parallel.capture.between import StandIns
-from lightning_hanayo.pipeline_parallel.capture.block_tracer import MOST_CALLS, BlockTracer
+from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer, TracedStack
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, Proxy, functions_on_proxies, user_line
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
@@ -42,7 +41,7 @@ from lightning_hanayo.pipeline_parallel.capture.threads import (
 )
 from lightning_hanayo.pipeline_parallel.message import Message
 from lightning_hanayo.pipeline_parallel.pytree import OutputReference
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 
 
 class ReplacedParameters:
@@ -51,8 +50,9 @@ class ReplacedParameters:
     `torch.func.functional_call` puts others into the modules, which the next step would find while one is suspended.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [(name, module._parameters) for name, module in model.named_modules() if module._parameters]
+    def __init__(self, model: nn.Module | None = None) -> None:
+        named = () if model is None else model.named_modules()
+        self._modules = [(name, module._parameters) for name, module in named if module._parameters]
         self._known: list[list[nn.Parameter | None]] = []
 
     def begin_batch(self) -> None:
@@ -203,7 +203,6 @@ NONE_SKIPPED = (
     "loss (loss * 0, or output.sum() * 0 without one); or leave such samples out of the dataset."
 )
 """how errors about a training step that returns None end"""
-_Call = tuple[SuspendedCall, BlockTracer]
 
 
 class StackStandIn(Protocol):
@@ -220,46 +219,33 @@ class StackStandIn(Protocol):
 
 
 @dataclass(eq=False, repr=False)
-class UserStep:
+class UserStep(TracedStack):
     """Runs the user's step on a micro-batch in parts: up to the stack, and from the stack's output on.
 
     A step may pass the stack several times: it is suspended in each pass, and resumed with that pass's output.
 
-    The first `num_local` of all `blocks` run where the step calls them. Errors call the stack by its qualified `name`.
     `guarded` is entered while user code runs: it guards parameters that user code can't compute with here.
     """
 
-    blocks: Sequence[nn.Module]
-    num_local: int
-    name: str
-    streams: RandomStreams | None = None
+    _: KW_ONLY
+    streams: RandomStreams = NO_STREAMS
     carriers: Carriers = NO_CARRIERS
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
-    sends_objects: bool = True
-    """whether blocks work on the same samples and features as the step, so that they may get any objects"""
-    replaced_parameters: ReplacedParameters | None = None
-    """of the whole model; None: not checked"""
+    replaced_parameters: ReplacedParameters = field(default_factory=ReplacedParameters)
+    """of the whole model"""
     other_lists: Callable[[], str] = str
     """how an error ends that says that the blocks weren't called: with the lists that could be the stack"""
-    stand_ins: StandIns | None = None
-    """for code between two blocks"""
-    _gradient_calls: GradientCalls = field(init=False)
-    _calls: SuspendedCalls = field(init=False)
-    _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
-    _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
-    _first_numbers: Iterator[int] = field(init=False)
-    """of the outputs of each pass"""
+    _under_way: dict[int, SuspendedCall] = field(default_factory=dict, init=False)
+    _dry_runs: dict[int, SuspendedCall] = field(default_factory=dict, init=False)
     _state: ThreadState | None = field(default=None, init=False)
     """in which the steps of the batch begin"""
-    _count_hooks: HookCount | None = field(default=None, init=False)
     _num_hooks: int = field(default=0, init=False)
     """that were there, and accepted, when they were last counted"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._gradient_calls = GradientCalls(self.blocks)
         self._calls = SuspendedCalls(cache(self._blocks_read))
-        self._first_numbers = count(0, MOST_CALLS)
-        self.stand_ins = self.stand_ins or StandIns(self.blocks)
 
     def begin_batch(self) -> None:
         """Called before each batch, where the stack has several stages.
@@ -268,11 +254,9 @@ class UserStep:
             UnsupportedError: since the run began, a hook was put on a module in a block.
         """
         self._check_hooks()
-        if self.replaced_parameters is not None:
-            self.replaced_parameters.begin_batch()
+        self.replaced_parameters.begin_batch()
         self.carriers.begin_batch(self.num_local)
-        if self.streams is not None:
-            self.streams.num_local = self.num_local
+        self.streams.num_local = self.num_local
         self._state = ThreadState.current()
         self._calls.context = copy_context()
 
@@ -280,8 +264,7 @@ class UserStep:
         """Run the whole step where the stack is one stage, and return its result."""
         assert batch.step is not None
         batch.on_user_code(microbatch)
-        if self.streams is not None:
-            self.streams.begin_user_code(microbatch)
+        self.streams.begin_user_code(microbatch)
         is_whole = len(batch.loss_weights) == 1  # then it may do anything, as in one process
         if is_whole:
             with self.guarded():
@@ -290,11 +273,6 @@ class UserStep:
             return result
         with self._user_code(batch):
             return batch.step(microbatch)
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks of the stack."""
-        return len(self.blocks)
 
     @property
     def waiting(self) -> list[int]:
@@ -310,7 +288,8 @@ class UserStep:
             self._enter(batch, microbatch)
             self._under_way[microbatch] = self._start(batch, batch.step, microbatch, self.carriers)
             self._check_hooks()
-        return self._under_way[microbatch][1].has_gradients
+        has_gradients: bool = self._under_way[microbatch].tracer.has_gradients
+        return has_gradients
 
     def begin_pass(self, batch: Batch, microbatch: int) -> Message:
         """Run the step, if it isn't yet, until it is suspended at the last block of its next pass.
@@ -331,19 +310,10 @@ class UserStep:
             raise UnsupportedError(
                 f"{found}, where a pass {'with' if expected else 'without'} gradients is expected{SAME_PASSES}"
             )
-        return self._under_way[microbatch][1].take_message()
-
-    def check_ended(self, batch: Batch, microbatch: int) -> None:
-        """Check that the step has made all of its passes.
-
-        Raises:
-            UnsupportedError: it is suspended in another one.
-        """
-        if microbatch not in batch.results:
-            raise UnsupportedError(f"{self._pass(microbatch)}, where it should have ended{SAME_PASSES}")
+        return self._tracer(microbatch).take_message()
 
     def _pass(self, microbatch: int) -> str:
-        tracer = self._under_way[microbatch][1]
+        tracer = self._tracer(microbatch)
         how = "with gradients" if tracer.has_gradients else "without gradients (torch.no_grad)"
         where = f"at {tracer.line} " if tracer.line else ""
         return (
@@ -362,19 +332,19 @@ class UserStep:
 
         At its end `batch.results` takes its result. Returns autograd's sequence number at the stack.
         """
-        call, tracer = self._under_way[microbatch]
+        call = self._under_way[microbatch]
+        tracer: BlockTracer = call.tracer
         sequence_number = tracer.sequence_number
         self._enter(batch, microbatch)
         tracer.received += [output, trees]
         with self._user_code(batch):
             call.resume((output, trees))
         if not call.done:
-            self._check_replaced_parameters()
+            self.replaced_parameters.check()
             return sequence_number
         del self._under_way[microbatch]
         self._check_whole(tracer, call.result)
         self.carriers.end(tracer.delivered)
-        self._calls.release(call)
         batch.results[microbatch], call.result = call.result, None
         return sequence_number
 
@@ -394,7 +364,8 @@ class UserStep:
         self._enter(batch, None)
         self._dry_runs[microbatch] = self._start(batch, batch.dry_run_step, microbatch, carriers)
         self.carriers.undo()
-        return self._dry_runs[microbatch][1].take_message()
+        tracer: BlockTracer = self._dry_runs[microbatch].tracer
+        return tracer.take_message()
 
     def finish_dry_run(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """Like `run_to_last_block`; then unwind the dry run."""
@@ -406,9 +377,7 @@ class UserStep:
 
     def abandon_dry_run(self, microbatch: int) -> None:
         """Unwind a dry run."""
-        call, _ = self._dry_runs.pop(microbatch)
-        call.abandon()
-        self._calls.release(call)
+        self._dry_runs.pop(microbatch).abandon()
 
     def dry_run(self, batch: Batch, stack: StackStandIn) -> Any:
         """Run `batch.dry_run_step` to its end, with a stand-in for the stack, and return its result.
@@ -418,23 +387,42 @@ class UserStep:
         """
         self._enter(batch, None)
         if self.num_local == self.num_blocks:
-            if self.streams is not None:
-                self.streams.begin_user_code(0)
+            self.streams.begin_user_code(0)
             with self._user_code(batch):
                 return batch.dry_run_step(0)  # type: ignore[misc]
-        call, tracer = self._start(batch, batch.dry_run_step or batch.step, 0, NO_CARRIERS)  # type: ignore[arg-type]
+        call = self._start(batch, batch.dry_run_step or batch.step, 0, NO_CARRIERS)  # type: ignore[arg-type]
         try:
             while not call.done:
-                first = stack.first(tracer.take_message(), has_gradients=tracer.has_gradients)
-                stack.others(self._run_to_last_block(batch, (call, tracer), (first, ())))
-                tracer.received += [stack.output, ()]
+                first = stack.first(call.tracer.take_message(), has_gradients=call.tracer.has_gradients)
+                stack.others(self._run_to_last_block(batch, call, (first, ())))
+                call.tracer.received += [stack.output, ()]
                 with self._user_code(batch):
                     call.resume((stack.output, ()))
             return call.result
         finally:
             call.abandon()
             self.carriers.undo()
-            self._calls.release(call)
+
+    def begin_loss(
+        self, batch: Batch, microbatch: int, nodes: set[Node], sequence_number: int
+    ) -> tuple[int, set[Node], int] | None:
+        """What the loss's backward needs that is to run now: the index of the loss, and the given values.
+
+        Args:
+            batch: it.
+            microbatch: whose backward begins.
+            nodes: with which the graph of the code after each pass begins.
+            sequence_number: autograd's at the last pass.
+
+        Raises:
+            UnsupportedError: the step is suspended in another pass.
+        """
+        if microbatch not in batch.results:
+            raise UnsupportedError(f"{self._pass(microbatch)}, where it should have ended{SAME_PASSES}")
+        return microbatch, nodes, sequence_number
+
+    def end_backward(self, batch: Batch) -> None:
+        """Called when a micro-batch's backward has reached the code before the stack."""
 
     def close(self) -> None:
         """Unwind the suspended steps and end the threads."""
@@ -448,9 +436,11 @@ class UserStep:
         modules = {sys.modules.get(kind.__module__) for kind in kinds} - {None}
         return any(value is variable for module in modules for value in list(vars(module).values()))
 
+    @cached_property
+    def _count_hooks(self) -> HookCount:
+        return HookCount(part for block in self.blocks for part in block.modules())
+
     def _check_hooks(self) -> None:
-        if self._count_hooks is None:
-            self._count_hooks = HookCount(part for block in self.blocks for part in block.modules())
         number = self._count_hooks()
         if number != self._num_hooks:
             self._num_hooks = number
@@ -470,42 +460,30 @@ class UserStep:
         with batch.in_step(), self.guarded(), checked:
             yield
 
-    def _start(self, batch: Batch, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
+    def _tracer(self, microbatch: int) -> BlockTracer:
+        return self._under_way[microbatch].tracer  # type: ignore[no-any-return]
+
+    def _start(self, batch: Batch, function: StepFunction, microbatch: int, carriers: Carriers) -> SuspendedCall:
         state = self._state or ThreadState.current()
-        tracer = BlockTracer(
-            self.blocks,
-            self.num_local,
-            self.name,
-            carriers,
-            grad_mode=state.grad_mode,
-            sends_objects=self.sends_objects,
-            first_numbers=self._first_numbers,
-            stand_ins=self.stand_ins,
-        )
-        if self.streams is not None:
-            self.streams.begin_user_code(microbatch)
+        tracer = BlockTracer(self, carriers, grad_mode=state.grad_mode)
+        self.streams.begin_user_code(microbatch)
         with self._user_code(batch):
             call = self._calls.start(lambda: _run_step(function, microbatch), tracer, state)
-        self._check_suspended(call, tracer)
-        return call, tracer
+        self._check_suspended(call)
+        return call
 
-    def _run_to_last_block(self, batch: Batch, under_way: _Call, first_output: tuple[Any, Sequence[Any]]) -> Message:
-        call, tracer = under_way
+    def _run_to_last_block(self, batch: Batch, call: SuspendedCall, first_output: tuple[Any, Sequence[Any]]) -> Message:
+        tracer: BlockTracer = call.tracer
         tracer.received += first_output
         with self._user_code(batch):
             call.resume(first_output)
-        self._check_suspended(call, tracer)
+        self._check_suspended(call)
         return tracer.take_message()
 
-    def _check_suspended(self, call: SuspendedCall, tracer: BlockTracer) -> None:
+    def _check_suspended(self, call: SuspendedCall) -> None:
         if call.done:
-            self._calls.release(call)
-            self._check_whole(tracer, call.result, has_passed=False)
-        self._check_replaced_parameters()
-
-    def _check_replaced_parameters(self) -> None:
-        if self.replaced_parameters is not None:
-            self.replaced_parameters.check()
+            self._check_whole(call.tracer, call.result, has_passed=False)
+        self.replaced_parameters.check()
 
     def _check_whole(self, tracer: BlockTracer, result: Any, *, has_passed: bool = True) -> None:
         if has_passed and tracer.is_between_passes:

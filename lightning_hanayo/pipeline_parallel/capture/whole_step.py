@@ -12,13 +12,15 @@ rows as there are samples, nothing changes.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
@@ -128,18 +130,17 @@ class Pass:
 
 
 @dataclass(eq=False, repr=False)
-class WholeStep:
-    """Gives the stages the calls of each micro-batch's blocks, and takes the stack's outputs: as `UserStep` does.
+class WholeStep(UserStep):
+    """Gives the stages the calls of each micro-batch's blocks, and takes the stack's outputs, of one step.
 
-    Args:
-        user: runs the step; it is suspended at the first block, too.
-        outside: the modules outside the stack, whose buffers a dry run leaves as they are.
-        own_rows: of so many samples those on which this rank's blocks work.
+    It is suspended at the first block, too.
     """
 
-    user: UserStep
-    outside: Sequence[nn.Module]
+    _: KW_ONLY
+    outside: Sequence[nn.Module] = ()
+    """the modules outside the stack, whose buffers a dry run leaves as they are"""
     own_rows: Callable[[int], int] = int
+    """of so many samples those on which this rank's blocks work"""
     nodes: set[Node] = field(default_factory=set, init=False)
     """with which the graph begins of the code after the passes of this batch"""
     sequence_number: int = field(default=0, init=False)
@@ -155,16 +156,6 @@ class WholeStep:
     """those of them of which micro-batches of one size alone were seen"""
     _has_warned: bool = field(default=False, init=False)
     _ended_loss: bool = field(default=False, init=False)
-
-    @property
-    def name(self) -> str:
-        """The stack's qualified name."""
-        return self.user.name
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks of the stack."""
-        return self.user.num_blocks
 
     @property
     def knows_outputs(self) -> bool:
@@ -183,21 +174,18 @@ class WholeStep:
         return sum(bool(one.differentiable) for one in self._passes) + passes_by
 
     @property
+    @override
     def waiting(self) -> list[int]:
-        """The micro-batches of the step, if it is suspended."""
-        return list(range(len(self._passes[-1].samples))) if self.user.waiting else []
+        return list(range(len(self._passes[-1].samples))) if super().waiting else []
 
+    @override
     def begin_batch(self) -> None:
-        """Called before each batch."""
         self._passes.clear()
         self.nodes.clear()
         self._ended_loss = False
-        self.user.begin_batch()
+        super().begin_batch()
 
-    def next_pass(self, batch: Batch, microbatch: int) -> bool | None:
-        """See `UserStep.next_pass`."""
-        return self.user.next_pass(batch, 0)
-
+    @override
     def begin_pass(self, batch: Batch, microbatch: int) -> Message:
         """The call of the first block, for a micro-batch. The first one to ask starts the step, or its next pass.
 
@@ -210,7 +198,7 @@ class WholeStep:
                     "step='batch' cuts the arguments of blocks by samples, which can't be counted in what split_batch "
                     "returned. Let it return pieces whose tensors have a row for each sample, or leave it out."
                 )
-            call = self.user.begin_pass(batch, 0)
+            call = super().begin_pass(batch, 0)
             rows = list(map(self.own_rows, batch.num_samples))
             self._passes.append(Pass(batch.num_samples, rows, backwards_left=len(batch.num_samples)))
             self._passes[-1].calls.append((call, *self._dims_of(batch, call)))
@@ -224,14 +212,16 @@ class WholeStep:
         dims = {id(part): one.dim for one in current.tensors.values() for part in one.parts}
         return [dims.get(id(part)) for part in parts]
 
+    @override
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """The calls of the other blocks, for a micro-batch whose first block has run."""
         current = self._passes[batch.pass_number]
         if len(current.calls) == 1:
-            calls = self.user.run_to_last_block(batch, 0, after)  # it sees the structure of the block's output alone
+            calls = super().run_to_last_block(batch, 0, after)  # it sees the structure of the block's output alone
             current.calls.append((calls, *self._dims_of(batch, calls, after)))
         return current.cut(1, microbatch)
 
+    @override
     def resume(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> int:
         """Take a micro-batch's output of the stack. The last one resumes the step, with all of them joined."""
         current = self._passes[batch.pass_number]
@@ -243,21 +233,21 @@ class WholeStep:
                 one.check_shared()
             if not torch.is_grad_enabled():
                 current.tensors.clear()
-            self.sequence_number = self.user.resume(batch, 0, output, trees)
+            self.sequence_number = super().resume(batch, 0, output, trees)
         return self.sequence_number
 
-    def begin_loss(self, batch: Batch) -> bool:
-        """Whether the loss's backward is to run now: before the first one of all micro-batches."""
+    @override
+    def begin_loss(
+        self, batch: Batch, microbatch: int, nodes: set[Node], sequence_number: int
+    ) -> tuple[int, set[Node], int] | None:
+        """Of the one loss, before the first backward of all micro-batches."""
+        begun = super().begin_loss(batch, 0, self.nodes, self.sequence_number)
         is_first, self._ended_loss = not self._ended_loss, True
-        self.user.check_ended(batch, 0)
-        return is_first
+        return begun if is_first else None
 
-    def check_ended(self, batch: Batch, microbatch: int) -> None:
-        """See `UserStep.check_ended`."""
-        self.user.check_ended(batch, 0)
-
+    @override
     def end_backward(self, batch: Batch) -> None:
-        """Called when a micro-batch's backward has reached the first block. The last one goes on, before the stack."""
+        """The last one goes on, before the stack."""
         current = self._passes[batch.pass_number]
         current.backwards_left -= 1
         if current.backwards_left:
@@ -270,6 +260,7 @@ class WholeStep:
         current.tensors.clear()
         self.nodes.clear()
 
+    @override
     def start_dry_run(self, *_: Any) -> NoReturn:
         """Called where the arguments of blocks differ between the ranks of a cube, which all run the whole step."""
         raise UnsupportedError(
@@ -277,12 +268,12 @@ class WholeStep:
             "whole batch: does it draw random numbers that aren't torch's, or depend on its rank?"
         )
 
-    finish_dry_run = start_dry_run
+    finish_dry_run = start_dry_run  # type: ignore[assignment]
 
+    @override
     def close(self) -> None:
-        """Unwind the step, and end its thread."""
         self._passes.clear()
-        self.user.close()
+        super().close()
 
     def _dims_of(self, batch: Batch, calls: Message, after: StageInput | None = None) -> tuple[Dims, Scaled]:
         """Along which dimensions the tensors of calls are cut, and which sizes are those of a micro-batch.
@@ -336,18 +327,17 @@ class WholeStep:
 
     def _dry_run(self, batch: Batch, microbatch: int, trees: Sequence[Any], after: StageInput | None) -> Message:
         """The calls that the step makes on one micro-batch alone. Nothing else remains of it."""
-        user = self.user
         if batch.pass_number:
             raise UnsupportedError(
                 f"a later pass of the step through {self.name} gives its blocks other arguments than the first one: "
                 f"how to cut them isn't known. Pass the same arguments each time, or set step='microbatch'."
             )
-        device = next((one.device for one in user.blocks[0].parameters()), torch.device("cpu"))
+        device = next((one.device for one in self.blocks[0].parameters()), torch.device("cpu"))
         states = generator_states(device)
-        streams = None if user.streams is None else user.streams.save()
+        streams = self.streams.save()
         try:
             with kept_buffers(self.outside):
-                calls = user.start_dry_run(batch, microbatch, CarriersOfDryRun(user.carriers, trees))
+                calls = super().start_dry_run(batch, microbatch, CarriersOfDryRun(self.carriers, trees))
         except Exception as error:  # of the user's code
             error.add_note(
                 "The step runs once on the whole batch; this was a dry run on one micro-batch of it, which shows how "
@@ -356,13 +346,12 @@ class WholeStep:
             raise
         with kept_buffers(self.outside):
             if after is None:
-                user.abandon_dry_run(microbatch)
-                user.carriers.undo()  # a `finally` has run
+                self.abandon_dry_run(microbatch)
+                self.carriers.undo()  # a `finally` has run
             else:
-                calls = user.finish_dry_run(batch, microbatch, after.output)
+                calls = super().finish_dry_run(batch, microbatch, after.output)
         set_generators(states, device)
-        if streams is not None and user.streams is not None:
-            user.streams.restore(streams)
+        self.streams.restore(streams)
         return calls
 
     def _joined(self, current: Pass) -> tuple[Any, Sequence[Any]]:
@@ -374,10 +363,10 @@ class WholeStep:
         made = [current.outputs[m] for m in range(len(current.samples))]
         current.outputs.clear()
         if len(made) == 1:
-            self._note_nodes(_tensors_in(made[0]))
+            self._note_nodes(made[0])
             return made[0]  # type: ignore[no-any-return]
         outputs, trees = zip(*made, strict=True)
-        made = list(zip(outputs, self.user.carriers.of_batch(trees), strict=True))
+        made = list(zip(outputs, self.carriers.of_batch(trees), strict=True))
         flattened = []
         for one in made:
             flattener = pytree.Flattener()
@@ -407,8 +396,9 @@ class WholeStep:
                 stacklevel=2,
             )
 
-    def _note_nodes(self, joined: Sequence[Tensor]) -> None:
-        self.nodes.update(one.grad_fn for one in joined if one.grad_fn is not None)
+    def _note_nodes(self, joined: Any) -> None:
+        tensors = (one for one in tree_leaves(joined) if isinstance(one, Tensor))
+        self.nodes.update(one.grad_fn for one in tensors if one.grad_fn is not None)
 
     def _join(self, path: Any, parts: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
         """One tensor of the whole batch, of those of its micro-batches."""
@@ -562,10 +552,3 @@ def _places(skeleton: pytree.Skeleton, path: tuple[Any, ...] = ()) -> Iterator[t
     elif kind in ("tuple", "list", "object", "shared"):
         for number, part in enumerate(parts[kind in ("object", "shared") :]):
             yield from _places(part, (*path, number))
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a tree."""
-    flattener = pytree.Flattener()
-    flattener.flatten(tree)
-    return flattener.tensors

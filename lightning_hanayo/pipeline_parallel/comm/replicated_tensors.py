@@ -8,6 +8,7 @@ table   ...       ...       none                           nothing is sent
 
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -18,22 +19,19 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.versions import identity_of
 
 
+@dataclass(eq=False, repr=False)
 class ReplicatedTensors:
-    """Tensors that each rank of a group holds and changes by itself.
+    """Tensors that each rank of a group holds and changes by itself."""
 
-    Args:
-        control: the ranks, for CPU tensors.
-        tensors: the same ranks, for tensors of `device`.
-        device: over which values are sent.
-    """
-
-    def __init__(self, control: dist.ProcessGroup, tensors: dist.ProcessGroup, device: torch.device) -> None:
-        self._control = control
-        self._tensors = tensors
-        self._device = device
-        self._kept: Mapping[str, Tensor | None] = {}
-        """as they were after the last update, so that no other tensor takes the id of one that was replaced"""
-        self._versions: Mapping[str, tuple[int, int]] = {}
+    control: dist.ProcessGroup
+    """the ranks, for CPU tensors"""
+    tensors: dist.ProcessGroup
+    """the same ranks, for tensors of `device`"""
+    device: torch.device
+    """over which values are sent"""
+    _kept: Mapping[str, Tensor | None] = field(default_factory=dict, init=False)
+    """as they were after the last update, so that no other tensor takes the id of one that was replaced"""
+    _versions: Mapping[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def update(self, own: Mapping[str, Tensor | None], changed: Collection[str] = ()) -> bool:
         """Give `own` tensors, in place, the first rank's values, where any rank has changed them since the last update.
@@ -55,9 +53,9 @@ class ReplicatedTensors:
         sent = [tensor for name in found if (tensor := own[name]) is not None and not tensor.is_meta]
         if sent:
             # as bytes: gloo knows neither complex numbers nor 16-bit integers
-            values = [one.detach().to(self._device).contiguous().reshape(-1).view(torch.uint8) for one in sent]
+            values = [one.detach().to(self.device).contiguous().reshape(-1).view(torch.uint8) for one in sent]
             message = torch.cat(values)
-            dist.broadcast(message, group=self._tensors, group_src=0)
+            dist.broadcast(message, group=self.tensors, group_src=0)
             with torch.inference_mode():  # a tensor that an evaluation has made can be changed nowhere else
                 for tensor, part in zip(sent, message.split([len(value) for value in values]), strict=True):
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned for its dtype
@@ -68,7 +66,7 @@ class ReplicatedTensors:
         """The names that have a flag on any rank."""
         specs = [0 if tensor is None else _code(tensor.dtype, tensor.shape) for tensor in own.values()]
         largest = torch.tensor([flags, specs, [-spec for spec in specs]])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control)
         for (name, tensor), highest, negated_lowest in zip(own.items(), *largest[1:].tolist(), strict=True):
             if highest != -negated_lowest:
                 dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")

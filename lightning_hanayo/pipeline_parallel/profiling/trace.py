@@ -10,7 +10,7 @@ actions and blocks are ranges.
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import inf
 from statistics import fmean, median
@@ -49,25 +49,20 @@ BatchTrace = Sequence[Sequence[Event]]
 """One batch's events, one list for each pipeline rank."""
 
 
+@dataclass(eq=False, repr=False)
 class RecordedBatch:
     """The actions of one batch, and a clock's marks: reached, start and end of each of them."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._actions: list[Action] = []
-        self._marks: list[Any] = []
-
-    def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
-        """Record an action by its marks."""
-        self._actions.append(action)
-        self._marks += (reached, start, end)
+    clock: Clock
+    actions: list[Action] = field(default_factory=list)
+    marks: list[Any] = field(default_factory=list)
 
     @cached_property
     def events(self) -> list[Event]:
         """When the actions ran. Waits until the device has run them: call it a batch later."""
-        times = iter(self._clock.seconds(self._marks))
-        self._marks = []
-        return [Event(action, *three) for action, *three in zip(self._actions, times, times, times, strict=True)]
+        times = iter(self.clock.seconds(self.marks))
+        self.marks = []
+        return [Event(action, *three) for action, *three in zip(self.actions, times, times, times, strict=True)]
 
 
 class Trace:
@@ -92,7 +87,8 @@ class Trace:
 
     def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
         """Record an action by the clock's marks, in the order of the table."""
-        self._current.add(action, reached, start, end)
+        self._current.actions.append(action)
+        self._current.marks += (reached, start, end)
 
     def end(self) -> None:
         """Keep the batch."""

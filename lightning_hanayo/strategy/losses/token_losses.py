@@ -10,6 +10,7 @@ cube_outside    head and loss of a causal model of transformers     chunked_cros
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,41 +21,31 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 
+@dataclass(eq=False, repr=False)
 class TokenLosses:
-    """The losses of one run in a cube.
+    """The losses of one run in a cube."""
 
-    Args:
-        model: the user's module.
-        ranks: of the cube.
-        is_required: whether each step's loss has to be shared by tokens: `cube_outside="tokens"`.
-        is_allowed: whether steps may start collectives: not where another micro-batch runs at the same time.
-        arguments: to be entered while a batch runs: gathers weights for functions that can't ask how they are held.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        ranks: MeshAxis,
-        *,
-        is_required: bool,
-        is_allowed: bool = True,
-        arguments: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._model = model
-        self._ranks = ranks
-        self._is_required = is_required
-        self._is_allowed = is_allowed
-        self._arguments = arguments
-        self._is_checked = not is_required
-        self._runs_alike = False
+    model: nn.Module
+    """the user's module"""
+    ranks: MeshAxis
+    """of the cube"""
+    _: KW_ONLY
+    is_required: bool
+    """whether each step's loss has to be shared by tokens: `cube_outside="tokens"`"""
+    is_allowed: bool = True
+    """whether steps may start collectives: not where another micro-batch runs at the same time"""
+    arguments: Callable[[], AbstractContextManager[None]] = nullcontext
+    """to be entered while a batch runs: gathers weights for functions that can't ask how they are held"""
+    _has_shared: bool = field(default=False, init=False)
+    _runs_alike: bool = field(default=False, init=False)
 
     def start(self, set_attribute: Callable[[Any, str, Any], None]) -> None:
         """From now on losses in steps are shared; if required, also those of models that don't do it themselves.
 
         `set_attribute` sets an attribute of an instance for the time of the run.
         """
-        if self._is_required:
-            causal_models.chunk_losses(self._model, set_attribute)
+        if self.is_required:
+            causal_models.chunk_losses(self.model, set_attribute)
         token_shares.start(self._shares)
 
     @contextmanager
@@ -62,7 +53,7 @@ class TokenLosses:
         """To be open while a batch runs, whose steps all ranks of the cube run alike, or on shares of its samples."""
         self._runs_alike = runs_alike
         try:
-            with self._arguments():
+            with self.arguments():
                 yield
         finally:
             self._runs_alike = False
@@ -77,19 +68,19 @@ class TokenLosses:
         Raises:
             UnsupportedError: losses have to be shared, and none has been yet.
         """
-        if not self._is_checked:
+        if self.is_required and not self._has_shared:
             raise UnsupportedError(
-                f"cube_outside='tokens': {type(self._model).__name__}.training_step has computed its loss from whole "
+                f"cube_outside='tokens': {type(self.model).__name__}.training_step has computed its loss from whole "
                 f"logits, on each rank of the cube. Compute it with lightning_hanayo.chunked_cross_entropy(hidden, "
                 f"weight, labels), or by a causal model of transformers that gets the labels and has an nn.Linear "
                 f"head; or set cube_outside='share', or 'replicate'."
             )
 
     def _shares(self) -> MeshAxis | None:
-        if not self._runs_alike or not self._is_allowed:
+        if not self._runs_alike or not self.is_allowed:
             return None
-        self._is_checked = True
-        return self._ranks
+        self._has_shared = True
+        return self.ranks
 
 
 def suggest_tokens(model: nn.Module, pieces: Sequence[Any], num_ranks: int) -> None:

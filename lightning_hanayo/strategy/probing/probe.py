@@ -25,7 +25,7 @@ from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource, childre
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps, Ran
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.pipeline_parallel.stages import find_loss
-from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metrics import copy_state, recorded_logs, restore_state
 from lightning_hanayo.strategy.probing import comparison
 from lightning_hanayo.strategy.probing.rules import NAMED, SAMPLES, Named, Rule, named_tensors, possible_rules
@@ -100,7 +100,7 @@ class Probe:
 
     def __post_init__(self) -> None:
         self.trainer, self.device = self.run.trainer, self.run.device
-        self.splitter = WholeSplitter(self.run.options.batch_rule)
+        self.splitter = BatchSplitter(self.run.options.batch_rule)
         """cuts micro-batches in two"""
 
     def probe(self, given: Sample, fits: Callable[[float], bool], differ: Differ, *, trains: bool = True) -> Verdict:

@@ -22,8 +22,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_hanayo.partition.stack import modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
-from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
-from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights
@@ -175,10 +173,7 @@ class StepChoice:
             return None
         is_single, user = pipeline.runs_whole_steps, ends.user_step
         if cube is None and not is_single:  # no block may run in the step
-            whole = pipeline.ends[True].user_step
-            assert isinstance(whole, WholeStep)
-            user = whole.user
-        assert isinstance(user, UserStep)
+            user = pipeline.ends[True].user_step
         outside = list(module.modules()) if is_single else modules_outside(module, pipeline.ownership.stack)
         first_block = None if cube is None else cube.first_block(ends.stages[0])
         own = [pipeline.ownership.blocks(stage) for stage in pipeline.ownership.stages_of(pipeline.rank)]

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce, Tied
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
-from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import (
@@ -51,16 +52,12 @@ from lightning_hanayo.pipeline_parallel.stages import (
     Stage,
     StageHooks,
 )
-from lightning_hanayo.pipeline_parallel.tp_stages import (
-    TensorParallelFirstStage,
-    WholeBatchFirstStage,
-    WholeBatchLastStage,
-)
+from lightning_hanayo.pipeline_parallel.tp_stages import TensorParallelFirstStage
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.schedule.communication import message_pairs
-from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplitter, WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplitter
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
@@ -76,7 +73,7 @@ from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 
 def build_pipeline(
-    run: Run, plan: ModelPlan, prepared: PreparedModel, streams: RandomStreams | None, given: Collection[str] = ()
+    run: Run, plan: ModelPlan, prepared: PreparedModel, streams: RandomStreams, given: Collection[str] = ()
 ) -> Pipeline:
     """Cut the run's module into this rank's stages and connect them. Called by all ranks of the world.
 
@@ -84,7 +81,7 @@ def build_pipeline(
         run: its module is whole, and the same on all ranks; afterwards parameters of other ranks are placeholders.
         plan: of the stack, the layout and the cube.
         prepared: the changes of earlier runs to the model; takes the blocks of each stage.
-        streams: of random numbers; None: torch's own generators, unchanged.
+        streams: of random numbers.
         given: the names of tensors that get their values from a checkpoint.
     """
     model, layout, cube = run.module, plan.layout, prepared.cube
@@ -148,7 +145,7 @@ def build_pipeline(
         values=run.values,
         pairs=builder.pairs(stages),
     )
-    splitter: BatchSplitter = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(run.options.batch_rule)
+    splitter: BatchSplitter = (SingleRankSplitter if table.num_stages == 1 else BatchSplitter)(run.options.batch_rule)
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(
         layout,
@@ -175,7 +172,7 @@ class RankBuilder:
     ownership: Ownership
     run: Run
     cube: Cube | None
-    streams: RandomStreams | None
+    streams: RandomStreams
 
     def __post_init__(self) -> None:
         self.model = self.run.module
@@ -242,38 +239,39 @@ class RankBuilder:
         if cube is not None and "torch._dynamo" in sys.modules:  # whose import takes seconds
             # layers of compiled blocks hand results to each other by attributes: recomputed ones are in the graph
             run.attributes.set(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-        if streams is not None or not is_single:
+        if streams is not NO_STREAMS or not is_single:
             forward_patch.patch_blocks(stack.blocks, streams, values=run.values, single_stage=is_single)
         encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
         for encoder in encoders if not is_single else ():
             # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
             run.attributes.set(encoder, "use_nested_tensor", False)
         carriers = NO_CARRIERS if is_single else self.carriers()
+        common: dict[int, dict[str, Any]] = {
+            stage: {"queue": queues[stage], "hooks": self._hooks(stage), "carriers": carriers} for stage in self.numbers
+        }
         stages: dict[int, Stage] = {
-            stage: MiddleStage(
-                blocks=ownership.blocks(stage), queue=queues[stage], hooks=self._hooks(stage), carriers=carriers
-            )
-            for stage in self.numbers
+            stage: MiddleStage(blocks=ownership.blocks(stage), **own) for stage, own in common.items()
         }
         if 0 not in self.numbers:
             return stages, {}
-        sends_objects = cube is None or cube.keeps_layout
-        replaced = ReplacedParameters(model)
-        stand_ins = StandIns(stack.blocks, self._without_values)
-
-        def user_step(num_local: int) -> UserStep:
-            others = partial(other_lists, model, stack)
-            around = carriers, run.guard.step, sends_objects, replaced, others, stand_ins
-            return UserStep(stack.blocks, num_local, stack.name, streams, *around)
-
+        around: dict[str, Any] = {
+            "streams": streams,
+            "carriers": carriers,
+            "guarded": run.guard.step,
+            "sends_objects": cube is None or cube.keeps_layout,
+            "replaced_parameters": ReplacedParameters(model),
+            "other_lists": partial(other_lists, model, stack),
+            "stand_ins": StandIns(self._without_values),
+        }
         ends: dict[bool, Ends] = {}
         if not layout.runs_step_once:
-            step = user_step(len(ownership.stages[0]) if cube is None else 0)
-            ends[False] = Ends(step, stages | self._ends(step, queues, tied))
+            step = UserStep(stack.blocks, len(ownership.stages[0]) if cube is None else 0, stack.name, **around)
+            ends[False] = Ends(step, stages | self._ends(step, common, tied))
         may_run_once = run.options.step == "auto" and not is_single and not run.options.pairs
         if layout.runs_step_once or may_run_once:
-            whole = WholeStep(user_step(0), self.outside, int if cube is None else cube.own_rows)
-            ends[True] = Ends(whole, stages | self._ends(whole, queues, tied))
+            around |= {"outside": self.outside, "own_rows": int if cube is None else cube.own_rows}
+            whole = WholeStep(stack.blocks, 0, stack.name, **around)
+            ends[True] = Ends(whole, stages | self._ends(whole, common, tied))
         return dict(next(iter(ends.values())).stages), ends
 
     def _hooks(self, stage: int) -> StageHooks:
@@ -285,40 +283,19 @@ class RankBuilder:
         forward_patch.unpatch_blocks([copied])  # before the cube's own changes are undone, which came first
         return copied, {} if self.cube is None else self.cube.undo_in_copy(block, copied)
 
-    def _ends(
-        self, step: UserStep | WholeStep, queues: Mapping[int, WeightGradientQueue], tied: TiedGradients
-    ) -> dict[int, Stage]:
+    def _ends(self, step: UserStep, common: Mapping[int, Mapping[str, Any]], tied: TiedGradients) -> dict[int, Stage]:
         """The stages that run user code: the first and the last, or one that is both."""
-        cube, blocks = self.cube, self.ownership.blocks
-        kinds: tuple[type[TensorParallelFirstStage], type[LastStage]]
-        if isinstance(step, WholeStep):
-            kinds, carriers = (WholeBatchFirstStage, WholeBatchLastStage), step.user.carriers
-            boundary = NoReshard() if cube is None else cube.whole_boundary
-        elif self.end == 0:
-            return {0: SingleStage(user=step, queue=queues[0])}
-        else:
-            kinds, carriers = (TensorParallelFirstStage, LastStage), step.carriers
-            boundary = NoReshard() if cube is None else cube.boundary
-        first = FirstStage(user=step, tied=tied, queue=queues[0], carriers=carriers)
-        if cube is not None or isinstance(step, WholeStep):  # no block runs in the step
-            first = kinds[0](
-                user=step,
-                tied=tied,
-                queue=queues[0],
-                blocks=blocks(0),
-                boundary=boundary,
-                streams=() if cube is None else cube.plan.streams,
-                hooks=self._hooks(0),
-                carriers=carriers,
+        cube, blocks, is_whole = self.cube, self.ownership.blocks, isinstance(step, WholeStep)
+        if self.end == 0 and not is_whole:
+            return {0: SingleStage(user=step, **common[0])}
+        boundary = NoReshard() if cube is None else cube.whole_boundary if is_whole else cube.boundary
+        first = FirstStage(user=step, tied=tied, **common[0])
+        if cube is not None or is_whole:  # no block runs in the step
+            streams = () if cube is None else cube.plan.streams
+            first = TensorParallelFirstStage(
+                user=step, tied=tied, blocks=blocks(0), boundary=boundary, streams=streams, **common[0]
             )
-        last = kinds[1](
-            blocks=blocks(self.end),
-            first=first,
-            queue=queues[self.end],
-            boundary=boundary,
-            hooks=self._hooks(self.end),
-            carriers=carriers,
-        )
+        last = LastStage(blocks=blocks(self.end), first=first, boundary=boundary, **common[self.end])
         return {0: first, self.end: last}
 
     def carriers(self) -> Carriers:
@@ -344,11 +321,10 @@ class RankBuilder:
             shards = self._optimizer_shards(trained, sparse)
             late = set() if shared is None else set(shared.weights)
             early = {stage: [one for one in own if one not in late] for stage, own in trained.items()}
-            over_data = None
-            if shared is not None and groups.data is not None and self.run.pipe_rank == 0:
-                over_data = GradientAllReduce({0: shared.weights}, groups.data)
+            owned = shared.weights if shared is not None and self.run.pipe_rank == 0 else ()
             all_reduce = GradientAllReduce(early, groups.data, sparse, shards)
-            return GradientSync(all_reduce, full_parameters, None, over_data, shards, shared)
+            over_data = GradientAllReduce({0: owned}, groups.data)
+            return GradientSync(all_reduce, over_data, full_parameters, None, shards, shared)
         outside = cube.outside
         excluded = set(outside.parameters)
         sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
@@ -356,10 +332,8 @@ class RankBuilder:
         all_reduce = GradientAllReduce(
             sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
         )
-        over_data = None
-        if groups.data is not None:
-            over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
-        return GradientSync(all_reduce, full_parameters, outside, over_data, shards)
+        over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
+        return GradientSync(all_reduce, over_data, full_parameters, outside, shards)
 
     def _optimizer_shards(
         self, stages: Mapping[int, Sequence[nn.Parameter]], whole: Iterable[torch.Tensor] = ()
@@ -384,9 +358,7 @@ class RankBuilder:
             )
             return None
         whole, parameters = groups.whole, list(self.model.parameters())
-        states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values())]
-        if self.streams is not None:
-            states.append(self.streams)
+        states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values()), self.streams]
         return Pairs(
             cube.queue,
             states,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer
+from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer, TracedStack
 
 
 class Reversible(torch.autograd.Function):
@@ -35,6 +35,6 @@ class Reversible(torch.autograd.Function):
 def test_a_block_isnt_called_where_its_gradients_would_be_missing(within: Any, said: str) -> None:
     """As of a pass without gradients."""
     blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    tracer = BlockTracer(blocks, 1, "blocks")
+    tracer = BlockTracer(TracedStack(blocks, 1, "blocks"))
     with pytest.raises(UnsupportedError, match=rf"blocks\[0\] .*{said}"):
         within(lambda y: tracer.on_call(blocks[0], (y,), {}), torch.ones(1, 2, requires_grad=True))

@@ -49,7 +49,6 @@ def test_threads_are_reused(steps: SuspendedCalls) -> None:
         both = [steps.start(function, None) for _ in range(2)]
         for step in both:
             step.resume(None)
-            steps.release(step)
     assert len(idents) == 2 and threading.active_count() == before + 2
 
 
@@ -102,7 +101,6 @@ def test_user_code_runs_in_the_main_threads_modes(steps: SuspendedCalls) -> None
         with context:
             expected, step = modes(), steps.start(lambda: (modes(), suspend(), modes()), None)
         step.resume(None)
-        steps.release(step)
         assert step.result == (expected, None, expected)
 
 

@@ -71,7 +71,7 @@ def run(block: Block, values: Tensor) -> tuple[list[Tensor | None], bool]:
     """The gradients of input and parameters, and whether the outputs were freed between forward and backward."""
     stage = MiddleStage(blocks=[block], queue=WeightGradientQueue())
     call = Flattener().flatten(((Proxy(),), {}))
-    received = StageInput(("tensor", 0), (call,), (0,), (values.clone().requires_grad_(),)).message
+    received = StageInput(("tensor", 0), (call,), (0,), tensors=(values.clone().requires_grad_(),)).message
     made = stage.forward(Batch(), 0, received)
     assert made is not None
     gradients = gradient_message([torch.linspace(1, 2, t.numel()).view(t.shape) for t in made.differentiable])

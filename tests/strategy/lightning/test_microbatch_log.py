@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
-from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes, MicrobatchLog
 
-SPLIT = WholeSplitter().split(torch.zeros(4, 1), 2, BatchSource())
+SPLIT = BatchSplitter().split(torch.zeros(4, 1), 2, BatchSource())
 
 
 def new_log(results: _ResultCollection, shares: tuple[float, ...] = (0.5, 0.5)) -> MicrobatchLog:
     trainer: Any = SimpleNamespace(_results=results)
-    return MicrobatchLog(trainer, SPLIT, shares, WholeSplitter(), given=GivenBatchSizes())
+    return MicrobatchLog(trainer, SPLIT, shares, BatchSplitter(), given=GivenBatchSizes())
 
 
 def logged(values: list[list[float]], shares: tuple[float, ...] = (0.75, 0.25), **options: Any) -> _ResultCollection:

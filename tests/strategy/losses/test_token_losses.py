@@ -305,7 +305,7 @@ def test_a_loss_from_whole_logits_is_refused() -> None:
         with losses.in_batch(runs_alike=False):
             assert token_shares.token_shares() is None
         with losses.in_batch(runs_alike=True):
-            assert token_shares.token_shares() is losses._ranks
+            assert token_shares.token_shares() is losses.ranks
             losses.check()
         assert token_shares.token_shares() is None
     finally:

@@ -82,8 +82,8 @@ class RankResult:
     """of the layout: the blocks and the pipeline rank of each stage"""
     num_microbatches: int = 1
     """of the layout"""
-    draws_numbers: bool = False
-    """whether the step has drawn random numbers; only of whole batches"""
+    draws_at: str = ""
+    """the line of the step that draws random numbers, if one does; only of whole batches"""
     has_rounded: bool = False
     """whether the step computes in a lower precision in places; only of whole batches"""
     warnings: tuple[str, ...] = ()

@@ -109,6 +109,13 @@ STORED_MEANS = (
 )
 
 
+CUBE_DRAWS = (
+    "draws random numbers besides dropout. The ranks of a cube draw others for their samples than one process does, so "
+    "that nothing can be compared. Check a module that doesn't draw them (give it an option for that), or leave the "
+    "cube out."
+)
+
+
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.10g}"
 

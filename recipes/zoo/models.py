@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -138,12 +139,16 @@ def _timm_names() -> list[tuple[str, str]]:
 
 def _timm(family: str, name: str) -> Candidates:
     timm: Any = import_module("timm")
-    options = {key: value for key, value in _OWN["timm"][family].items() if key not in ("model", "size")}
-    for size in (_OWN["timm"][family].get("size", IMAGE), 2 * IMAGE, None):
+    own = _OWN["timm"][family]
+    options = {key: value for key, value in own.items() if key not in ("model", "class", "size")}
+    make = partial(timm.create_model, name)
+    if "class" in own:  # as the model's function fixes its sizes
+        make = getattr(import_module(f"timm.models.{family}"), own["class"])
+    for size in (own.get("size", IMAGE), 2 * IMAGE, None):
         try:
-            model = timm.create_model(name, num_classes=5, img_size=size, **options)
+            model = make(num_classes=5, img_size=size, **options)
         except Exception:  # it takes images of all sizes, or none of this one
-            model = timm.create_model(name, num_classes=5, **options)
+            model = make(num_classes=5, **options)
         yield _Classifier(_noisy(model, 0.01)), inputs.pictures(size or model.default_cfg["input_size"][-1])
 
 

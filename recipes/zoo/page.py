@@ -47,7 +47,7 @@ def _others(found: Mapping[str, Any]) -> str:
         for row in one["models"]:
             for layout, verdict in row["layouts"].items():
                 is_known = layout != "P=2" and verdict["verdict"] == VERDICTS[-1]
-                if (verdict["verdict"] != "exact" or verdict["reason"]) and not is_known:
+                if verdict["verdict"] != "exact" and not is_known:
                     reason = ". ".join([*verdict.get("notes", ()), verdict["reason"]]).replace("|", "/")
                     reason = reason.replace("<", "&lt;").replace("](", "] (")  # no link
                     shown = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN].rstrip()} ..."

@@ -142,10 +142,9 @@ def _checked(module: Tiny, batches: Batches, layout: str, dtype: torch.dtype, ti
     row: Row = {"verdict": outcome, "reason": "" if outcome == "exact" else _first_line(verdict.summary)}
     if verdict.layout is not None:
         row["gap"] = float(f"{verdict.layout.gap:.1e}")
-    if module.blocks:
-        row["reason"] = f"with blocks={module.blocks}. {row['reason']}".strip()
-    if verdict.notes:
-        row["notes"] = [_first_line(note) for note in verdict.notes]
+    notes = [f"with blocks={module.blocks}"] if module.blocks else []
+    if notes := [*notes, *map(_first_line, verdict.notes)]:
+        row["notes"] = notes
     return row
 
 

@@ -80,6 +80,8 @@ class RankResult:
     """the name of the block stack"""
     stages: tuple[tuple[range, int], ...] = ()
     """of the layout: the blocks and the pipeline rank of each stage"""
+    block_names: tuple[str, ...] = ()
+    """qualified names of the stack's blocks"""
     num_microbatches: int = 1
     """of the layout"""
     draws_at: str = ""

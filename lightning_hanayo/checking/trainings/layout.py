@@ -155,6 +155,7 @@ def run_rank(case: Case) -> RankResult:
         observer.values,
         stack=ownership.stack.name,
         stages=tuple(zip(ownership.stages, ownership.stage_ranks, strict=False)),
+        block_names=ownership.stack.block_names,
         num_microbatches=pipeline.layout.num_microbatches,
     )
 

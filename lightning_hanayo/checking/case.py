@@ -80,10 +80,12 @@ class RankResult:
     """the name of the block stack"""
     stages: tuple[tuple[range, int], ...] = ()
     """of the layout: the blocks and the pipeline rank of each stage"""
+    block_names: tuple[str, ...] = ()
+    """qualified names of the stack's blocks"""
     num_microbatches: int = 1
     """of the layout"""
-    draws_numbers: bool = False
-    """whether the step has drawn random numbers; only of whole batches"""
+    draws_at: str = ""
+    """the line of the step that draws random numbers, if one does; only of whole batches"""
     has_rounded: bool = False
     """whether the step computes in a lower precision in places; only of whole batches"""
     warnings: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from lightning_hanayo.checking.comparison import EXACT, ROUNDED, Values, compare
 from lightning_hanayo.checking.trainings.layout import merge, run_rank
 from lightning_hanayo.checking.trainings.reference import run_reference
 from lightning_hanayo.checking.verdict import (
+    CUBE_DRAWS,
     MICROBATCHES_DIFFER,
     STORED_MEANS,
     Verdict,
@@ -64,16 +65,16 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
         return values
 
     whole = whole_batches(case)
-    quiet, has_noise = case, False
-    if whole.draws_numbers:
+    quiet, noise = case, ""
+    if whole.draws_at:
         quiet = replace(case, has_dropout=False)
         whole = whole_batches(quiet)
-        has_noise = whole.draws_numbers
-        if has_noise:  # each micro-batch has numbers of its own, so that its loss can't be the whole batch's
+        noise = whole.draws_at
+        if noise:  # each micro-batch has numbers of its own, so that its loss can't be the whole batch's
             case, quiet = (replace(one, options=_in_microbatches(one.options)) for one in (case, quiet))
     has_cube, once = prod(case.topology.cube) > 1, _runs_step_once(case)
     of_layout = quiet if has_cube or once else case
-    notes += _notes(case, quiet, whole, has_noise=has_noise)
+    notes += _notes(case, quiet, whole, noise)
 
     def on_layout(case: Case) -> Results:
         tell(f"the layout: {counted(case.topology.world_size, 'process')}")
@@ -111,7 +112,9 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
             whole_batches_differ = compare(whole.values, values, tolerance)
             summary = f"{summary_of_microbatches(whole_batches_differ)}: {cause}"
             return Verdict("depends on micro-batches", summary, STORED_MEANS, right, whole_batches_differ, notes)
-    if not compared.is_exact or has_noise:
+    if noise and has_cube and not compared.is_exact:
+        return Verdict("refused", f"refused: {noise} {CUBE_DRAWS}", notes=notes)
+    if not compared.is_exact or noise:
         return verdict
 
     if of_layout is not quiet:
@@ -145,10 +148,11 @@ def _runs_step_once(case: Case) -> bool:
     return case.topology.replica_size > 1 and (options.step == "batch" or finds_out)
 
 
-def _notes(case: Case, quiet: Case, whole: RankResult, *, has_noise: bool) -> tuple[str, ...]:
+def _notes(case: Case, quiet: Case, whole: RankResult, noise: str) -> tuple[str, ...]:
     notes = []
-    if has_noise:
-        notes.append("the step draws random numbers besides dropout: whole batches and micro-batches weren't compared")
+    if noise:
+        what = "draws random numbers besides dropout: whole batches and micro-batches weren't compared"
+        notes.append(f"{noise} {what}")
     elif quiet is not case:
         if prod(case.topology.cube) > 1:
             notes.append("dropout was off: the ranks of a cube draw masks of their own")

@@ -3,7 +3,6 @@
 Shows a verdict: one screen for a terminal, or everything as JSON.
 """
 
-import re
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -72,10 +71,9 @@ def place_of(key: Key, rank: RankResult, *, has_cube: bool) -> str:
     if key.kind in ("loss", "log"):
         return "computed by the step on pipeline rank 0"
     sharded = ", sharded over the cube" if has_cube and key.kind != "buffer" else ""
-    found = re.match(rf"{re.escape(rank.stack)}\.(\d+)\." if rank.stack else r"(\d+)\.", key.name)
-    if found is None:
+    block = next((i for i, name in enumerate(rank.block_names) if key.name.startswith(f"{name}.")), None)
+    if block is None:
         return f"outside the stack {rank.stack}, on pipeline rank 0{sharded}"
-    block = int(found[1])
     stage, pipe_rank = next((i, owner) for i, (blocks, owner) in enumerate(rank.stages) if block in blocks)
     return f"block {block} of {rank.stack}, on pipeline rank {pipe_rank}, stage {stage}{sharded}"
 
@@ -106,6 +104,13 @@ STORED_MEANS = (
     "Pipeline and cube are right: with step='microbatch' the layout gives the same as the same micro-batches without "
     "them. With any framework such a value, as the auxiliary loss of a router or the statistics of BatchNorm, depends "
     "on micro-batches and devices: it isn't a mean over samples."
+)
+
+
+CUBE_DRAWS = (
+    "draws random numbers besides dropout. The ranks of a cube draw others for their samples than one process does, so "
+    "that nothing can be compared. Check a module that doesn't draw them (give it an option for that), or leave the "
+    "cube out."
 )
 
 

@@ -5,7 +5,8 @@ layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blo
 layers = ModuleList(Sequential(linear, relu), ...)      "layers[*]"      their modules, but only if it is named so
 net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
 layers = ModuleList(block, other, block, ...)           "layers[0,2]"    some of them: those that the step calls
-two lists of as many modules                            "a+b"            a[0], b[0], a[1], b[1], ...: lists in turn
+two ModuleLists of as many modules                      "a+b"            a[0], b[0], a[1], b[1], ...: lists in turn
+modules without a list                                  "s1+s2+s3[*]"    s1, s2, and the modules of s3, a Sequential
 """
 
 import re
@@ -23,7 +24,6 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, neare
 
 _TABLES = nn.Embedding | nn.EmbeddingBag
 _LISTS = nn.ModuleList | nn.Sequential
-_WITHOUT_FORWARD = nn.ModuleList | nn.ModuleDict
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Stack:
         if len(self) < 2 or self.is_uniform:
             return len(self) > 1 and bool(self.parameters)
         return 2 * len(self._classes) <= len(self) and all(
-            any(True for _ in block.parameters()) and not isinstance(block, _WITHOUT_FORWARD) for block in self.blocks
+            any(True for _ in block.parameters()) and not _has_no_forward(block) for block in self.blocks
         )
 
     def check_in(self, model: nn.Module) -> None:
@@ -155,7 +155,7 @@ def _derives(given: Mapping[int, Any], made: Mapping[int, Any]) -> bool:
 
 
 def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = None) -> Stack:
-    """The `ModuleList` or `Sequential` called `name`, whose blocks may differ; or several, with "+" between names.
+    """The `ModuleList` or `Sequential` called `name`, whose blocks may differ; with "+", of several modules.
 
     Without a name: the outermost list of two or more blocks of one class, or three or more of them in a row among
     other modules of a `Sequential`; of these the one that has the most parameters, a frozen one only if all are frozen.
@@ -168,7 +168,7 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     """
     lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
     if name is not None and "+" in name:
-        stack = _in_turn(model, name, lists)
+        stack = _of_several(model, name, lists)
     elif name is not None and (some := re.fullmatch(r"(.*)\[(\d+(?:,\d+)*)\]", name)) and some[1] in lists:
         numbers, whole = list(map(int, some[2].split(","))), _whole(lists[some[1]], some[1])
         if max(numbers) >= len(whole):
@@ -191,7 +191,8 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
     else:
         raise HanayoError(
             f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class, or of few that repeat.{other_lists(model)} Else build its layers as such a list."
+            f"one class, or of few that repeat.{other_lists(model)} Else name modules that its step calls one after "
+            f"another, HanayoStrategy(blocks=['net.first', 'net.second', ...]), or build its layers as such a list."
         )
     _check(stack)
     return stack
@@ -351,20 +352,24 @@ def _some(stack: Stack, numbers: Sequence[int]) -> Stack:
     return Stack(name, tuple(stack.blocks[i] for i in numbers), tuple(paths[i] for i in numbers))
 
 
-def _in_turn(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> Stack:
-    """The modules of several lists: those at the first position of each, then those at the second, and so on.
+def _of_several(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> Stack:
+    """The modules called so, in this order; with "[*]" a Sequential stands for its modules.
 
-    A list at such a position counts as its modules.
+    If there is a ModuleList among them, all are lists: first come the modules at the first position of each, then those
+    at the second, and so on. A list at such a position counts as its modules.
     """
-    rows = []
+    modules, rows = dict(model.named_modules()), []
+    in_turn = any(isinstance(modules.get(one), nn.ModuleList) for one in name.split("+"))
     for one in name.split("+"):
-        if one not in lists:
-            hint = nearest(one, set(lists))
-            raise HanayoError(f"blocks: {one!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
-        rows.append(_children(lists[one], one))
-    if len(sizes := {len(row) for row in rows}) > 1:
+        path = one.removesuffix("[*]")
+        is_list = in_turn or path != one
+        if path not in (known := lists if is_list else modules):
+            what, hint = "ModuleList or Sequential" if is_list else "module", nearest(path, set(known))
+            raise HanayoError(f"blocks: {path!r} is no {what} of {type(model).__name__}; {hint}")
+        rows.append(_children(known[path], path) if is_list else [(path, known[path])])
+    if in_turn and len(sizes := {len(row) for row in rows}) > 1:
         raise HanayoError(f"blocks: the lists {name} have {sorted(sizes)} modules, but one of each makes a block")
-    pending = [child for position in zip(*rows, strict=True) for child in position]
+    pending = [child for position in (zip(*rows, strict=True) if in_turn else rows) for child in position]
     named: list[tuple[str, nn.Module]] = []
     while pending:
         path, block = pending.pop(0)
@@ -380,13 +385,18 @@ def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     return [(_joined(name, key), child) for key, child in module._modules.items() if child is not None]
 
 
+def _has_no_forward(module: nn.Module) -> bool:
+    """Whether it only holds others, as a ModuleList; but a DenseNet's block is a ModuleDict with a forward."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
 def _joined(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child
 
 
 def _check(stack: Stack) -> None:
     for name, block in zip(stack.block_names, stack.blocks, strict=True):
-        if isinstance(block, _WITHOUT_FORWARD):
+        if _has_no_forward(block):
             raise UnsupportedError(
                 f"{name} is a {type(block).__name__}, which has no forward, but a pipeline runs each block of "
                 f"{stack.name} by calling it. Make a module with a forward of it, or name another stack with "

@@ -128,8 +128,8 @@ class Options:
         blocks: Any = self.blocks
         if blocks is not None and (not isinstance(blocks, str) or not blocks):
             raise HanayoError(
-                f"blocks={blocks!r}: expected the name of the block stack, 'model.layers', names of lists whose blocks "
-                f"are called in turn, or None"
+                f"blocks={blocks!r}: expected the name of the block stack, 'model.layers', names of lists or "
+                f"modules that are called in turn, or None"
             )
         self._check_balance()
         self._check_timeout()

@@ -70,8 +70,9 @@ class HanayoStrategy(CheckpointingStrategy):
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
             class that has the most parameters, or such blocks in a row in a `Sequential`; where it could be one of
-            several lists, one that the step calls. Several names, or "a+b": lists of as many modules, which are called
-            in turn, a[0], b[0], a[1], b[1]; a list in such a list counts as its modules.
+            several lists, one that the step calls. Several names, or "a+b": modules that the step calls one after
+            another, as the stages of a ResNet; "layer1[*]" stands for the modules of a `Sequential`. If there is a
+            `ModuleList` among them: lists of as many modules, which are called in turn, a[0], b[0], a[1], b[1].
         loss_weight: a micro-batch's weight in the mean loss, where steps run per micro-batch: "samples", "tokens"
             (labels that aren't -100; of causal models of transformers those that the model counts), "shifted_tokens"
             (the same without each sequence's first label, `labels[..., 1:]`), or a function of the micro-batch that

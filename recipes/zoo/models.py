@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -59,6 +60,8 @@ class Tiny(L.LightningModule):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.blocks: Any = None
+        """the strategy's option"""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
         loss: Tensor = self.model(**batch).loss
@@ -138,13 +141,20 @@ def _timm_names() -> list[tuple[str, str]]:
 
 def _timm(family: str, name: str) -> Candidates:
     timm: Any = import_module("timm")
-    options = {key: value for key, value in _OWN["timm"][family].items() if key not in ("model", "size")}
-    for size in (_OWN["timm"][family].get("size", IMAGE), 2 * IMAGE, None):
+    own = _OWN["timm"][family]
+    options = {key: value for key, value in own.items() if key not in ("model", "class", "size", "blocks")}
+    make = partial(timm.create_model, name)
+    if "class" in own:  # as the model's function fixes its sizes
+        make = getattr(import_module(f"timm.models.{family}"), own["class"])
+    for size in (own.get("size", IMAGE), 2 * IMAGE, None):
         try:
-            model = timm.create_model(name, num_classes=5, img_size=size, **options)
+            model = make(num_classes=5, img_size=size, **options)
         except Exception:  # it takes images of all sizes, or none of this one
-            model = timm.create_model(name, num_classes=5, **options)
-        yield _Classifier(_noisy(model, 0.01)), inputs.pictures(size or model.default_cfg["input_size"][-1])
+            model = make(num_classes=5, **options)
+        module = _Classifier(_noisy(model, 0.01))
+        if "blocks" in own:
+            module.blocks = [f"model.{one}" for one in own["blocks"]]
+        yield module, inputs.pictures(size or model.default_cfg["input_size"][-1])
 
 
 def _diffusers_names() -> list[tuple[str, str]]:

@@ -133,10 +133,8 @@ def _check_images(module: Tiny, batch: Any) -> None:
 
 def _checked(module: Tiny, batches: Batches, layout: str, dtype: torch.dtype, timeout: float) -> Row:
     try:
-        verdict = check(
-            module, batches, HanayoStrategy(**LAYOUTS[layout]), devices=2, steps=len(batches), dtype=dtype,
-            timeout=timeout,
-        )  # fmt: skip
+        strategy = HanayoStrategy(**LAYOUTS[layout], blocks=module.blocks)
+        verdict = check(module, batches, strategy, devices=2, steps=len(batches), dtype=dtype, timeout=timeout)
     except HanayoError as error:
         verdict_of_one = "one process can't" if " in one process" in str(error) else "refused"
         return {"verdict": verdict_of_one, "reason": _first_line(error)}
@@ -144,8 +142,9 @@ def _checked(module: Tiny, batches: Batches, layout: str, dtype: torch.dtype, ti
     row: Row = {"verdict": outcome, "reason": "" if outcome == "exact" else _first_line(verdict.summary)}
     if verdict.layout is not None:
         row["gap"] = float(f"{verdict.layout.gap:.1e}")
-    if verdict.notes:
-        row["notes"] = [_first_line(note) for note in verdict.notes]
+    notes = [f"with blocks={module.blocks}"] if module.blocks else []
+    if notes := [*notes, *map(_first_line, verdict.notes)]:
+        row["notes"] = notes
     return row
 
 

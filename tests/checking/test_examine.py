@@ -239,6 +239,12 @@ def test_a_refusal_is_the_strategys_message(pool: Pool) -> None:
     assert (verdict.outcome, verdict.exit_code) == ("refused", 1)
 
 
+def test_noise_in_a_cube_is_refused_by_the_line_that_draws_it(pool: Pool) -> None:
+    verdict = verdict_of(pool, Noisy, VECTORS, CUBE, steps=1)
+    assert (verdict.outcome, verdict.exit_code) == ("refused", 1)
+    assert "torch.randn_like(batch" in verdict.summary and "leave the cube out" in verdict.summary
+
+
 # What is broken on purpose, in the workers.
 
 

@@ -42,7 +42,8 @@ def values() -> Values:
 
 
 def on_layout(compared: Comparison, *, has_cube: bool = False, notes: tuple[str, ...] = ()) -> Verdict:
-    return verdict_of_layout(compared, RankResult({}, "model.layers", STAGES), has_cube=has_cube, notes=notes)
+    rank = RankResult({}, "model.layers", STAGES, tuple(f"model.layers.{i}" for i in range(4)))
+    return verdict_of_layout(compared, rank, has_cube=has_cube, notes=notes)
 
 
 def verdict(*changed: Any, has_cube: bool = False) -> Verdict:

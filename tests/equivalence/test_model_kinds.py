@@ -56,6 +56,20 @@ class Features(models.Trained):
         return (scores - batch["y"]).square().mean()
 
 
+class Staged(models.MLP):
+    """Calls its stages by their names, as a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage1, self.stage2, *_ = self.blocks
+        self.stage3, self.stage4 = nn.Sequential(*self.blocks[2:5]), nn.Sequential(*self.blocks[5:])
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stage2(self.stage1(self.embedding(x)))
+        return self.head(self.stage4(self.stage3(x).tanh()))
+
+
 def tokens() -> list[Batch]:
     """Three batches of token ids, with padding at some ends."""
     generator = torch.Generator().manual_seed(1)
@@ -152,6 +166,9 @@ KINDS = {
     ),
     "code between blocks": Case(funnel, tokens, BETWEEN),
     "lists that are called in turn": Case(xlm, tokens, BETWEEN, _XLM),
+    "stages that are in no list": Case(
+        Staged, partial(models.vectors, (8, 6)), BETWEEN, ("stage1", "stage2", "stage3[*]", "stage4[*]")
+    ),
     "lengths that y doesn't divide": Case(partial(models.llama, kv_heads=2), ODD, [CUBE, PIPELINE], tolerance=FP32),
 }
 OTHERS = {

@@ -9,7 +9,7 @@ net.1 .. 3 of net.0 .. 5       blocks in a row in a Sequential, if no list has m
 from collections.abc import Callable
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.stack import find_stack, find_stack_if_any, num_parameters_outside
@@ -135,6 +135,28 @@ def test_the_modules_of_sequentials_are_blocks_if_they_are_named() -> None:
     names = ["net", "net[*]"]
     assert [len(find_stack(Holder(net=layers), name)) for name in names] == [2, 4]
     assert find_stack(Holder(net=layers), "net[*]").block_names == ("net.0.0", "net.0.1", "net.1.0", "net.1.1")
+
+
+def test_modules_that_are_in_no_list_are_blocks_in_the_order_of_their_names() -> None:
+    model = Holder(a=nn.Linear(4, 4), b=nn.Sequential(*linears(2)), c=nn.ModuleDict({"only": nn.Linear(4, 4)}))
+    assert find_stack(model, "b+a").block_names == ("b", "a")
+    assert find_stack(model, "a+b[*]").block_names == ("a", "b.0", "b.1")
+    with pytest.raises(HanayoError, match=r"^blocks: 'd' is no module of Holder; "):
+        find_stack(model, "a+d")
+    with pytest.raises(HanayoError, match=r"^blocks: 'a' is no ModuleList or Sequential of Holder; "):
+        find_stack(model, "b+a[*]")
+    with pytest.raises(UnsupportedError, match="c is a ModuleDict, which has no forward"):
+        find_stack(model, "a+c")
+
+
+def test_a_dictionary_with_a_forward_is_a_block() -> None:
+    """As the dense blocks of a DenseNet."""
+
+    class Dense(nn.ModuleDict):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert len(find_stack(Holder(h=nn.Sequential(Dense({"a": nn.Linear(2, 2)}), nn.Linear(2, 2))), "h")) == 2
 
 
 def test_stack_by_name() -> None:

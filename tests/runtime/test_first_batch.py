@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import DynamicCache
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batch import Batch
@@ -179,6 +180,26 @@ def test_in_a_cube_blocks_run_equally_often_on_any_number_of_samples(change: Any
         return len(found)
 
     assert calls(5) == calls(2) == calls(1) == calls(0) > 4
+
+
+class Recurrent(Block):
+    """Adds the state that a cache has of its samples, and stores the next one there."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        made = super().forward(x)
+        if cache is not None:
+            cache.state = made + 5e-6 * getattr(cache, "state", 0.0)
+            made = cache.state
+        return made
+
+
+def test_in_a_cube_a_state_in_a_cache_is_not_that_of_other_samples() -> None:
+    """A run would begin with the state of the run before, whose samples were others."""
+    block = Recurrent(lambda x: x)
+    first = prepared(block, is_cube=True)
+    with first.recording():
+        block(inputs(2), DynamicCache())
+    first.examine(Batch(), 2)
 
 
 def test_samples_may_be_in_any_dimension() -> None:

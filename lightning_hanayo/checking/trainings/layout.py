@@ -137,6 +137,7 @@ def run_rank(case: Case) -> RankResult:
         observer.values,
         stack=ownership.stack.name,
         stages=tuple(zip(ownership.stages, ownership.stage_ranks, strict=False)),
+        block_names=ownership.stack.block_names,
         num_microbatches=pipeline.layout.num_microbatches,
     )
 
@@ -197,6 +198,8 @@ def shrink(module: nn.Module, blocks: str | None, depth: int) -> None:
     for name in reversed(stack.block_names[depth:]):
         container, _, key = name.rpartition(".")
         parent: Any = module.get_submodule(container)
+        if not isinstance(parent, nn.ModuleList | nn.Sequential):
+            raise HanayoError(f"depth={depth}: the step calls {name} by its name. Leave depth out")
         del parent[list(parent._modules).index(key)]
     for length in range(len(path)):
         _correct_counts(module.get_submodule(".".join(path[:length])), before, depth)

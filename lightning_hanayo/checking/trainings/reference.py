@@ -19,6 +19,7 @@ from lightning_hanayo.checking.case import Case, RankResult
 from lightning_hanayo.checking.trainings.layout import Observer, make_loader, make_trainer, prepare, rank_of_run
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack, modules_outside
+from lightning_hanayo.pipeline_parallel.capture.proxy import user_line
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.loaders import source_of
@@ -27,16 +28,22 @@ from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighti
 from lightning_hanayo.strategy.user_code.collected import Collections
 
 
-class RoundingWatch(TorchDispatchMode):
-    """While it is active: whether user code rounds a tensor of `dtype` to a lower precision, as norms of Llama do."""
+class StepWatch(TorchDispatchMode):
+    """While it is active: whether user code rounds a tensor of `dtype` to a lower precision, as norms of Llama do, and
+    which of its lines draws random numbers first."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.has_rounded = False
+        self.draws_at = ""
         self._dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        may_draw = not self.draws_at and torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if may_draw else None
         result = func(*args, **(kwargs or {}))
+        if before is not None and not torch.equal(torch.get_rng_state(), before):
+            self.draws_at = user_line()
         if func is torch.ops.aten._to_copy.default and isinstance(result, Tensor) and result.is_floating_point():
             self.has_rounded |= args[0].dtype == self._dtype and result.itemsize < args[0].itemsize
         return result
@@ -51,7 +58,7 @@ def run_reference(case: Case) -> RankResult:
     observer = Observer(lambda _: dict(enumerate(steps.losses)), accumulate, num_data, logs=True)
     make_trainer(case, steps, observer, devices=1).fit(module, make_loader(case, 0))
     values = {key: value for key, value in observer.values.items() if key.name.partition(" (")[0] not in steps.synced}
-    return RankResult(values, draws_numbers=steps.has_drawn, has_rounded=steps.rounding.has_rounded)
+    return RankResult(values, draws_at=steps.draws_at, has_rounded=steps.watch.has_rounded)
 
 
 def weigh(rows: Sequence[SplitBatch], rule: LossWeight) -> list[float]:
@@ -73,9 +80,9 @@ class _WholeSteps(Callback):
         """of the last batch, by data rank"""
         self.synced: set[str] = set()
         """names of logged values that data ranks merge, which aren't compared"""
-        self.has_drawn = False
-        """whether a step has drawn random numbers"""
-        self.rounding = RoundingWatch(case.dtype)
+        self.draws_at = ""
+        """the line of a step that draws random numbers"""
+        self.watch = StepWatch(case.dtype)
         self._case = case
         self._splitter = BatchSplitter(case.options.batch_rule)
         self._data_rank = 0
@@ -125,11 +132,12 @@ class _WholeSteps(Callback):
         if data_rank:
             self._collections.begin_batch()
             self._collections.enter(0)
-        with nullcontext() if self.losses else self.rounding:  # in the first batch alone: a watch takes time
+        with nullcontext() if self.losses else self.watch:  # in the first batch alone: a watch takes time
             result = step()
         if data_rank:  # the module holds data rank 0's
             self._collections.store({path: [] for own in self._collections.end_batch(1) for path in own.appended}, {})
-        self.has_drawn |= not torch.equal(torch.get_rng_state(), begun)
+        if not torch.equal(torch.get_rng_state(), begun):
+            self.draws_at = self.draws_at or self.watch.draws_at or "the step"
         if self._case.topology.world_size > 1:
             torch.set_rng_state(before)
         self._data_rank = 0

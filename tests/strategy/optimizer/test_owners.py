@@ -151,7 +151,7 @@ OPTIMIZERS, MODELS = (lamb, adafactor), (gpt2, llama, models.MLP)
         case
         for case in covered(
             product(CUBES, OPTIMIZERS, MODELS, (False, True)),
-            by=[(CUBES[1], adafactor, gpt2, False), (CUBES[5], lamb, models.MLP, True)],
+            by=[(CUBES[1], adafactor, models.MLP, False), (CUBES[5], lamb, models.MLP, True)],
         )
         if case.values[0].topology.cube != (1, 1, 1) or case.values[3]
     ],

@@ -43,11 +43,11 @@ _CHOICES = range(COLUMNS.index("schedule"), COLUMNS.index("step s"))
 
 def _of_experts(plan: Plan) -> str:
     """What is said of experts whose products autocast leaves in fp32."""
-    found = {block.experts.dtype for block, _ in plan.facts.kinds if block.experts is not None} - {plan.facts.dtype}
+    found = {block.experts.dtype for block, _ in plan.facts.kinds if block.experts is not None}
     return "".join(
         f", those of experts in {dtype}{plan.machine.rate_note(dtype)}; precision='bf16-true' with "
         f"master_weights='fp32' computes them in 16 bits"
-        for dtype in sorted(found)
+        for dtype in sorted(found - {plan.facts.dtype, ""})
     )
 
 

@@ -162,11 +162,12 @@ def time_block(
         steps.append(step)
     first, *others = steps or [_Step(behind=between)]
     rate = machine.matmul_rate(dtype, float("inf")) * num_ranks / samples
-    behind, experts, of_experts = block.attention_flops / rate, block.experts, 0.0
-    if experts is not None:
-        of_experts = experts.flops / machine.matmul_rate(experts.dtype or dtype, float("inf")) / num_ranks * samples
-        behind -= experts.flops / rate
+    behind, experts = block.attention_flops / rate, block.experts
+    if experts is not None:  # in a type of their own
+        of_experts = experts.flops / machine.matmul_rate(experts.dtype or dtype, float("inf")) * samples / num_ranks
+        behind += of_experts - experts.flops / rate
     if experts is not None and block.shared_experts(mesh):  # tokens are sent, computed with, and sent back
+        behind -= of_experts
         used = [link for link, size in zip((y, z), mesh[1:], strict=True) if size > 1]
         link = min(used, key=lambda link: link.bandwidth)
         one_way = link.seconds(element * samples * experts.sent(mesh))
@@ -174,8 +175,7 @@ def time_block(
             _Step(behind=of_experts, gather_x=one_way, scatter_dx=one_way),
             _Step(scatter_y=one_way, gather_dy=one_way),
         ]
-        of_experts = 0.0
-    steps = [replace(first, behind=first.behind + behind + of_experts), *others]
+    steps = [replace(first, behind=first.behind + behind), *others]
     if weights == "batch":
         steps = [replace(one, gather_w=0.0, scatter_dw=0.0) for one in steps]
     host = _host(steps, block, machine)

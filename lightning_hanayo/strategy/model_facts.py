@@ -31,6 +31,7 @@ from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
+from lightning_hanayo.planner.machine import DTYPES
 from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts, Product
 from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.options import Options
@@ -382,9 +383,8 @@ def _block(
     experts, of_experts = counts.experts, counts.of_experts
     if experts is not None and of_experts is not None:
         tokens, saved = experts.tokens // num_samples, of_experts.num_saved(parameters) / num_samples
-        experts = replace(
-            experts, tokens=tokens, flops=of_experts.flops / num_samples, saved=saved, dtype=of_experts.dtype
-        )
+        flops, dtype = of_experts.flops / num_samples, of_experts.dtype if of_experts.dtype in DTYPES else ""
+        experts = replace(experts, tokens=tokens, flops=flops, saved=saved, dtype=dtype)
     return BlockFacts(
         products=own,
         parameters=sum(one.numel() for one in block.parameters()),

@@ -43,8 +43,7 @@ _ANSWERED = 67
 _KEPT = 2000
 """characters of each rank's output that are kept"""
 _CUDA = (
-    "this process has used CUDA, which its forks then can't. Restart the kernel, and let nothing use the GPUs before "
-    "launch() does: no tensor on a GPU, and no torch.cuda.is_available()"
+    "this process has used CUDA, so its forks can't. Restart the kernel, and use no GPU before launch(), nor ask for it"
 )
 _T = TypeVar("_T")
 
@@ -102,12 +101,9 @@ def _result(ranks: "Ranks") -> Any:
             raise error from None  # a mistake that its message explains
         if kind == "error" and isinstance(error, Exception):
             raise error
-    codes = [(one.rank, one.process.exitcode) for one in ranks.all]
-    reasons = [
-        f"rank {rank} {describe_end(-code if code < 0 else code << 8)}"
-        for rank, code in codes
-        if code is not None and code not in (0, _ANSWERED)
-    ]
+    codes = {one.rank: one.process.exitcode or 0 for one in ranks.all}
+    ended = [(rank, code) for rank, code in codes.items() if code not in (0, _ANSWERED)]
+    reasons = [f"rank {rank} {describe_end(-code if code < 0 else code << 8)}" for rank, code in ended]
     ends = {one.rank: one.answer for one in ranks.answered}
     reasons += [f"rank {rank} left the run: {value!r}" for rank, (kind, value) in ends.items() if kind == "error"]
     for reason in [*reasons, *(value for kind, value in ends.values() if kind == "consequence")]:

@@ -34,8 +34,6 @@ class Topology:
         for name, size in (("data", self.data), ("pipe", self.pipe), *zip("xyz", self.cube, strict=True)):
             if size < 1:
                 raise HanayoError(f"the {name} axis has size {size}; every axis has at least one rank")
-        if self.world_size > MAX_RANKS:
-            raise HanayoError(f"{self.world_size:,} ranks are more than {MAX_RANKS:,}, the most that a world may have")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -126,21 +124,15 @@ def cube_sizes(cube: int | tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def _mismatch(world_size: int, pipe: int | str, data: int | str, cube_xyz: tuple[int, ...]) -> str:
-    cube = prod(cube_xyz)
-    valid = [
-        (p, world_size // (cube * p)) for p in range(1, world_size + 1) if cube > 0 and world_size % (cube * p) == 0
-    ]
-    wanted = pipe if isinstance(pipe, int) else 1
-    valid.sort(key=lambda sizes: (abs(sizes[0] - wanted), sizes[0]))
-    choices = ", ".join(f"pipeline_parallel_size={p} with data_parallel_size={d}" for p, d in valid[:3])
-    given = {"pipeline_parallel_size": pipe, "data_parallel_size": data}
-    sizes = [f"{name}={size}" for name, size in given.items() if size != "auto"]
-    sizes += [f"cube={'x'.join(map(str, cube_xyz))}"] * (cube != 1)
-    needed = prod(size for size in (pipe, data, cube) if isinstance(size, int))
-    text = (
-        f"{' x '.join(sizes)} needs {'a multiple of ' * (len(sizes) < 2 + (cube != 1))}{needed} processes, but devices "
-    )
-    text += f"x num_nodes is {world_size}"
+    cube, wanted = prod(cube_xyz), pipe if isinstance(pipe, int) else 1
+    fitting = [p for p in range(1, world_size + 1) if cube > 0 and world_size % (cube * p) == 0]
+    nearest = sorted(fitting, key=lambda p: (abs(p - wanted), p))[:3]
+    choices = [f"pipeline_parallel_size={p} with data_parallel_size={world_size // (cube * p)}" for p in nearest]
+    shape = "auto" if cube == 1 else "x".join(map(str, cube_xyz))
+    given = {"pipeline_parallel_size": pipe, "data_parallel_size": data, "cube": shape}
+    sizes = " x ".join(f"{name}={size}" for name, size in given.items() if size != "auto")
+    needed, multiple = prod(one for one in (pipe, data, cube) if isinstance(one, int)), "auto" in (pipe, data)
+    text = f"{sizes} needs {'a multiple of ' * multiple}{needed} processes, but devices x num_nodes is {world_size}"
     if world_size == 1 and needed > 1:
         return f"{text}: say devices={needed}."
-    return f"{text}. These fit: {choices}." if choices else f"{text}."
+    return f"{text}. These fit: {', '.join(choices)}." if choices else f"{text}."

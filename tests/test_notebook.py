@@ -130,26 +130,26 @@ def test_mistakes_are_named() -> None:
         launch(lookup, devices=0)
     with pytest.raises(HanayoError, match="result can't be sent to the notebook: .*Return numbers, tensors"):
         launch(lambda: lambda: None, devices=1)
-    with pytest.raises(HanayoError, match="2 processes were started for this run, but the Trainer has devices=3"):
+    with pytest.raises(HanayoError, match="2 processes were started, but devices x num_nodes of the Trainer is 3"):
         launch(train, 3, "hanayo", devices=2)
 
 
 def test_a_process_that_has_used_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(HanayoError, match="this process has used CUDA, which its forks then can't. Restart the kernel"):
+    with pytest.raises(HanayoError, match="this process has used CUDA, so its forks can't. Restart the kernel"):
         launch(lookup, devices=1)
 
 
 def test_a_trainer_in_a_notebook_names_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     pl.Trainer(accelerator="cpu", devices=1, strategy="hanayo", **QUIET)
-    with pytest.raises(HanayoError, match=r"make the Trainer in a function, .*launch\(function, devices=2\)"):
+    with pytest.raises(HanayoError, match=r"Make the Trainer in a function, and call .*launch\(function, devices=2\)"):
         pl.Trainer(accelerator="cpu", devices=2, strategy="hanayo", **QUIET)
 
 
 def test_standard_input_cant_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["-"])
-    with pytest.raises(HanayoError, match="the other ranks can't read this program again, which came from standard"):
+    with pytest.raises(HanayoError, match="the other ranks can't read this program again from standard"):
         train(2, "hanayo")
 
 

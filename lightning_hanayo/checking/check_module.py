@@ -91,7 +91,7 @@ def check(
     trainer = TrainerOptions(accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, kept)
     taken = take_batches(module, data, steps * topology.data * accumulate_grad_batches, dtype)
     if (
-        options.blocks is None
+        options.stack is None
         and topology.replica_size > 1
         and (defines_configure_model(module) or is_ambiguous(module))
         and (names := called_stacks(module, lambda: taken.batches[0]))

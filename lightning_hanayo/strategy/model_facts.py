@@ -270,7 +270,7 @@ def read_batch(
         num_samples,
         precision=precision,
         master_weights=options.master_weights is not None,
-        blocks=options.blocks,
+        blocks=options.stack,
     )
     return facts, num_samples
 

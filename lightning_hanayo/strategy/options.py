@@ -2,21 +2,23 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import wraps
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
 from reprlib import repr as repr_of
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Concatenate, Literal, ParamSpec, Union, get_args, get_origin
 
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, SplitFunction
+from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.planner.layout import check_schedule
-from lightning_hanayo.schedule import CostModel
 from lightning_hanayo.schedule.number_checks import LARGEST, check_num_actions, is_number, is_size, is_whole
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight
 from lightning_hanayo.topology import MAX_RANKS, cube_sizes
@@ -28,7 +30,6 @@ MAX_PIECES = 1024
 """of a 3-D product: each needs collectives of its own"""
 MAX_TIMEOUT = timedelta(days=365)
 """which torch can add to its clocks"""
-_FROM_1 = "a whole number of at least 1"
 _SIZES = ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches")
 LOAD_ANYWAY = ("nan", "dtype", "optimizer_state", "samples")
 """problems for which a checkpoint is refused unless `load_anyway` accepts them"""
@@ -67,103 +68,99 @@ def check_names(strategy: type, names: Iterable[str]) -> None:
         raise HanayoError(f"{strategy.__name__} has no option {name!r}: {hint}")
 
 
+_P = ParamSpec("_P")
+
+
+def takes(
+    options: Callable[_P, "Options"],
+) -> Callable[[Callable[[Any, dict[str, Any]], None]], Callable[Concatenate[Any, _P], None]]:
+    """Give a constructor the parameters of `options`, which it gets as a dictionary of all arguments."""
+
+    def decorate(constructor: Callable[[Any, dict[str, Any]], None]) -> Callable[Concatenate[Any, _P], None]:
+        parameters = inspect.signature(options)
+
+        @wraps(constructor)
+        def __init__(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            given = parameters.bind(*args, **kwargs)
+            given.apply_defaults()
+            constructor(self, given.arguments)
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(__init__)["__signature__"] = parameters.replace(parameters=(own, *parameters.parameters.values()))
+        return __init__  # type: ignore[return-value]  # whose `self` could be given by name, too
+
+    return decorate
+
+
 @dataclass(frozen=True)
 class Options:
     """The constructor's arguments; `HanayoStrategy` documents them."""
 
-    pipeline_parallel_size: AutoInt
-    num_waves: AutoInt
-    cube: int | tuple[int, int, int]
-    data_parallel_size: AutoInt
-    num_microbatches: AutoInt
-    blocks: str | None
-    loss_weight: Literal["auto"] | LossWeight
-    step: Literal["auto", "microbatch", "batch"]
-    activation_budget: float | None
-    cube_outside: Literal["share", "replicate", "tokens"]
-    schedule: str
-    balance: Literal["parameters", "time"] | Sequence[float]
-    costs: CostModel | None
-    cube_memory: Literal["gathered", "shards"]
-    cube_weights: Literal["microbatch", "batch"]
-    cube_pieces: int
-    pairs: bool
-    cube_tokens: int | None
-    cube_exclude: Sequence[str]
-    experts: Literal["whole", "cube"]
-    timeout: timedelta
-    batch_dim: int
-    split_batch: SplitFunction | None
-    whole: Sequence[str]
-    init_from: str | Path | Mapping[str, str | Path] | None
-    master_weights: Literal["fp32"] | None
-    shard_optimizer: bool
-    offload_optimizer: bool
-    recompute: Recompute
-    tied_gradients: Literal["in_order", "at_once"]
+    pipeline_parallel_size: AutoInt = "auto"
+    num_waves: AutoInt = "auto"
+    cube: int | tuple[int, int, int] = 1
+    data_parallel_size: AutoInt = "auto"
+    num_microbatches: AutoInt = "auto"
+    blocks: str | Sequence[str] | None = None
+    loss_weight: Literal["auto"] | LossWeight = "auto"
+    activation_budget: float | None = None
+    cube_outside: Literal["share", "replicate", "tokens"] = "share"
+    schedule: str = "auto"
+    _: KW_ONLY
+    step: Literal["auto", "microbatch", "batch"] = "auto"
+    balance: Literal["parameters", "time"] | Sequence[float] = "parameters"
+    cube_memory: Literal["gathered", "shards"] = "gathered"
+    cube_weights: Literal["microbatch", "batch"] = "microbatch"
+    cube_pieces: int = 1
+    pairs: bool = False
+    cube_tokens: int | None = None
+    cube_exclude: Sequence[str] = ("experts",)
+    experts: Literal["whole", "cube"] = "whole"
+    costs: Any = None  # were CostModel named, jsonargparse would take a profile's path for its fields
+    timeout: timedelta | float = timedelta(minutes=30)
+    batch_dim: int = 0
+    split_batch: SplitFunction | None = None
+    whole: Sequence[str] = ()
+    init_from: str | Path | Mapping[str, str | Path] | None = None
+    master_weights: Literal["fp32"] | None = None
+    recompute: Recompute = "none"
+    shard_optimizer: bool = False
+    offload_optimizer: bool = False
+    tied_gradients: Literal["in_order", "at_once"] = "in_order"
     # A model that was cut for other options of these can be used as it is.
-    layout: str | None = field(compare=False)
-    save_full: bool = field(compare=False)
-    save_async: bool = field(compare=False)
-    verify_checkpoints: bool = field(compare=False)
-    load_anyway: Collection[str] = field(compare=False)
-    nonfinite: Literal["raise", "skip", "ignore"] = field(compare=False)
-    check_replicas: int | None = field(compare=False)
-    restore_module: bool = field(compare=False)
+    save_full: bool = field(default=False, compare=False)
+    save_async: bool = field(default=False, compare=False)
+    verify_checkpoints: bool = field(default=True, compare=False)
+    load_anyway: Collection[str] = field(default=(), compare=False)
+    nonfinite: Literal["raise", "skip", "ignore"] = field(default="raise", compare=False)
+    check_replicas: int | None = field(default=None, compare=False)
+    restore_module: bool = field(default=False, compare=False)
+    layout: str | Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        self._check_sizes()
-        for name, kind in get_type_hints(Options).items():
-            if get_origin(kind) is Literal:
-                self._choice(name, get_args(kind))
-        if not callable(self.loss_weight):
-            self._choice("loss_weight", ("auto", "samples", "tokens", "shifted_tokens", "sum"))
-        budget = self.activation_budget
-        if budget is not None and (not is_number(budget) or budget == 0):
-            raise HanayoError(f"activation_budget={budget!r}: expected a positive number of M_a, or None")
-        if self.master_weights is not None:
-            self._choice("master_weights", ("fp32",))
-        self._check_recompute()
-        self._names("cube_exclude", "('experts',)")
-        blocks: Any = self.blocks
-        if blocks is not None and (not isinstance(blocks, str) or not blocks):
-            raise HanayoError(
-                f"blocks={blocks!r}: expected the name of the block stack, 'model.layers', names of lists or "
-                f"modules that are called in turn, or None"
-            )
-        self._check_balance()
-        self._check_timeout()
-        self._check_batch_rule()
-        self._check_folders()
-        self._check_checkpoints()
-        self._check_schedule()
-
-    def _check_sizes(self) -> None:
-        for name in _SIZES:
-            if not (isinstance(value := getattr(self, name), str) and value == "auto"):
-                self._whole(name, f"'auto' or {_FROM_1}")
-        self._whole("cube_pieces", _FROM_1, most=MAX_PIECES)
-        if self.cube_tokens is not None:
-            self._whole("cube_tokens", f"{_FROM_1}, or None")
-        if self.check_replicas is not None:
-            self._whole("check_replicas", f"{_FROM_1}, or None")
-        self._whole("batch_dim", "a whole number of at least 0", least=0)
-        cube: Any = self.cube
-        if not is_size(cube) and not (isinstance(cube, (tuple, list)) and len(cube) == 3 and all(map(is_size, cube))):
-            raise HanayoError(f"cube={cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
-        self._set("cube", int(cube) if is_size(cube) else tuple(map(int, cube)))
+        self._set("costs", costs_from(self.costs))
+        if isinstance(self.blocks, list | tuple) and _are_names(self.blocks):
+            self._set("blocks", "+".join(self.blocks))
+        for name, kind in ((one.name, one.type) for one in fields(self)):
+            value, choices, rule = getattr(self, name), _choices(kind), _FLAG if kind is bool else _RULES.get(name)
+            names = [choice for choice in choices if choice is not None]
+            if isinstance(value, str | None) and value in choices:
+                continue
+            if names and (rule is None or isinstance(value, str)):
+                raise HanayoError(f"{name}={value!r} is unknown; {nearest(str(value), names)}")
+            if rule is not None and not rule[0](value):
+                raise HanayoError(f"{name}={repr_of(value)}: expected {rule[1]}")
+            if is_whole(value):  # maybe NumPy's
+                self._set(name, int(value))
+        if not isinstance(self.cube, int):
+            self._set("cube", tuple(map(int, self.cube)))
+        if not isinstance(self.balance, str):
+            self._set("balance", tuple(map(float, self.balance)))
+        self._set("timeout", timedelta(seconds=_seconds(self.timeout)))
+        self._set("schedule", fspath(self.schedule))
         self._check_bounds()
-
-    def _check_recompute(self) -> None:
-        if callable(self.recompute):
-            return
-        if isinstance(self.recompute, str):
-            self._choice("recompute", ("none", "blocks", "attention"))
-        else:
-            expected = (
-                "'none', 'blocks', 'attention', a number of blocks per stage, or a function (name, block) -> bool"
-            )
-            self._whole("recompute", expected, least=0)
+        self._check_pairs_of_options()
+        check_schedule(self.schedule)
 
     def _check_bounds(self) -> None:
         """Reject sizes that no machine has, and schedules that would take minutes to build, by lower bounds."""
@@ -171,10 +168,8 @@ class Options:
         known = dict.fromkeys(_SIZES, 1) | sizes
         ranks = known["pipeline_parallel_size"] * known["data_parallel_size"] * prod(cube_sizes(self.cube))
         if ranks > MAX_RANKS:
-            raise HanayoError(
-                f"pipeline_parallel_size x data_parallel_size x cube are at least {ranks:,} ranks, and at most "
-                f"{MAX_RANKS:,} can be"
-            )
+            product = "pipeline_parallel_size x data_parallel_size x cube"
+            raise HanayoError(f"{product} are at least {ranks:,} ranks, and at most {MAX_RANKS:,} can be")
         stages_per_rank = 2 * known["num_waves"] if known["num_waves"] > 1 else 1
         try:
             check_num_actions(known["pipeline_parallel_size"], known["num_microbatches"], stages_per_rank)
@@ -182,36 +177,31 @@ class Options:
             sizes.pop("data_parallel_size", None)
             raise HanayoError(f"{', '.join(f'{name}={size}' for name, size in sizes.items())}: {error}") from None
 
-    def _check_balance(self) -> None:
-        if isinstance(self.balance, str):
-            return self._choice("balance", ("parameters", "time"))
-        try:
-            costs = tuple(self.balance)
-        except TypeError:
-            costs = ()
-        if not costs or not all(is_number(cost) and cost <= LARGEST for cost in costs):
+    def _check_pairs_of_options(self) -> None:
+        if self.pairs and self.step == "batch":
+            raise HanayoError("step='batch' and pairs=True: a batch's forwards all come first. Leave one of them out")
+        if self.save_full and self.save_async:
+            advice = "Leave out save_async=True, or save folders, and make files of them by `hanayo ckpt export`"
+            raise HanayoError(f"save_full=True gathers on rank 0, which training has to wait for. {advice}")
+        for name in {*self.load_anyway} - {*LOAD_ANYWAY}:
+            raise HanayoError(f"load_anyway={self.load_anyway!r}: {name!r} is unknown; {nearest(name, LOAD_ANYWAY)}")
+        if self.batch_dim and self.loss_weight == "shifted_tokens":
             raise HanayoError(
-                f"balance={repr_of(self.balance)}: expected 'parameters', 'time', or one finite number of at least 0 "
-                f"per block"
+                f"loss_weight='shifted_tokens' needs labels [batch, seq], but batch_dim={self.batch_dim}. Set "
+                f"loss_weight=lambda micro_batch: int((micro_batch['labels'][1:] != -100).sum())"
             )
-        return self._set("balance", tuple(map(float, costs)))
 
-    def _check_timeout(self) -> None:
-        value: Any = self.timeout
-        seconds = value.total_seconds() if isinstance(value, timedelta) else value
-        if not is_number(seconds) or not 0 < seconds <= MAX_TIMEOUT.total_seconds():
-            raise HanayoError(
-                f"timeout={value!r}: expected a timedelta or a number of seconds, above 0 and at most "
-                f"{MAX_TIMEOUT.days} days"
-            )
-        self._set("timeout", timedelta(seconds=float(seconds)))
+    @property
+    def stack(self) -> str | None:
+        """The name of the block stack, or several, joined by "+"; None: it is found."""
+        assert isinstance(self.blocks, str | None)
+        return self.blocks
 
-    def _check_schedule(self) -> None:
-        if isinstance(self.schedule, PathLike):
-            self._set("schedule", fspath(self.schedule))
-        if not isinstance(self.schedule, str):
-            raise HanayoError(f"schedule={self.schedule!r}: expected a name, the path of a CSV table, or 'auto'")
-        check_schedule(self.schedule)
+    @property
+    def transfer_time(self) -> timedelta:
+        """How long a transfer may take."""
+        assert isinstance(self.timeout, timedelta)
+        return self.timeout
 
     @property
     def batch_rule(self) -> BatchRule:
@@ -224,68 +214,68 @@ class Options:
         folders = self.init_from if isinstance(self.init_from, Mapping) else {"": self.init_from}
         return {name: Path(folder) for name, folder in folders.items() if folder is not None}
 
-    def _check_folders(self) -> None:
-        value: Any = self.init_from
-        paths = [*value, *value.values()] if isinstance(value, Mapping) else [value]
-        if not all(path is None or (isinstance(path, (str, Path)) and str(path)) for path in paths):
-            raise HanayoError(
-                f"init_from={value!r}: expected a folder with model.safetensors, a dictionary of such folders by the "
-                f"names of the modules they are for, or None"
-            )
-
-    def _check_checkpoints(self) -> None:
-        flags = ("save_full", "save_async", "verify_checkpoints")
-        for name in (*flags, "pairs", "shard_optimizer", "offload_optimizer", "restore_module"):
-            if not isinstance(getattr(self, name), bool):
-                raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
-        if self.pairs and self.step == "batch":
-            raise HanayoError(
-                "step='batch' and pairs=True: a pair is a forward and a backward of two micro-batches, and here all "
-                "forwards come first. Leave one of them out."
-            )
-        if self.save_full and self.save_async:
-            raise HanayoError(
-                "save_full=True gathers the whole checkpoint on rank 0, which can't be done while training goes on. "
-                "Leave out save_async=True, or save folders and run `hanayo ckpt export` on those that you need whole."
-            )
-        self._names("load_anyway", "('optimizer_state',)")
-        for name in self.load_anyway:
-            if name not in LOAD_ANYWAY:
-                raise HanayoError(
-                    f"load_anyway={self.load_anyway!r}: {name!r} is unknown; {nearest(name, LOAD_ANYWAY)}"
-                )
-
-    def _check_batch_rule(self) -> None:
-        if self.batch_dim and self.loss_weight == "shifted_tokens":
-            raise HanayoError(
-                f"loss_weight='shifted_tokens' needs labels [batch, seq], but batch_dim={self.batch_dim}. Set "
-                f"loss_weight=lambda micro_batch: int((micro_batch['labels'][1:] != -100).sum())"
-            )
-        if self.split_batch is not None and not callable(self.split_batch):
-            raise HanayoError(
-                f"split_batch={self.split_batch!r}: expected a function (batch, n) that returns a list of at most n "
-                f"micro-batches, or None"
-            )
-        self._names("whole", "('weights',)")
-
-    def _names(self, name: str, example: str) -> None:
-        names: Any = getattr(self, name)
-        if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in names):
-            raise HanayoError(f"{name}={names!r}: expected a sequence of names, such as {example}")
-
-    def _whole(self, name: str, expected: str, *, least: int = 1, most: int | None = None) -> None:
-        """Check a whole number, also one of NumPy, which becomes Python's."""
-        value = getattr(self, name)
-        if not is_whole(value) or value < least:
-            raise HanayoError(f"{name}={value!r}: expected {expected}")
-        if most is not None and value > most:
-            raise HanayoError(f"{name}={value!r}: expected at most {most:,}")
-        self._set(name, int(value))
-
-    def _choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value: Any = getattr(self, name)
-        if not isinstance(value, str) or value not in choices:
-            raise HanayoError(f"{name}={value!r} is unknown; {nearest(str(value), choices)}")
-
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The names that the `Literal`s in a type allow, in their order, and None if it does."""
+    if kind is NoneType:
+        return (None,)
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(value for part in get_args(kind) if get_origin(kind) in _UNIONS for value in _choices(part))
+
+
+def _seconds(value: Any) -> Any:
+    return value.total_seconds() if isinstance(value, timedelta) else value
+
+
+def _is_cube(value: Any) -> bool:
+    return is_size(value) or (isinstance(value, (tuple, list)) and len(value) == 3 and all(map(is_size, value)))
+
+
+def _are_costs(value: Any) -> bool:
+    costs = [*value] if isinstance(value, Iterable) else []
+    return bool(costs) and all(is_number(cost) and cost <= LARGEST for cost in costs)
+
+
+def _are_folders(value: Any) -> bool:
+    paths = [*value, *value.values()] if isinstance(value, Mapping) else [value]
+    return all(path is None or (isinstance(path, (str, Path)) and bool(str(path))) for path in paths)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(one, str) for one in value)
+
+
+_UNIONS = (Union, UnionType)
+_FROM_1 = "a whole number of at least 1"
+_FLAG = lambda value: isinstance(value, bool), "True or False"
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_SIZES, (is_size, f"'auto' or {_FROM_1}")),
+    **dict.fromkeys(("cube_tokens", "check_replicas"), (is_size, f"{_FROM_1}, or None")),
+    **dict.fromkeys(("whole", "cube_exclude", "load_anyway"), (_are_names, "a sequence of names, as in ('weights',)")),
+    "cube": (_is_cube, "p, for a p x p x p cube, or the sizes (x, y, z)"),
+    "blocks": (
+        lambda value: isinstance(value, str) and value != "",
+        "the name of the block stack, 'model.layers', names of lists or modules that are called in turn, or None",
+    ),
+    "loss_weight": (callable, "'samples', 'tokens', 'shifted_tokens', 'sum', 'auto', or a function of a micro-batch"),
+    "activation_budget": (lambda value: is_number(value) and value > 0, "a positive number of M_a, or None"),
+    "schedule": (lambda value: isinstance(value, (str, PathLike)), "a name, the path of a CSV table, or 'auto'"),
+    "balance": (_are_costs, "'parameters', 'time', or one finite number of at least 0 per block"),
+    "cube_pieces": (lambda value: is_size(value) and value <= MAX_PIECES, f"{_FROM_1}, and at most {MAX_PIECES:,}"),
+    "timeout": (
+        lambda value: is_number(_seconds(value)) and 0 < _seconds(value) <= MAX_TIMEOUT.total_seconds(),
+        f"a timedelta or a number of seconds, above 0 and at most {MAX_TIMEOUT.days} days",
+    ),
+    "batch_dim": (lambda value: is_whole(value) and value >= 0, "a whole number of at least 0"),
+    "split_batch": (callable, "a function (batch, n) that returns a list of at most n micro-batches, or None"),
+    "init_from": (_are_folders, "a folder with model.safetensors, a dictionary of such by names of modules, or None"),
+    "recompute": (
+        lambda value: callable(value) or (is_whole(value) and value >= 0),
+        "'none', 'blocks', 'attention', a number of blocks per stage, or a function (name, block) -> bool",
+    ),
+}
+"""for options that aren't names of choices alone: whether a value is valid, and which ones would be"""

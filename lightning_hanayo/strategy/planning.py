@@ -4,17 +4,18 @@ The option `layout` of `HanayoStrategy`: the file of a plan takes the place of t
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from itertools import islice
 from os import PathLike, fspath
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
@@ -23,66 +24,48 @@ from lightning_hanayo.planner.machine import KNOWN, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import OF_BOTH, load_plan, strategy_options
 from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
+from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.plan import choose_layout
 from lightning_hanayo.topology import Topology
 
 
-class Planned(NamedTuple):
-    """What was decided."""
-
-    sizes: Mapping[str, Any]
-    """arguments of `HanayoStrategy`"""
-    said: str
-    """a line about them"""
-
-
-def plan_at_start(
-    trainer: "pl.Trainer",
-    module: "pl.LightningModule",
-    data: Any,
-    options: Options,
-    *,
-    world_size: int,
-    ranks_per_node: int,
-    device: torch.device,
-) -> Planned:
+def plan_at_start(strategy: MeshParallelStrategy, trainer: "pl.Trainer", data: Any) -> Options:
     """Choose D, P, W, B and the cube. All ranks that call this get the same, as it depends on shapes and names alone.
 
     The loader's batches stay as they are, so layouts with more data ranks take more samples per step: they are compared
     by the time per sample.
 
     Args:
-        trainer: its precision and batches per step count.
-        module: the model.
+        strategy: its options, devices and number of ranks count.
+        trainer: its module, precision and batches per step count.
         data: a LightningDataModule or loaders; None: the module's own.
-        options: the strategy's.
-        world_size: ranks of the run.
-        ranks_per_node: of them.
-        device: a rank's.
+
+    Returns:
+        The strategy's options, with the sizes.
 
     Raises:
         HanayoError: the samples of a batch can't be counted, or no layout fits; the message says what is missing.
     """
+    options, module, device = strategy.options, strategy.module, strategy.root_device
     batch = _first_batch(trainer, module if data is None else data)
     refusal = "layout='plan': the samples of a training batch can't be counted; give the sizes instead"
     facts, num_samples = read_batch(module, batch, options, trainer.precision, refusal=refusal)
     name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else device.type
     # the data sheet of this device; a nominal CPU or an H100 for others
     machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
-    machine = replace(machine, ranks_per_node=ranks_per_node)
-    plan = _best(facts, machine, options, world_size, num_samples * trainer.accumulate_grad_batches, num_samples)
+    machine = replace(machine, ranks_per_node=max(1, strategy.num_processes))
+    num_accumulated = num_samples * trainer.accumulate_grad_batches
+    plan = _best(facts, machine, options, strategy.topology.world_size, num_accumulated, num_samples)
     first = plan.first
-    decided = strategy_options(first.candidate)
-    sizes = {name: decided[name] for name in SIZES}
-    sizes["cube"] = tuple(sizes["cube"]) if isinstance(sizes["cube"], list) else sizes["cube"]
-    said = (
+    rank_zero_info(
         f"layout='plan' takes {first.candidate}: {first.seconds:.3g} s per step of {plan.global_batch} samples and "
         f"{bytes_of(first.memory.total)} per device, as predicted for {machine.name}; the fastest of "
         f"{plan.num_considered} layouts"
     )
-    return Planned(sizes, said)
+    decided = strategy_options(first.candidate)
+    return replace(options, layout=None, **{name: decided[name] for name in SIZES})
 
 
 _COUNTED: Mapping[str, Collection[Any]] = {
@@ -112,10 +95,8 @@ def given_layout(
     accepted = {**_COUNTED, "schedule": (WHOLE, SPLIT) if topology.pipe > 1 else (layout.schedule,)}
     for name, value in given.items():
         if value not in accepted[name]:
-            raise HanayoError(
-                f"plans don't count {name}={value!r}, but {' or '.join(map(repr, accepted[name]))}. What ranks held at "
-                f"their peak is told by WaveReport after a short run"
-            )
+            others = " or ".join(map(repr, accepted[name]))
+            raise HanayoError(f"plans don't count {name}={value!r}, but {others}; WaveReport measures a short run")
     for rule in facts.required:
         if not rule.holds(topology.cube):
             raise HanayoError(f"cube={topology.cube}: {rule.what} don't divide over the cube")
@@ -140,11 +121,10 @@ def _best(
 ) -> Plan:
     """The plan with the least time per sample, over all numbers of data ranks."""
 
-    def accept(one: Candidate) -> bool:
-        is_asked = one.recompute == (options.recompute == "blocks") and one.shard_optimizer == (
-            options.shard_optimizer and one.data > 1
-        )
-        return is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
+    def accept(data: int, one: Candidate) -> bool:
+        is_asked = one.recompute == (options.recompute == "blocks")
+        is_asked &= one.shard_optimizer == (options.shard_optimizer and data > 1)
+        return one.data == data and is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
 
     choices = Choices(
         (options.cube_weights,), (options.pairs,), options.step == "batch", (options.experts,), (options.cube_outside,)
@@ -152,18 +132,9 @@ def _best(
     plans, refused = [], None
     for data in (size for size in range(1, world_size + 1) if world_size % size == 0):
         try:
-            plans.append(
-                make_plan(
-                    facts,
-                    machine,
-                    num_devices=world_size,
-                    global_batch=data * samples_per_rank,
-                    top=3,
-                    batch_size=batch_size,
-                    choices=choices,
-                    accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
-                )
-            )
+            samples, own = data * samples_per_rank, partial(accept, data)
+            sizes: dict[str, Any] = {"num_devices": world_size, "global_batch": samples, "batch_size": batch_size}
+            plans.append(make_plan(facts, machine, top=3, choices=choices, accept=own, **sizes))
         except HanayoError as error:
             refused = refused or error
     if not plans:
@@ -172,30 +143,28 @@ def _best(
     return min(plans, key=lambda plan: plan.first.seconds / plan.global_batch)
 
 
+_BY_FILE = "Run `hanayo plan`, and give its file, layout='plan.yaml'; or give a loader in place of the DataModule"
+
+
 def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
     """A batch of the training loader, without an effect on what training will see."""
     if isinstance(data, pl.LightningDataModule):
         if trainer.world_size > 1 and trainer.strategy.cluster_environment.creates_processes_externally:  # type: ignore[attr-defined]
             raise HanayoError(
-                "layout='plan' needs a batch before ranks can agree on who prepares the data. Run `hanayo plan` once, "
-                "and give its file: layout='plan.yaml'; or give a loader instead of a LightningDataModule"
+                f"layout='plan' needs a batch before ranks can agree on who prepares the data. {_BY_FILE}"
             )
         try:
             data = copy.deepcopy(data)
         except Exception as error:  # of whatever it holds
-            raise HanayoError(
-                f"layout='plan' prepares a copy of {type(data).__name__}, which can't be copied: {error}. Run `hanayo "
-                f"plan` once, and give its file: layout='plan.yaml'"
-            ) from error
+            name = type(data).__name__
+            raise HanayoError(f"layout='plan' copies {name}, which can't be copied: {error}. {_BY_FILE}") from error
         data.prepare_data()
         data.setup("fit")
     loaders = data.train_dataloader() if isinstance(data, (pl.LightningDataModule, pl.LightningModule)) else data
     is_combined = isinstance(loaders, CombinedLoader)
     combined = copy.copy(loaders) if is_combined else CombinedLoader(loaders, "max_size_cycle")
     if any(isinstance(one, Iterator) for one in combined.flattened):
-        raise HanayoError(
-            "layout='plan' would take a batch of a loader that gives each only once; give the sizes instead"
-        )
+        raise HanayoError("layout='plan' needs a loader that can be read twice; for this one, give the sizes instead")
     with isolate_rng(include_cuda=False), _unchanged(combined.flattened):
         batches = list(islice(combined, 1))
     if not batches:
@@ -226,7 +195,7 @@ SIZES = ("pipeline_parallel_size", "num_waves", "cube", "data_parallel_size", "n
 """the options that a plan at the start decides"""
 
 
-def with_layout(constructor: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def with_layout(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the strategy's constructor, with those of the plan that `layout` names.
 
     Raises:
@@ -234,21 +203,17 @@ def with_layout(constructor: Callable[..., None], arguments: Mapping[str, Any]) 
     """
     layout = arguments["layout"]
     if layout is None:
-        return dict(arguments)
+        return arguments
     if not isinstance(layout, (str, PathLike)) or not fspath(layout):
         raise HanayoError(f"layout={layout!r}: expected the path of a plan.yaml, {AT_START!r}, or None")
     in_files = strategy_options(Candidate())
-    options = signature(constructor).parameters
-    given = [name for name in (SIZES if layout == AT_START else in_files) if arguments[name] != options[name].default]
+    defaults = signature(Options).parameters
+    given = [name for name in (SIZES if layout == AT_START else in_files) if arguments[name] != defaults[name].default]
     if given:
-        raise HanayoError(
-            f"layout={fspath(layout)!r} says what {given[0]} is, and {given[0]}={arguments[given[0]]!r} was given, "
-            f"too; leave one of them out"
-        )
+        other = f"{given[0]}={arguments[given[0]]!r}"
+        raise HanayoError(f"layout={fspath(layout)!r} says what {given[0]} is, and so does {other}; leave one out")
     planned = {} if layout == AT_START else load_plan(layout)
     unknown = set(planned) - set(in_files)
     if unknown:
         raise HanayoError(f"layout={fspath(layout)!r} is no plan: it sets {', '.join(sorted(unknown))}, too")
-    cube = planned.get("cube", 1)
-    tuples = {"cube": tuple(cube)} if isinstance(cube, list) else {}
-    return dict(arguments) | planned | tuples | {"layout": fspath(layout)}
+    return arguments | planned | {"layout": fspath(layout)}

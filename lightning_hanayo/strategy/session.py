@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-from lightning_hanayo.errors import NotAvailableError
 from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
@@ -64,36 +63,7 @@ class Session(Run):
     """Lives for one fit, validate, test or predict: made when the processes are connected, closed at teardown.
 
     Args: as for `Run`.
-
-    Raises:
-        NotAvailableError: an attribute is read before the model is set up.
     """
-
-    checkpoints: Checkpoints
-    """saves and removes those of this run"""
-    saves_on_exception: SavesOnException
-    """lets callbacks save if all ranks have stopped at the same step"""
-    stops: StopsOnSignal
-    """stops all ranks after the same batch"""
-    norms: GradientNorms
-    """over the whole model's gradients"""
-    nonfinite: NonFiniteCheck
-    """keeps NaN and infinite gradients away from the weights"""
-    replica_check: ReplicaCheck
-    """compares parameters that several ranks hold"""
-    choice: StepChoice | None
-    """how often steps run; None: as an option says"""
-    """compares the weights of micro-batches with their losses"""
-    collections: Collections
-    """lists and attributes in which the steps collect values for hooks"""
-    hand_over: HandOver
-    """gives the other pipeline ranks the values that steps have set"""
-    steps: OptimizerSteps
-    """of the optimizers"""
-    _loss_weight: LossWeight
-    """by which losses are weighed where no probe decides"""
-    held_bytes: int
-    """by the rank that holds the most, before a training"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,15 +101,8 @@ class Session(Run):
         self._hangs: HangWatch | None = None
         """of several ranks: reports from now on until the run ends if none of them moves"""
         if self.topology.world_size > 1:
-            self._hangs = HangWatch(self.failures, OwnStatus(self), options.timeout)
+            self._hangs = HangWatch(self.failures, OwnStatus(self), options.transfer_time)
             self.parts.add(self._hangs.finish, self._hangs.stop)
-
-    if not TYPE_CHECKING:  # a type checker would believe that any attribute exists
-
-        def __getattr__(self, name: str) -> Any:
-            if name in Run.__annotations__ | Session.__annotations__:
-                raise NotAvailableError(f"session.{name} exists once the Trainer has set up the model")
-            raise AttributeError(name)
 
     def __deepcopy__(self, memo: object) -> Self:
         """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
@@ -156,10 +119,13 @@ class Session(Run):
             end_searches_on_failure(trainer, attributes, self.rank)
             validate_together(trainer, attributes)
         self.checkpoints = Checkpoints(self, io)
+        """saves and removes those of this run"""
         self.saves_on_exception = SavesOnException(self, self.checkpoints)
+        """lets callbacks save if all ranks have stopped at the same step"""
         if self.topology.replica_size > 1:
             self.averages.adapt_callbacks()
         self.stops = StopsOnSignal(self, self.checkpoints.finish)
+        """stops all ranks after the same batch"""
         self._first_parts.add(self.stops.close)
         self._first_parts.add(self.checkpoints.finish, self.checkpoints.abandon)
         self.restarts = Restarts.begin(self)
@@ -237,12 +203,18 @@ class Session(Run):
             values.check(module, prepared.cube)
         self._for_summaries = inspection.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)
         if several:
-            run_uncompiled(module, plan.stack, self.attributes, cube=_block_kind(plan, prepared))
+            conversion = plan.conversion if prepared.cube is None else prepared.cube.plan
+            kind: Literal["registered", "generic"] = (
+                "registered" if conversion and conversion.is_registered else "generic"
+            )
+            run_uncompiled(module, plan.stack, self.attributes, cube=None if conversion is None else kind)
         self.seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:
             if self.topology.world_size > 1:
                 broadcast_values(whole_values(module), self.device)
-            prepared.cube = self._make_cube(plan)
+            if plan.conversion is not None and self.groups.cube is not None:
+                rank_zero_info(f"cube={self.topology.cube}\n{plan.conversion.report}")
+                prepared.cube = Cube(self.groups.cube, plan.conversion, options, self.device)
         self.cube = cube = prepared.cube
         if several:
             prepared.attach(module, self.topology, options, self.groups)
@@ -257,21 +229,21 @@ class Session(Run):
         self.steps = OptimizerSteps(self, shards, self.names)
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         self._loss_weight = for_model(rule, module, options.batch_dim)
+        """by which losses are weighed where no probe decides"""
         self.choice = StepChoice.of_run(self, self.pipeline, cube, self._loss_weight)
+        """how often steps run; None: as an option says"""
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
-        self.hand_over = HandOver(
-            self,
-            self.collections,
-            before_batches=user_hooks.user_defines(trainer, guarded_hooks.BEFORE_BATCHES),
-            after_batches=user_hooks.user_defines(trainer, guarded_hooks.AFTER_BATCHES),
-            after_epochs=user_hooks.user_defines(trainer, guarded_hooks.AFTER_EPOCHS),
-        )
+        """lists and attributes in which the steps collect values for hooks"""
+        times = (guarded_hooks.BEFORE_BATCHES, guarded_hooks.AFTER_BATCHES, guarded_hooks.AFTER_EPOCHS)
+        defined = (user_hooks.user_defines(trainer, hooks) for hooks in times)
+        self.hand_over = HandOver(self, self.collections, *defined)
         if fits and module.automatic_optimization:
             examine_first_batch(self, self.pipeline, cube)
         adapt(self, self.progress, self.hand_over, self.votes)
         if several:
             callbacks.compare_whole_parameters(self, cube)
         self.norms = GradientNorms.of_run(self, cube, shards)
+        """over the whole model's gradients"""
         collectives.PATCHES.start(self.collectives)
         self.parts.add(lambda: collectives.PATCHES.stop(self.collectives))
         if cube is not None:
@@ -342,7 +314,7 @@ class Session(Run):
         Called by all ranks of the world.
         """
         trainer, module = self.trainer, self.module
-        if self.options.blocks is not None or not is_ambiguous(module):
+        if self.options.stack is not None or not is_ambiguous(module):
             return ()
         if self._prepared.ownership is not None:
             return (self._prepared.ownership.stack.name,)
@@ -372,15 +344,14 @@ class Session(Run):
         own = inspection.held_bytes(module)
         held = all_gather_objects(self.groups.replica, own) if self.topology.replica_size > 1 else [own]
         self.held_bytes = max(held)
+        """by the rank that holds the most, before a training"""
 
     def say_what_runs(self) -> None:
         """On rank 0, at the start of a training: layout, schedule, samples and memory."""
         if self.topology.replica_size > 1 and self.rank == 0:
             layout, ownership = self.pipeline.layout, self.pipeline.ownership
-            lines = inspection.describe_run(
-                self.trainer, layout, ownership, self.topology, self.held_bytes, self.pictures
-            )
-            rank_zero_info(lines)
+            held, pictures = self.held_bytes, self.pictures
+            rank_zero_info(inspection.describe_run(self.trainer, layout, ownership, self.topology, held, pictures))
 
     def gather_model(self) -> "pl.LightningModule | None":
         """See `HanayoStrategy.gather_model`."""
@@ -449,13 +420,6 @@ class Session(Run):
         """Report nothing more: another run begins, or this one has failed."""
         if self._hangs is not None:
             self._hangs.stop()
-            self._hangs = None
-
-    def _make_cube(self, plan: ModelPlan) -> Cube | None:
-        if plan.conversion is None or self.groups.cube is None:
-            return None
-        rank_zero_info(f"cube={self.topology.cube}\n{plan.conversion.report}")
-        return Cube(self.groups.cube, plan.conversion, self.options, self.device)
 
     def _random_streams(self, layout: Layout, *, fits: bool) -> RandomStreams:
         """`NO_STREAMS` where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.
@@ -471,11 +435,3 @@ class Session(Run):
             seed = broadcast_object(seed_of(seed, self._number))
         place = self.cube.sample_rank if self.cube is not None else 0
         return RandomStreams(seed, self.data_rank, self.device, cube_rank=place)
-
-
-def _block_kind(plan: ModelPlan, prepared: PreparedModel) -> Literal["registered", "generic"] | None:
-    """How the cube holds the blocks; None without a cube."""
-    conversion = plan.conversion if prepared.cube is None else prepared.cube.plan
-    if conversion is None:
-        return None
-    return "registered" if conversion.is_registered else "generic"

@@ -1,25 +1,21 @@
 """`HanayoStrategy`: Lightning's hooks, each a few lines that say when something happens; the work is done elsewhere."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hanayo.dist_checkpointing.export import open_weights
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition.stack import is_ambiguous
-from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
@@ -31,7 +27,7 @@ from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
-from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.options import Options, takes
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
 from lightning_hanayo.strategy.report import LoggedReport
 from lightning_hanayo.strategy.restarts import write_error_file
@@ -172,52 +168,9 @@ class HanayoStrategy(CheckpointingStrategy):
 
     strategy_name = "hanayo"
 
-    def __init__(
-        self,
-        pipeline_parallel_size: int | Literal["auto"] = "auto",
-        num_waves: int | Literal["auto"] = "auto",
-        cube: int | tuple[int, int, int] = 1,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        num_microbatches: int | Literal["auto"] = "auto",
-        blocks: str | Sequence[str] | None = None,
-        loss_weight: Literal["auto", "samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float] = "auto",
-        activation_budget: float | None = None,
-        cube_outside: Literal["share", "replicate", "tokens"] = "share",
-        schedule: str = "auto",
-        *,
-        step: Literal["auto", "microbatch", "batch"] = "auto",
-        balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
-        cube_memory: Literal["gathered", "shards"] = "gathered",
-        cube_weights: Literal["microbatch", "batch"] = "microbatch",
-        cube_pieces: int = 1,
-        pairs: bool = False,
-        cube_tokens: int | None = None,
-        cube_exclude: Sequence[str] = ("experts",),
-        experts: Literal["whole", "cube"] = "whole",
-        costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
-        timeout: timedelta | float = timedelta(minutes=30),
-        batch_dim: int = 0,
-        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
-        whole: Sequence[str] = (),
-        init_from: str | Path | Mapping[str, str | Path] | None = None,
-        master_weights: Literal["fp32"] | None = None,
-        recompute: Literal["none", "blocks", "attention"] | int | Callable[[str, nn.Module], bool] = "none",
-        shard_optimizer: bool = False,
-        offload_optimizer: bool = False,
-        tied_gradients: Literal["in_order", "at_once"] = "in_order",
-        save_full: bool = False,
-        save_async: bool = False,
-        verify_checkpoints: bool = True,
-        load_anyway: Collection[str] = (),
-        nonfinite: Literal["raise", "skip", "ignore"] = "raise",
-        check_replicas: int | None = None,
-        restore_module: bool = False,
-        layout: str | Path | None = None,
-    ) -> None:
-        is_list = isinstance(blocks, (list, tuple)) and all(isinstance(one, str) for one in blocks)
-        name = "+".join(blocks) if is_list and blocks is not None else blocks
-        arguments = with_layout(HanayoStrategy.__init__, locals() | {"costs": costs_from(costs), "blocks": name})
-        super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
+    @takes(Options)
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__(Options(**with_layout(arguments)))
         self._accumulates = False
 
     @override
@@ -248,7 +201,7 @@ class HanayoStrategy(CheckpointingStrategy):
                 open_weights(folder)
         elif prepared.fits(self.module, self.topology, self.options):
             with self._unguarded():
-                if options.blocks is None and self.topology.replica_size > 1 and is_ambiguous(self.module):
+                if options.stack is None and self.topology.replica_size > 1 and is_ambiguous(self.module):
                     return  # which stack is cut depends on a step's calls, once there is a batch
                 plan_for(trainer, self.module, prepared, options, self.topology)
 
@@ -257,18 +210,13 @@ class HanayoStrategy(CheckpointingStrategy):
         if self.options.layout != AT_START:
             return
         if trainer.state.fn != TrainerFn.FITTING:
-            raise HanayoError(
-                f"layout={AT_START!r} chooses the sizes when training starts, and this run doesn't train. Call fit "
-                f"first, or give the sizes, such as pipeline_parallel_size=2"
-            )
+            advice = "Call fit first, or give the sizes, such as pipeline_parallel_size=2"
+            raise HanayoError(f"layout={AT_START!r} chooses when training starts, and this run doesn't train. {advice}")
         assert isinstance(self.launcher, CheckingLauncher)
-        given, options, device = self.launcher.arguments, self.options, self.root_device
+        given = self.launcher.arguments
         data = given.get("train_dataloaders") if given.get("datamodule") is None else given["datamodule"]
-        sizes = {"world_size": self.topology.world_size, "ranks_per_node": max(1, self.num_processes)}
-        planned = plan_at_start(trainer, self.module, data, options, **sizes, device=device)
-        self.options = replace(self.options, layout=None, **planned.sizes)
+        self.options = plan_at_start(self, trainer, data)
         self.set_world_ranks()
-        rank_zero_info(planned.said)
 
     def _check(self, trainer: "pl.Trainer") -> None:
         batchnorm = self.synchronizes_batchnorm

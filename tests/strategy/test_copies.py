@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import DoublePrecision
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.thorough import covered
@@ -113,7 +111,8 @@ def test_a_strategy_by_itself() -> None:
 
 
 def test_processes_stay_with_the_launcher_that_started_them() -> None:
-    launcher = CheckingLauncher(LightningEnvironment(), 2, 1, check=print)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="hanayo", logger=False, enable_checkpointing=False)
+    launcher: Any = trainer.strategy.launcher
     launcher.procs = [subprocess.Popen([sys.executable, "-c", ""])]
     for twin in (pickle.loads(pickle.dumps(launcher)), copy.deepcopy(launcher)):
         assert twin.procs == [] and twin.num_processes == 2

@@ -37,7 +37,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"batch_dim": True}, "batch_dim=True"),
     ({"batch_dim": 1, "loss_weight": "shifted_tokens"}, "loss_weight='shifted_tokens' needs labels [batch, seq]"),
     ({"split_batch": 4}, "split_batch=4: expected a function (batch, n)"),
-    ({"whole": "weights"}, "whole='weights': expected a sequence of names, such as ('weights',)"),
+    ({"whole": "weights"}, "whole='weights': expected a sequence of names, as in ('weights',)"),
     ({"whole": [1]}, "whole=[1]"),
     ({"whole": None}, "whole=None"),
     ({"init_from": 3}, "init_from=3: expected a folder with model.safetensors"),
@@ -60,7 +60,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cube": 1.0}, "cube=1.0"),
     ({"cube_pieces": 1.5}, "cube_pieces=1.5: expected a whole number of at least 1"),
     ({"cube_pieces": True}, "cube_pieces=True"),
-    ({"cube_pieces": 10**6}, "cube_pieces=1000000: expected at most 1,024"),
+    ({"cube_pieces": 10**6}, "cube_pieces=1000000: expected a whole number of at least 1, and at most 1,024"),
     ({"cube_tokens": -5}, "cube_tokens=-5: expected a whole number of at least 1, or None"),
     ({"cube_tokens": 1.5}, "cube_tokens=1.5"),
     ({"cube_exclude": "experts"}, "cube_exclude='experts': expected a sequence of names"),
@@ -81,7 +81,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule": None}, "schedule=None: expected a name, the path of a CSV table, or 'auto'"),
     ({"schedule": Path("nowhere.csv")}, "schedule='nowhere.csv': there is no such file"),
     ({"activation_budget": nan}, "activation_budget=nan"),
-    ({"loss_weight": None}, "loss_weight=None is unknown"),
+    ({"loss_weight": None}, "loss_weight=None: expected 'samples'"),
     ({"init_from": ""}, "init_from=''"),
 ]
 

@@ -224,8 +224,8 @@ def switch_dropout_off(module: nn.Module) -> bool:
 
 
 def _prepare(module: pl.LightningModule, case: Case, whole: bool) -> None:
-    if case.depth is not None and len(find_stack(module, case.options.blocks)) != case.depth:
-        shrink(module, case.options.blocks, case.depth)
+    if case.depth is not None and len(find_stack(module, case.options.stack)) != case.depth:
+        shrink(module, case.options.stack, case.depth)
     if not case.has_dropout:
         switch_dropout_off(module)
     module.double() if case.dtype == torch.float64 else module.to(case.dtype)
@@ -234,7 +234,7 @@ def _prepare(module: pl.LightningModule, case: Case, whole: bool) -> None:
     # what all ranks of a layout together get
     deferred = DeferredInit(module, case.seed) if is_deferred(module) else None
     if case.options.init_folders:
-        plans = plan_pretrained(module, find_stack(module, case.options.blocks).name, case.options.init_folders)
+        plans = plan_pretrained(module, find_stack(module, case.options.stack).name, case.options.init_folders)
         load_pretrained(plans, module, module.modules(), deferred, torch.device("cpu"), None)
     if deferred is not None:
         fill_initial_values(deferred, module.modules(), torch.device("cpu"), None)

@@ -93,7 +93,7 @@ class _WholeSteps(Callback):
         options, num_data = self._case.options, self._case.topology.data
         rule: LossWeight = "samples" if options.loss_weight == "auto" else options.loss_weight
         rule = for_model(rule, pl_module, options.batch_dim)
-        stack = find_stack(pl_module, options.blocks)
+        stack = find_stack(pl_module, options.stack)
         self._collections = Collections(pl_module, modules_outside(pl_module, stack))
         self._log = pl_module.log
         step = pl_module.training_step

@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
 from importlib import import_module
 from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -43,21 +41,18 @@ _PORTS = {"MASTER_PORT", "STANDALONE_PORT"}
 _LOOK = 0.2
 """seconds between two looks at the processes"""
 
-_IN_A_FUNCTION = (
-    "make the Trainer in a function, and start it by `from lightning_hanayo.notebook import launch; "
-    "launch(function, devices={})`"
-)
+_IN_A_FUNCTION = "Make the Trainer in a function, and call `lightning_hanayo.notebook.launch(function, devices={})`"
 _ADVICE = (
-    "A script that goes on after a failed run must catch the error on all ranks, by `except Exception`: ranks that "
-    "didn't fail first get a PeerFailed."
+    "A script that goes on after a failed run must catch it on all ranks: `except Exception`, some get PeerFailed."
 )
+_Processes = list["subprocess.Popen[bytes]"]
 
 
 class _Children:
     """The processes that this one has started. They run the same script, and so all runs of all its Trainers."""
 
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: _Processes = []
         self._first_rank = 1
         self._is_running = False
         self.has_failed = False
@@ -67,9 +62,7 @@ class _Children:
         self._killed: set[int] = set()
         """ranks that this process has ended itself"""
 
-    def start(
-        self, start: Callable[[], list["subprocess.Popen[bytes]"]], *, first_rank: int, wait: float
-    ) -> list["subprocess.Popen[bytes]"]:
+    def start(self, start: Callable[[], _Processes], *, first_rank: int, wait: float) -> _Processes:
         """Start them, in a thread that outlives them: Linux ends them together with the thread that starts them.
 
         Args:
@@ -78,7 +71,7 @@ class _Children:
             wait: seconds that they may run on once this process has ended its script.
         """
         self._first_rank, self._wait = first_rank, wait
-        started: Future[list[subprocess.Popen[bytes]]] = Future()
+        started: Future[_Processes] = Future()
         threading.Thread(target=self._observe, args=(start, started), daemon=True, name="hanayo-children").start()
         self._processes = started.result()
         atexit.register(self._end)
@@ -139,9 +132,7 @@ class _Children:
                 process.wait(max(0.0, deadline - time.monotonic()))
         return [rank for rank, process in self._ranks if process.poll() is None]
 
-    def _observe(
-        self, start: Callable[[], list["subprocess.Popen[bytes]"]], started: "Future[list[subprocess.Popen[bytes]]]"
-    ) -> None:
+    def _observe(self, start: Callable[[], _Processes], started: "Future[_Processes]") -> None:
         """Start and watch them; if one fails, the others have some seconds to end, and so has this one in a run."""
         try:
             children = start()
@@ -207,28 +198,13 @@ class CheckingLauncher(_SubprocessScriptLauncher):
     """Starts the ranks of one node by running the script again.
 
     Args:
-        cluster_environment: tells ranks and addresses.
-        num_processes: on this node.
-        num_nodes: of the run.
-        check: called with the Trainer before any process starts, and with the checkpoint that the run is to load if
-            this process starts the others; raises if the run can't work.
-        after: called when the run has ended.
-        timeout: how long processes may run on once this one has ended its script.
+        strategy: a `MeshParallelStrategy`, which checks runs before any process starts, and hears of their ends. Its
+            `timeout` is how long processes may run on once this one has ended its script.
     """
 
-    def __init__(
-        self,
-        cluster_environment: ClusterEnvironment,
-        num_processes: int,
-        num_nodes: int,
-        check: Callable[["pl.Trainer", Any], None],
-        after: Callable[[], None] | None = None,
-        *,
-        timeout: timedelta = timedelta(minutes=30),
-    ) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
-        self._check, self._after = check, after
-        self._timeout = timeout
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
         self.served: TCPStore | None = None
         """where the processes meet; served from before they start until this one ends"""
         self.arguments: dict[str, Any] = {}
@@ -247,10 +223,8 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             HanayoError: it would; Lightning's error advises a strategy that can't train the model.
         """
         if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
-            raise HanayoError(
-                "the other ranks can't run the code of a notebook, or of an interactive session, again: "
-                + _IN_A_FUNCTION.format(self.num_processes)
-            )
+            advice = _IN_A_FUNCTION.format(self.num_processes)
+            raise HanayoError(f"the other ranks can't run a notebook's or interactive session's code again. {advice}")
         return True
 
     @override
@@ -262,25 +236,27 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         starts = not self.cluster_environment.creates_processes_externally and not self.procs
         if trainer is not None:
             self.arguments = dict(signature(function).bind(*args, **kwargs).arguments)
-            self._check(trainer, self.arguments.get("ckpt_path") if starts else None)
+            self._strategy.check_before_launch(trainer, self.arguments.get("ckpt_path") if starts else None)
         try:
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         except ValueError as error:
             raise HanayoError(str(error)) from None
         if starts:
             if self.num_processes > 1 and sys.argv[0] in ("", "-"):
-                raise HanayoError(
-                    "the other ranks can't read this program again, which came from standard input. Save it as a file. "
-                    f"Or: {_IN_A_FUNCTION.format(self.num_processes)}"
-                )
+                advice = f"Save it as a file. Or: {_IN_A_FUNCTION.format(self.num_processes)}"
+                raise HanayoError(f"the other ranks can't read this program again from standard input. {advice}")
             self._call_children_scripts()
-        else:
-            self._check_number_of_processes()
+        elif isinstance(self.cluster_environment, LightningEnvironment) and self.num_processes * self.num_nodes > 1:
+            # the environment's number is that of `notebook.launch`, or of an earlier Trainer
+            started, wanted = os.environ.get("WORLD_SIZE"), self.num_processes * self.num_nodes
+            if started is not None and int(started) != wanted:
+                raise HanayoError(
+                    f"{started} processes were started, but devices x num_nodes of the Trainer is {wanted}"
+                )
         _set_num_threads_if_needed(num_processes=self.num_processes)
         with _children.running() if self.num_processes > 1 else nullcontext():
             result = function(*args, **kwargs)
-            if self._after is not None:
-                self._after()
+            self._strategy.after_launch()
             return result
 
     @override
@@ -299,16 +275,8 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         self.procs = _children.start(
             lambda: [_start_script(local_rank) for local_rank in range(1, self.num_processes)],
             first_rank=environment.node_rank() * self.num_processes + 1,
-            wait=self._timeout.total_seconds(),
+            wait=self._strategy.options.transfer_time.total_seconds(),
         )
-
-    def _check_number_of_processes(self) -> None:
-        """Compare the Trainer's number of processes with that of `notebook.launch`, or of an earlier Trainer."""
-        started, needed = os.environ.get("WORLD_SIZE"), self.num_processes * self.num_nodes
-        is_told = isinstance(self.cluster_environment, LightningEnvironment) and needed > 1
-        if is_told and started is not None and int(started) != needed:
-            wanted = f"devices={self.num_processes} x num_nodes={self.num_nodes}"
-            raise HanayoError(f"{started} processes were started for this run, but the Trainer has {wanted}")
 
     @override
     def kill(self, signum: Any) -> None:

@@ -91,10 +91,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
                 self._compiler_ctx, module._compiler_ctx = module._compiler_ctx, None
             else:
                 to_uncompiled(module)
+                name = f"torch.compile({type(module).__name__})"
                 rank_zero_warn(
-                    f"Trainer was given torch.compile({type(module).__name__}), but runs it as written: its steps are "
-                    f"run on micro-batches, and suspended at the blocks. Compile the blocks instead, with "
-                    f"block.compile()."
+                    f"{name} runs as written: steps are suspended at the blocks. Use block.compile() instead"
                 )
         vars(self)["_lightning_module"] = module
 
@@ -194,10 +193,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     @property
     def _about_sizes(self) -> str:
         return (
-            f"trainer.world_size, num_devices or torch.distributed.get_world_size(), of {super().world_size} ranks: "
-            f"they count those of pipelines and cubes, too. A learning rate scales with the number of data ranks, and "
-            f"so does the number of samples in a step: use self.trainer.strategy.data_parallel_size, which is "
-            f"{self.topology.data}."
+            f"trainer.world_size, num_devices or torch.distributed.get_world_size(): {super().world_size} ranks, with "
+            f"those of pipelines and cubes. Learning rates and samples per step scale with the number of data ranks, "
+            f"self.trainer.strategy.data_parallel_size, which is {self.topology.data}."
         )
 
     @property
@@ -241,11 +239,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         for function in (rank_zero_only, fabric_rank_zero_only):
             vars(function)["rank"] = self.global_rank
+        sizes = ("pipeline_parallel_size", "data_parallel_size", "cube")
         self._topology = resolve(
-            self.num_nodes * self.num_processes,
-            pipeline_parallel_size=self.options.pipeline_parallel_size,
-            data_parallel_size=self.options.data_parallel_size,
-            cube=self.options.cube,
+            self.num_nodes * self.num_processes, **{name: getattr(self.options, name) for name in sizes}
         )
 
     # processes
@@ -259,14 +255,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = CheckingLauncher(
-            self.environment,
-            self.num_processes,
-            self.num_nodes,
-            check=self.check_before_launch,
-            after=self.after_launch,
-            timeout=self.options.timeout,
-        )
+        self._launcher = CheckingLauncher(self)
 
     def tear_down_trainer(self) -> None:
         """End the run as Lightning does after `on_exception`: loggers end as failed, signal handlers are restored."""
@@ -288,18 +277,20 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         options: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
         store = store_after_failure(self._address)
         if store is None and not joined_before:
-            store = store_of_start(*self._address, self.global_rank, self.world_size, self.options.timeout, os.environ)
+            store = store_of_start(
+                *self._address, self.global_rank, self.world_size, self.options.transfer_time, os.environ
+            )
         if store is not None:
             options["store"] = store
         backend = backend_for(self.root_device)
         place = (0, 1) if self._is_alone else (None, None)  # else the environment tells rank and size
-        _init_dist_connection(self.environment, backend, *place, timeout=self.options.timeout, **options)
+        _init_dist_connection(self.environment, backend, *place, timeout=self.options.transfer_time, **options)
         monitor = monitor_of_world(self.topology, self.global_rank, self.environment.main_address)
         self._failures = Failures(self.global_rank, monitor, self.abort_transfers)
         if isinstance(self.environment, TorchElasticEnvironment):
             self._failures.watch_parent("torchrun's agent")
         if self._groups is None or not joined_before:
-            factory = group_factory(self.root_device, self.options.timeout)
+            factory = group_factory(self.root_device, self.options.transfer_time)
             self._groups = ProcessGroups.create(self.topology, self.global_rank, factory, pairs=self.options.pairs)
             if not joined_before:
                 leave = leave_at_exit if factory.is_native else pause_at_exit
@@ -423,7 +414,4 @@ def _meet_other_package(strategy: type) -> None:
     other.strategies.Strategy.register(strategy)  # otherwise they say that it is no strategy, and not why
     names = {cls.__module__: cls.__qualname__ for cls in other.LightningModule.__subclasses__()}
     if users := [name for module, name in names.items() if not module.startswith("pytorch_lightning.")]:
-        rank_zero_warn(
-            f"{users[0]} is a LightningModule of `pytorch_lightning`, which Trainers of `lightning.pytorch` don't "
-            f"accept. To train it, {ONE_PACKAGE}"
-        )
+        rank_zero_warn(f"{users[0]} is a LightningModule of `pytorch_lightning`. To train it, {ONE_PACKAGE}")

@@ -85,7 +85,7 @@ def plan_model(
             cube, or a folder of values that doesn't fit.
     """
     find = find_stack if topology.replica_size > 1 else find_stack_if_any
-    stack = find(model, options.blocks)
+    stack = find(model, options.stack)
     if prod(topology.cube) > 1:
         stack = stack.uncompiled
     if topology.replica_size > 1:

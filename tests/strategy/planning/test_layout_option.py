@@ -42,7 +42,7 @@ def test_a_size_that_is_given_twice(given: dict[str, Any], tmp_path: Path) -> No
     path = tmp_path / "plan.yaml"
     write_plan(path)
     name = next(iter(given))
-    with pytest.raises(HanayoError, match=rf"plan\.yaml' says what {name} is, and {name}=.* was given, too"):
+    with pytest.raises(HanayoError, match=rf"plan\.yaml' says what {name} is, and so does {name}="):
         HanayoStrategy(layout=path, **given)
 
 
@@ -108,7 +108,7 @@ class Locked(L.LightningDataModule):
     [
         (Locked(), "which can't be copied"),
         (DataLoader([], batch_size=4), "the training loader has no batch"),
-        (iter([torch.zeros(4, 8)]), "a loader that gives each only once"),
+        (iter([torch.zeros(4, 8)]), "a loader that can be read twice"),
         (DataLoader(["a"] * 8, batch_size=4), "can't"),  # type: ignore[arg-type]
     ],
     ids=["locked", "empty", "iterator", "strings"],
@@ -146,5 +146,5 @@ def test_a_plan_at_the_start(pool: Pool) -> None:
 
 def test_an_evaluation_has_no_plan() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, strategy=HanayoStrategy(layout="plan"), logger=False)
-    with pytest.raises(HanayoError, match="layout='plan' chooses the sizes when training starts"):
+    with pytest.raises(HanayoError, match="layout='plan' chooses when training starts"):
         trainer.test(Module(), DataLoader(torch.zeros(4, 8)))

@@ -7,7 +7,7 @@ device         ...      |mark   kernels   |mark   kernels   |mark          its t
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from time import perf_counter  # by name: tests of users' code replace the one in `time`
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -40,23 +40,11 @@ class HostClock(Clock):
         return list(marks)
 
 
-class DeviceEvent(Protocol):
-    """The used part of `torch.cuda.Event(enable_timing=True)`."""
-
-    def record(self) -> object:
-        """Mark the point in the current stream of the device."""
-
-    def synchronize(self) -> object:
-        """Wait until the device has passed the mark."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this mark to a later one."""
-
-
 class DeviceMark(NamedTuple):
     """An event, and the host's time when it was put into the stream."""
 
-    event: DeviceEvent
+    event: Any
+    """as `torch.cuda.Event(enable_timing=True)`"""
     recorded: float
 
 
@@ -69,7 +57,7 @@ class EventClock(Clock):
     too early by the least time that the host was ahead. Differences between times are the device's own.
     """
 
-    def __init__(self, make_event: Callable[[], DeviceEvent]) -> None:
+    def __init__(self, make_event: Callable[[], Any]) -> None:
         self._make_event = make_event
 
     @override

@@ -63,13 +63,20 @@ class Monitor:
         self.member = Member(rank, place, address, port, pid, processes.started(pid), processes.host())
         self.members: tuple[Member, ...] = (self.member,)
         """of all ranks, in their order"""
-        self._handlers: dict[str, list[Handler]] = {}
+        self._handlers: dict[str, dict[object, Handler]] = {}
         self._functions: dict[str, Callable[[Json], Json]] = {}
         self._replies: dict[int, dict[int, list[Json]]] = {}
         """to the questions of this rank, by the number of the question and the rank that replies"""
         self._changed = threading.Condition()
         """held while replies and verdicts change; other threads wait for them"""
-        self._num_runs = count(1)
+        self._proposals: dict[str, tuple[Json, float]] = {}
+        """the first proposal on a topic, and when it came, until there is a verdict"""
+        self._verdicts: dict[str, Json] = {}
+        """by topic"""
+        self._decide_at = 0.0
+        """before that, this rank doesn't decide: others may have, and it waits until it has heard of that"""
+        self.run_numbers = count(1)
+        """of the runs that begin: the same on all ranks if all begin the same runs"""
         self._is_closed = False
         self._leaves = asyncio.Event()
         self._selector: selectors.DefaultSelector | None = None
@@ -87,7 +94,6 @@ class Monitor:
         self.members = tuple(members)
         self._overlay = Overlay(self.rank, self.members, token, self._on_message)
         self._peers = Peers(self.rank, self.members, self._overlay, self._timing)
-        self._verdicts = Verdicts(self.rank, lambda: self._peers.running, self._overlay.flood, self._timing.takeover)
         self._look_at, self._ping_at = time.monotonic(), 0.0
         if self.num_ranks > 1:
             self._selector = selectors.DefaultSelector()
@@ -99,10 +105,6 @@ class Monitor:
     def arbiter(self) -> int:
         """The rank that decides: the lowest one that runs, as far as this one knows."""
         return self._peers.running[0]
-
-    def begin_run(self) -> int:
-        """The number of the run that begins. It is the same on all ranks if all begin the same runs."""
-        return next(self._num_runs)
 
     def state_of(self, rank: int) -> State:
         """How the rank's process is, as far as this one knows."""
@@ -116,7 +118,7 @@ class Monitor:
         """Send a message to all ranks, this one too. From any thread; returns at once."""
         self._call(lambda: self._overlay.flood(kind, content))
 
-    def on(self, kind: str, handler: Handler) -> Callable[[], None]:
+    def on(self, kind: str, handler: Handler) -> Callable[[], object]:
         """Call `handler(sender, content)` for each message of this kind, in the monitor's thread: it must not block.
 
         Two kinds come from monitors: "state", {"rank", "state", "reason"}, once for each change that they observe, and
@@ -125,14 +127,9 @@ class Monitor:
         Returns:
             A function that removes the handler.
         """
-        handlers = self._handlers.setdefault(kind, [])
-        handlers.append(handler)
-
-        def remove() -> None:
-            if handler in handlers:
-                handlers.remove(handler)
-
-        return remove
+        handlers, key = self._handlers.setdefault(kind, {}), object()
+        handlers[key] = handler
+        return lambda: handlers.pop(key, None)
 
     def ask(self, question: str, content: Json = None, *, timeout: float = 1.0) -> dict[int, Json]:
         """Return the answers of the ranks that answer in time, this one's included. Not from the monitor's thread.
@@ -149,24 +146,19 @@ class Monitor:
             del self._replies[number]
             return {rank: answer for rank, answers in replies.items() for answer in answers}
 
-    def answer(self, question: str, function: Callable[[Json], Json]) -> Callable[[], None]:
-        """Answer a question with `function(content)`, called in the monitor's thread. It takes the place of another.
-
-        Returns:
-            A function that removes it.
-        """
+    def answer(self, question: str, function: Callable[[Json], Json]) -> None:
+        """Answer a question with `function(content)`, called in the monitor's thread. It takes the place of another."""
         self._functions[question] = function
-
-        def remove() -> None:
-            if self._functions.get(question) is function:
-                del self._functions[question]
-
-        return remove
 
     def decide(self, topic: str, proposal: Json, *, timeout: float = 10.0) -> Json:
         """Return the verdict, the same on all ranks: the proposal that came first. Not from the monitor's thread.
 
-        After the timeout, and when the monitor is closed, it is this rank's own proposal.
+            rank 3    propose "failure": A   --+
+                                               +-->  rank 0, the arbiter, gets A first:  verdict A, flooded to all
+            rank 5    propose "failure": B   --+
+
+        If the arbiter doesn't answer within a second, the next rank that runs decides, and so on, up to `MOST_WAITS` of
+        them. After the timeout, and when the monitor is closed, it is this rank's own proposal.
         """
         self.propose(topic, proposal)
         verdict = self.verdict(topic, wait=timeout)
@@ -181,8 +173,8 @@ class Monitor:
         """The verdict; None if there is none yet, or none within the seconds that the caller waits for it."""
         if wait:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or topic in self._verdicts.known, wait)
-        return self._verdicts.known.get(topic)
+                self._changed.wait_for(lambda: self._is_closed or topic in self._verdicts, wait)
+        return self._verdicts.get(topic)
 
     def settle(self, topic: str, judge: Callable[[dict[int, Json]], Json], *, within: float) -> Json:
         """Return a verdict on what the ranks answer to the question `topic`; the same on all. Called by any of them.
@@ -290,19 +282,24 @@ class Monitor:
 
     def _decide(self) -> None:
         """Decide where it is this rank's turn, unless it could not run for a while: others may have decided since."""
+        now, takeover = time.monotonic(), self._timing.takeover
         if self.num_ranks > 1:
-            stood_still = time.monotonic() - self._look_at
-            self._look_at += max(0.0, stood_still)
+            stood_still = now - self._look_at
+            self._look_at = max(self._look_at, now)
             if stood_still > STOOD_STILL:
                 self._peers.restart_clocks()
-            if stood_still > self._timing.takeover / 2:
-                self._verdicts.wait_for_others()
-        self._verdicts.decide_due()
+            if stood_still > takeover / 2:
+                self._decide_at = now + takeover
+        turn = min(self._peers.running.index(self.rank), MOST_WAITS)  # 0: the arbiter, which decides at once
+        for topic, (proposal, since) in list(self._proposals.items()):
+            if now >= max(since + takeover * turn, self._decide_at):
+                self._overlay.flood("verdict", {"topic": topic, "verdict": proposal})
 
     def _on_message(self, message: dict[str, Json]) -> None:
         sender, kind, content = message["from"], message["kind"], message["content"]
         if kind == "proposal":
-            self._verdicts.on_proposal(content)
+            if content["topic"] not in self._verdicts:
+                self._proposals.setdefault(content["topic"], (content["proposal"], time.monotonic()))
             self._call(self._decide)  # after this round, in which another rank's verdict may still be read
         elif kind == "ask":
             self._on_ask(message)
@@ -332,13 +329,17 @@ class Monitor:
             self._dispatch("state", sender, content)
 
     def _on_verdict(self, content: Json) -> bool:
+        """Return whether it is the first about its topic, and so counts."""
+        topic = content["topic"]
         with self._changed:
-            is_first = self._verdicts.on_verdict(content)
+            self._proposals.pop(topic, None)
+            is_first = topic not in self._verdicts
+            self._verdicts.setdefault(topic, content["verdict"])
             self._changed.notify_all()
         return is_first
 
     def _dispatch(self, kind: str, sender: int, content: Json) -> None:
-        for handler in tuple(self._handlers.get(kind, ())):
+        for handler in tuple(self._handlers.get(kind, {}).values()):
             guarded(handler, sender, content)
 
 
@@ -356,8 +357,7 @@ def _leave_in_child() -> None:
 
 
 atexit.register(_close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_in_child)
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def guarded(function: Callable[..., object], *arguments: Any) -> None:
@@ -366,56 +366,3 @@ def guarded(function: Callable[..., object], *arguments: Any) -> None:
         function(*arguments)
     except Exception:
         traceback.print_exc()
-
-
-class Verdicts:
-    """One verdict on each topic, the same on all ranks: the proposal that the arbiter gets first.
-
-        rank 3    propose "failure": A   --+
-                                           +-->  rank 0, the arbiter, gets A first:  verdict A, flooded to all
-        rank 5    propose "failure": B   --+
-
-    If the arbiter doesn't answer within a second, the next rank that runs decides, and so on, up to `MOST_WAITS` of
-    them.
-
-    Args:
-        rank: this one.
-        running: the ranks that run, in order.
-        tell: floods a message.
-        takeover: seconds that a rank has to decide.
-    """
-
-    def __init__(
-        self, rank: int, running: Callable[[], list[int]], tell: Callable[[str, Json], object], takeover: float
-    ) -> None:
-        self._rank, self._running, self._tell, self._takeover = rank, running, tell, takeover
-        self._open: dict[str, tuple[Json, float]] = {}
-        """the first proposal on a topic, and when it came"""
-        self.known: dict[str, Json] = {}
-        """the verdicts, by topic"""
-        self._not_before = 0.0
-
-    def on_proposal(self, content: Json) -> None:
-        """Called with the proposal of any rank."""
-        if content["topic"] not in self.known:
-            self._open.setdefault(content["topic"], (content["proposal"], time.monotonic()))
-
-    def on_verdict(self, content: Json) -> bool:
-        """Called with a verdict; return whether it is the first about its topic, and so counts."""
-        topic = content["topic"]
-        self._open.pop(topic, None)
-        is_first = topic not in self.known
-        self.known.setdefault(topic, content["verdict"])
-        return is_first
-
-    def decide_due(self) -> None:
-        """Decide where it is this rank's turn. Called when proposals have come, and again while some are open."""
-        now = time.monotonic()
-        turn = min(self._running().index(self._rank), MOST_WAITS)  # 0: the arbiter, which decides at once
-        for topic, (proposal, since) in list(self._open.items()):
-            if now >= max(since + self._takeover * turn, self._not_before):
-                self._tell("verdict", {"topic": topic, "verdict": proposal})
-
-    def wait_for_others(self) -> None:
-        """This rank could not decide for a while: others have, maybe. It waits until it has heard of that."""
-        self._not_before = time.monotonic() + self._takeover

@@ -30,8 +30,6 @@ LONGEST_LINE = 1 << 20
 """bytes of a line between ranks"""
 MOST_WAITING = 1 << 23
 """limit of a peer's send buffer; above it the peer is disconnected"""
-HELLO_TIME = 5.0
-"""seconds that a stranger has to say hello"""
 MOST_STRANGERS = 64
 """connections that haven't said hello; beyond them the oldest is closed"""
 AGAIN = 0.2
@@ -59,7 +57,7 @@ class Link(asyncio.Protocol):
     def __init__(self, overlay: "Overlay") -> None:
         self.rank: int | None = None
         """whose monitor is at the other end, once it has said so"""
-        self.opened = self.heard = time.monotonic()
+        self.heard = time.monotonic()
         self.ended = asyncio.Event()
         self._overlay, self._rest, self._is_finished = overlay, b"", False
 
@@ -168,9 +166,6 @@ class Overlay:
         """Called each second: tell the neighbours that this rank's loop runs."""
         for link in list(self._links.values()):
             link.send(b"{}")
-        late = time.monotonic() - HELLO_TIME
-        for stranger in [stranger for stranger in self._strangers if stranger.opened < late]:
-            stranger.transport.abort()
 
     def forget(self, rank: int) -> None:
         """The rank has ended: don't connect to it again."""

@@ -15,6 +15,7 @@ Linux sends the signal when the *thread* ends that has started the process. On o
 """
 
 import ctypes
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -26,11 +27,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # no Linux
-    fcntl = None  # type: ignore[assignment]
 
 STOPPED, ENDED = ("T", "t"), ("Z", "X", "")
 _STATE, _STARTED, _EXIT_STATUS = 3, 22, 52
@@ -80,7 +76,7 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
     struct.pack_into("Q", info, 0, _EXIT_KNOWN)
     try:
         fcntl.ioctl(pidfd, _GET_INFO, info)
-    except (AttributeError, OSError):  # an older kernel
+    except OSError:  # an older kernel
         return None
     known: int = struct.unpack_from("Q", info)[0] & _EXIT_KNOWN
     return int(struct.unpack_from("i", info, _STATUS_OFFSET)[0]) if known else None
@@ -172,7 +168,7 @@ def lost_parent() -> int | None:
 _PR_SET_PDEATHSIG = 1
 _CODE = (
     "import ctypes,os,sys;parent,*command=sys.argv[1:];"
-    f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG},{int(getattr(signal, 'SIGKILL', 9))});"
+    f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG},{int(signal.SIGKILL)});"
     "os.getppid()==int(parent) and os.execvp(command[0],command)"
 )
 """imports next to nothing, so that it takes a few hundredths of a second; a killed parent leaves it in no other case"""
@@ -195,11 +191,10 @@ def end_with_parent(parent: int | None = None) -> None:
     Args:
         parent: the id of that process; None: the one that has started this one with `multiprocessing`.
     """
-    if sys.platform == "linux":
-        _ask_for_signal(signal.SIGKILL)
-        starter = multiprocessing.parent_process()
-        if os.getppid() != parent if parent is not None else starter is not None and not starter.is_alive():
-            os._exit(1)  # it has ended since
+    _ask_for_signal(signal.SIGKILL)
+    starter = multiprocessing.parent_process()
+    if os.getppid() != parent if parent is not None else starter is not None and not starter.is_alive():
+        os._exit(1)  # it has ended since
 
 
 def begin_fork(parent: int | None = None) -> None:
@@ -217,8 +212,7 @@ def begin_fork(parent: int | None = None) -> None:
 
 def outlive_parent() -> None:
     """Let this process run on when its parent ends: from now on somebody else sees to it that it ends."""
-    if sys.platform == "linux":
-        _ask_for_signal(0)
+    _ask_for_signal(0)
 
 
 def heed_signals_of_parent_alone() -> None:
@@ -240,4 +234,5 @@ def _end_if_parent_says(numbers: Collection[int], parent: int) -> None:
 
 
 def _ask_for_signal(number: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))

@@ -151,7 +151,7 @@ class Failures:
 
     def begin(self, abort: Callable[[], object]) -> None:
         """Begin a run, or after one something else that all ranks do together."""
-        self.run = self.monitor.begin_run()
+        self.run = next(self.monitor.run_numbers)
         self.position = _BEGUN
         self._abort: Callable[[], object] | None = abort
         self._topic = f"first failure in run {self.run}"
@@ -316,13 +316,9 @@ class Failures:
     @property
     def _still_running(self) -> list[Member]:
         """Processes of this host whose run has not ended."""
-        return [
-            member
-            for member in self.monitor.members
-            if member.is_beside(self.monitor.member)
-            and member.rank not in self._finished
-            and self.monitor.state_of(member.rank) != "ended"
-        ]
+        beside = [one for one in self.monitor.members if one.is_beside(self.monitor.member)]
+        gone = {one.rank for one in beside if self.monitor.state_of(one.rank) == "ended"} | self._finished
+        return [one for one in beside if one.rank not in gone]
 
     def _position_in(self, run: Any) -> tuple[int, ...]:
         if run == self.run:

@@ -116,38 +116,27 @@ def is_library(frame: FrameType) -> bool:
     return name_of(frame)[0].partition(".")[0] in _LIBRARIES
 
 
-def doing(frames: Sequence[FrameType], action: Action | None = None) -> tuple[str, tuple[str, int] | None]:
-    """The activity of a stack, as "is in on_train_batch_start, model.py:31"; and that line's file and number.
+def doing(frames: Sequence[FrameType], action: Action | None = None) -> str:
+    """The activity of a stack, as "is in on_train_batch_start, model.py:31: time.sleep(3600)".
 
     The line is the innermost one of the user's code, else of other packages, else of libraries. `action`: of the
     schedule, that the rank runs.
     """
     if not frames:
-        return "is in a thread that has ended", None
-    activity = _activity(frames, action)
+        return "is in a thread that has ended"
+    names = [name_of(frame)[0] for frame in frames]
+    said = [f"{said}, " for name in names for prefix, said in _ACTIVITIES.items() if name.startswith(prefix)]
+    if action is not None:
+        said.append(f"computing the {_KINDS[action.kind]} of stage {action.stage}, micro-batch {action.microbatch}, ")
+    activity = f"is {said[0] if said else ''}in"
     others = [frame for frame in frames if not is_library(frame)]
     own = [frame for frame in others if "site-packages" not in frame.f_code.co_filename]
     if not others:
-        return f"is {activity and activity + ', '}in {'.'.join(name_of(frames[0]))}", None
-    frame = (own or others)[0]
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    return f"is {activity and activity + ', '}in {frame.f_code.co_name}, {_short(path)}:{line}", (path, line)
-
-
-def _activity(frames: Sequence[FrameType], action: Action | None) -> str:
-    """The kind of activity: compilation, saving; else an action of the schedule; "" for other code."""
-    for frame in frames:
-        for prefix, activity in _ACTIVITIES.items():
-            if name_of(frame)[0].startswith(prefix):
-                return activity
-    if action is None:
-        return ""
-    return f"computing the {_KINDS[action.kind]} of stage {action.stage}, micro-batch {action.microbatch}"
-
-
-def _short(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+        return f"{activity} {'.'.join(name_of(frames[0]))}"
+    code, line = (own or others)[0].f_code, (own or others)[0].f_lineno
+    relative, source = os.path.relpath(code.co_filename), linecache.getline(code.co_filename, line).strip()
+    shown = code.co_filename if relative.startswith("..") else relative
+    return f"{activity} {code.co_name}, {shown}:{line}" + f": {source}" * bool(source)
 
 
 _TORCH = dist.distributed_c10d.__name__
@@ -194,12 +183,8 @@ def _stated(rank: int, wait: Waiting) -> Wait | None:
 
 def operations_done(rank: int, transports: Iterable[Transport]) -> dict[str, int]:
     """How many operations a rank has started on each channel: messages, broadcasts, and collectives of the world."""
-    done = {
-        _channel(rank, transfer, counts_own=True): transfer.number
-        for transport in transports
-        if isinstance(transport, ProcessGroupTransport)
-        for transfer in transport.started
-    }
+    started = (one for own in transports if isinstance(own, ProcessGroupTransport) for one in own.started)
+    done = {_channel(rank, transfer, counts_own=True): transfer.number for transfer in started}
     done |= {f"broadcasts in {group.group_name}": number for group, number in list(numbers.items())}
     if (number := _world_number()) is not None:
         done[WORLD] = number
@@ -225,7 +210,7 @@ def _collective(frames: Sequence[FrameType]) -> Wait | None:
         return Wait("the making of a process group", ranks, channel=f"new group {ranks}")
     group = frames[0].f_locals.get("group") or world
     ranks = tuple(dist.get_process_group_ranks(group))
-    place = doing(frames[len(torchs) :])[0].removeprefix("is ")
+    place = doing(frames[len(torchs) :]).removeprefix("is ")
     what = f"{name} ({place})"
     if group is not world:
         return Wait(what, ranks, channel=group.group_name)
@@ -267,10 +252,10 @@ class OwnStatus:
             at, action = state.place_in_run(run.trainer), engine.action
             transports.append(engine.channel.transport)
         wait = find_wait(self.rank, stack)
-        text, source = doing(stack.frames, action)
+        text = doing(stack.frames, action)
         done = operations_done(self.rank, transports) if channels else {}
         done = {channel: number for channel, number in done.items() if channel in channels}
-        return Status(self.rank, progress, still, at, wait, text, source, done)
+        return Status(self.rank, progress, still, at, wait, text, done)
 
     @property
     def _engine(self) -> Engine | None:
@@ -317,8 +302,8 @@ class HangWatch:
         self._reported: set[frozenset[str]] = set()
         """the places of the ranks that held up the run when it was reported"""
         self._over = threading.Event()
+        self._monitor.answer(_QUESTION, self._answer)
         self._remove = [
-            self._monitor.answer(_QUESTION, self._answer),
             self._monitor.on(_REPORT, self._hear),
             self._monitor.every(self._limits.look, self._look),
         ]
@@ -379,7 +364,7 @@ class HangWatch:
         else:
             print(self._text(now, mismatch), file=sys.stderr, flush=True)
             self._reported.add(now.held_up_at)
-        self._monitor.tell(_REPORT, [now.to_blame[0], summary(now, self._place, _source_lines(now))])
+        self._monitor.tell(_REPORT, [now.to_blame[0], summary(now, self._place)])
         if mismatch is not None:
             first, *others = mismatch.ranks
             self._failures.fail_for(first, f"can never go on, nor can {named(others)}: {mismatch.why}")
@@ -399,7 +384,7 @@ class HangWatch:
         still = min(status.still for status in now.statuses.values())
         at = next((status.at for status in now.statuses.values() if status.at), "")
         head = f"No progress for {still:.{0 if still >= 1 else 1}f} s{f' in {at}' if at else ''}."
-        return "\n".join([head, *report(now, self._place, _source_lines(now)), self._what_follows(now, mismatch)])
+        return "\n".join([head, *report(now, self._place), self._what_follows(now, mismatch)])
 
     def _what_follows(self, now: Standstill, mismatch: Mismatch | None) -> str:
         if mismatch is not None:
@@ -411,9 +396,3 @@ class HangWatch:
         ):
             return "The run goes on: no rank waits for another one."
         return f"The run goes on. A rank that has waited for {self._timeout} (timeout) ends it."
-
-
-def _source_lines(now: Standstill) -> dict[int, str]:
-    """The source lines of the ranks that wait for nobody, if this machine has their files."""
-    sources = {rank: now.statuses[rank].source for rank in now.idle if rank in now.statuses}
-    return {rank: linecache.getline(*source).strip() for rank, source in sources.items() if source is not None}

@@ -48,8 +48,7 @@ class Status:
         still: seconds since `progress` has changed.
         at: the step and the phase, as "step 12 (training)"; "" if that isn't known.
         wait: None if it waits for no other rank.
-        doing: where its code is, as "is in on_train_batch_start, model.py:31".
-        source: the file and the number of that line, for the one who shows it.
+        doing: where its code is, as "is in on_train_batch_start, model.py:31: time.sleep(3600)".
         done: how many operations it has done on the channels that it was asked for.
     """
 
@@ -59,16 +58,15 @@ class Status:
     at: str = ""
     wait: Wait | None = None
     doing: str = ""
-    source: tuple[str, int] | None = None
     done: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":
         """The status of which `asdict` and JSON have made these fields."""
-        wait, source = fields["wait"], fields["source"]
+        wait = fields["wait"]
         if wait is not None:
             wait = Wait(**wait | {name: tuple(wait[name]) for name in ("ranks", "needs")})
-        return Status(**{**fields, "wait": wait, "source": None if source is None else tuple(source)})
+        return Status(**{**fields, "wait": wait})
 
 
 @dataclass(frozen=True)
@@ -103,13 +101,9 @@ class Standstill:
     @property
     def held_up_at(self) -> frozenset[str]:
         """Where the ranks are that hold the others up: the same for each batch whose loader is slow at one line."""
-        return frozenset(self._at(rank) for rank in self.to_blame)
-
-    def _at(self, rank: int) -> str:
-        if rank in self.absent:
-            return self.absent[rank]
-        status = self.statuses[rank]
-        return status.wait.what if status.wait is not None else str(status.source or status.doing)
+        there = [self.statuses[rank] for rank in self.to_blame if rank in self.statuses]
+        places = [one.doing if one.wait is None else one.wait.what for one in there]
+        return frozenset((*places, *(self.absent[rank] for rank in self.to_blame if rank in self.absent)))
 
 
 def circle_in(edges: Mapping[int, Iterable[int]]) -> list[int]:
@@ -146,32 +140,23 @@ def find_mismatch(before: Standstill, now: Standstill) -> Mismatch | None:
 
     Between the two samples all ranks were still. The second has the number of operations of each on the channels.
     """
+    unmoved = {(rank, status.progress, status.wait) for rank, status in before.statuses.items()}
     stuck = {
         rank: status.wait
         for rank, status in now.statuses.items()
-        if status.wait is not None and status.wait.number and _is_same(before.statuses.get(rank), status)
+        if status.wait is not None and status.wait.number and (rank, status.progress, status.wait) in unmoved
     }
+    edges = {}
     for rank, wait in stuck.items():
-        for other in wait.needs:
-            if (peer := stuck.get(other)) is not None and _differ(wait, peer):
+        others = [other for other in wait.needs if other in stuck]
+        for other, peer in ((other, stuck[other]) for other in others):
+            is_same_turn = (wait.channel, wait.number) == (peer.channel, peer.number)
+            if is_same_turn and wait.call and peer.call and wait.call != peer.call:
                 return Mismatch((rank, other), f"they call different collectives, {wait.call} and {peer.call}")
-    edges = {rank: [peer for peer in wait.needs if _is_behind(peer, wait, stuck, now)] for rank, wait in stuck.items()}
+        # those that are stuck before the operation that ends this wait
+        edges[rank] = [one for one in others if now.statuses[one].done.get(wait.channel, wait.number) < wait.number]
     circle = circle_in(edges)
     return Mismatch(tuple(circle), "each waits for what another of them can only do afterwards") if circle else None
-
-
-def _is_same(before: Status | None, now: Status) -> bool:
-    return before is not None and (before.progress, before.wait) == (now.progress, now.wait)
-
-
-def _differ(one: Wait, other: Wait) -> bool:
-    same_turn = (one.channel, one.number) == (other.channel, other.number)
-    return same_turn and bool(one.call and other.call) and one.call != other.call
-
-
-def _is_behind(peer: int, wait: Wait, stuck: Mapping[int, Wait], now: Standstill) -> bool:
-    """Whether the peer is stuck, too, before the operation that ends the wait."""
-    return peer in stuck and now.statuses[peer].done.get(wait.channel, wait.number) < wait.number
 
 
 MAX_LINES = 12
@@ -181,16 +166,15 @@ _PLURAL = {"waits": "wait", "is": "are", "does": "do", "has": "have"}
 _PlaceOf = Callable[[int], str]
 
 
-def report(standstill: Standstill, place: _PlaceOf, sources: Mapping[int, str] | None = None) -> list[str]:
+def report(standstill: Standstill, place: _PlaceOf) -> list[str]:
     """The lines of the report, without the first and the last, which say how long it lasts, and how it ends.
 
     Args:
         standstill: the state of all ranks.
         place: where a rank is in the layout, as "pipeline 1, data 0".
-        sources: the source lines of ranks that wait for nobody.
     """
     blamed = standstill.to_blame
-    lines = _blamed(standstill, place, sources or {})
+    lines = _blamed(standstill, place)
     waiting = [rank for rank in sorted(standstill.statuses) if rank not in blamed]
     return lines + _waiting(standstill, waiting, place, MAX_LINES - 2 - len(lines))
 
@@ -206,36 +190,30 @@ def named(ranks: Iterable[int]) -> str:
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
     starts = [i for i, rank in enumerate(ordered) if i == 0 or rank != ordered[i - 1] + 1]
-    parts = [_part(ordered[start:end]) for start, end in pairwise([*starts, len(ordered)])]
-    flat = [one for part in parts for one in part]
-    return f"ranks {', '.join(flat[:-1])} and {flat[-1]}" if len(flat) > 1 else f"ranks {flat[0]}"
+    runs = [ordered[start:end] for start, end in pairwise([*starts, len(ordered)])]
+    parts = [part for run in runs for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
+    return f"ranks {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"ranks {parts[0]}"
 
 
-def _part(ranks: list[int]) -> list[str]:
-    return [f"{ranks[0]} to {ranks[-1]}"] if len(ranks) > 2 else [str(rank) for rank in ranks]
-
-
-def summary(standstill: Standstill, place: _PlaceOf, sources: Mapping[int, str] | None = None) -> str:
+def summary(standstill: Standstill, place: _PlaceOf) -> str:
     """One line about the ranks that hold the others up."""
-    return "; ".join(line.strip() for line in _blamed(standstill, place, sources or {}))
+    return "; ".join(line.strip() for line in _blamed(standstill, place))
 
 
-def _blamed(standstill: Standstill, place: _PlaceOf, sources: Mapping[int, str]) -> list[str]:
+def _blamed(standstill: Standstill, place: _PlaceOf) -> list[str]:
     blamed = standstill.to_blame
     if not standstill.idle:
         return _grouped(standstill, blamed, place)
-    lines = _merged([(rank, _idle(standstill, rank, sources)) for rank in blamed], place)
+    lines = _merged([(rank, _idle(standstill, rank)) for rank in blamed], place)
     more = len(lines) - _MAX_BLAMED
     return lines if more <= 1 else [*lines[:_MAX_BLAMED], f"  and {more} more like them"]
 
 
-def _idle(standstill: Standstill, rank: int, sources: Mapping[int, str]) -> str:
-    source = f": {sources[rank]}" if sources.get(rank) else ""
+def _idle(standstill: Standstill, rank: int) -> str:
     if rank in standstill.absent:
-        return standstill.absent[rank] + source
-    status = standstill.statuses[rank]
+        return standstill.absent[rank]
     others = any(rank in standstill.waits_for(other) for other in standstill.statuses)
-    return f"{'waits for nobody: it ' if others else ''}{status.doing}{source}"
+    return f"{'waits for nobody: it ' if others else ''}{standstill.statuses[rank].doing}"
 
 
 def _waiting(standstill: Standstill, ranks: list[int], place: _PlaceOf, most: int) -> list[str]:

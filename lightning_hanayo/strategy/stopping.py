@@ -35,8 +35,6 @@ AGREE_WITHIN = 10.0
 """seconds from the signal until the run ends without an agreement"""
 TAKE_OVER = 2.0
 """seconds until the other ranks try to decide: the arbiter may be frozen"""
-TOLD_WITHIN = 2.0
-"""seconds for which a rank waits that knows of a signal before its monitor's thread does"""
 LOOK = 0.1
 """seconds between two looks for a signal, and for a failure while a rank waits"""
 
@@ -67,24 +65,27 @@ class StopTogether:
         self._topic = f"stop/{failures.run}"
         self._lock = threading.Lock()
         self._begun: Place = (0, 0)
-        self._expected_at: float | None = None
-        self._told_at: float | None = None
+        self._is_held = False
+        """whether the main thread begins nothing before there is a decision"""
         self._is_told = False
         self.decision: Decision | None = None
         """of all ranks; None: there is none yet"""
         self._decided = threading.Event()
-        self._leave: list[Callable[[], None]] = []
+        self._leave: list[Callable[[], object]] = []
         self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
         if self._monitor is not None:
             self._leave = [
                 self._monitor.on(f"{self._topic}/told", self._on_told),
                 self._monitor.on("verdict", self._on_verdict),
-                self._monitor.answer(self._topic, self._hold),
             ]
+            self._monitor.answer(self._topic, self._hold)
 
     def expect(self) -> None:
-        """The monitor thread is about to call `tell`: begin nothing before. Called in the handler; takes no lock."""
-        self._expected_at = time.monotonic()
+        """The monitor thread is about to call `tell`: begin nothing before. Called in the handler; takes no lock.
+
+        Else a short run could end before the monitor's thread reads the signal.
+        """
+        self._is_held = True
 
     def tell(self, signal: int) -> None:
         """Let all ranks stop. Called in the monitor thread; in a world of one rank in the handler of the signal."""
@@ -102,14 +103,13 @@ class StopTogether:
         Raises:
             PeerFailed: another rank has failed while this one waited.
         """
-        while self._is_about_to_be_told():
-            self._failures.check_peers()
-            time.sleep(LOOK / 10)
         with self._lock:
-            if self._told_at is None and self.decision is None:
+            if not self._is_held and self.decision is None:
                 self._begun = place
                 return None
-        decision = self._wait()
+        while (decision := self.decision) is None:
+            self._failures.check_peers()
+            self._decided.wait(LOOK)
         if decision.last is None or place > decision.last:
             return decision
         with self._lock:
@@ -124,18 +124,6 @@ class StopTogether:
         if monitor is not None:
             monitor.answer(self._topic, lambda _: END)
 
-    def _is_about_to_be_told(self) -> bool:
-        """A short run could end before the monitor's thread reads the signal."""
-        if self._expected_at is None or self._told_at is not None or self.decision is not None:
-            return False
-        return time.monotonic() - self._expected_at < TOLD_WITHIN
-
-    def _wait(self) -> Decision:
-        while self.decision is None:
-            self._failures.check_peers()
-            self._decided.wait(LOOK)
-        return self.decision
-
     # in the monitor thread
 
     def _on_told(self, rank: int, signal: int) -> None:
@@ -148,14 +136,14 @@ class StopTogether:
     def _hold(self, _: Any = None) -> Place:
         """Let the main thread begin nothing more; return the place of the last batch that it has begun."""
         with self._lock:
-            self._told_at = self._told_at or time.monotonic()
+            self._is_held = True
             return self._begun
 
     def _on_verdict(self, _: int, content: Any) -> None:
         if content["topic"] != self._topic:
             return
         found = content["verdict"]  # JSON has made lists of its tuples
-        last = None if found["last"] is None else (found["last"][0], found["last"][1])
+        last = found["last"] and tuple(found["last"])
         self.decision = decision = Decision(found["signal"], found["rank"], last, tuple(found["missing"]))
         self._decided.set()
         if last is None:  # some can't be reached: all ranks end, without a checkpoint

@@ -1,6 +1,6 @@
 """Signals: SIGTERM, SIGINT and SLURM's are noted by a handler, and all ranks stop together after a batch.
 
-SIGTERM, SIGINT     once: all ranks stop after the same batch; again: all end at once
+SIGTERM, SIGINT     once: all ranks stop after the same batch; again: the run fails, and all end within seconds
 SLURM's signal      the same; then Lightning saves, and lets SLURM start the job again
 
 A run is stopped before a batch of training or evaluation, or where an evaluation ends:
@@ -33,9 +33,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy import stopping
+from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import TemporaryAttributes
@@ -46,9 +46,6 @@ AGAIN = 1.0
 terminal has sent to all processes already"""
 _CALLED = 128
 """added to the number of a signal in the pipe, if a handler that has taken the place of ours has called ours"""
-_NOW = "stop at once"
-_FLOOD = 0.3
-"""seconds for which a rank lives on so that all others get the message"""
 
 
 class Signals:
@@ -60,16 +57,16 @@ class Signals:
     Args:
         trainer: whose run it is.
         stop: told of the first signal.
-        monitor: this rank's; None in a world of one rank.
+        failures: told if it comes again; of the run, as its monitor, which a world of one rank does without.
     """
 
-    def __init__(self, trainer: "pl.Trainer", stop: stopping.StopTogether, monitor: Monitor | None) -> None:
-        self._trainer, self._stop, self._monitor = trainer, stop, monitor
+    def __init__(self, trainer: "pl.Trainer", stop: stopping.StopTogether, failures: Failures) -> None:
+        self._trainer, self._stop, self._failures = trainer, stop, failures
+        self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
         self._seen: dict[int, float] = {}
-        self._end_at: tuple[float, int] | None = None
-        self._leave: list[Callable[[], None]] = []
+        self._leave: Callable[[], object] = bool
         self._lock = threading.Lock()
         """held while the pipe is read or closed; the handlers don't take it"""
         self._pipe: tuple[int, int] | None = None
@@ -84,7 +81,7 @@ class Signals:
         attributes.set(connector, "_sigterm_notifier_fn", _no_op)
         attributes.set(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
         if self._monitor is not None:
-            self._leave = [self._monitor.on(_NOW, self._end_soon), self._monitor.every(stopping.LOOK, self._look)]
+            self._leave = self._monitor.every(stopping.LOOK, self._look)
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -105,11 +102,7 @@ class Signals:
     def restore(self) -> None:
         """The run has ended. Lightning gives each signal its handler again in the Trainer's teardown, which follows."""
         self._is_over = True
-        if self._end_at is not None:  # this rank has failed because another one was faster in ending at once
-            os._exit(stopping.exit_code_of(self._end_at[1]))
-        for leave in self._leave:
-            leave()
-        self._leave = []
+        self._leave()
         handlers = self._trainer._signal_connector._original_handlers
         for number, previous in self._previous.items():
             if number in handlers:
@@ -158,21 +151,15 @@ class Signals:
         if first == now and not self._is_over:
             self._stop.tell(number)
         elif now - first > AGAIN:
-            print(
-                f"hanayo: {stopping.name_of(number)} twice on rank {self._trainer.global_rank}: the run ends at once, "
-                f"and saves nothing",
-                file=sys.stderr,
-                flush=True,
-            )
+            code, what = stopping.exit_code_of(number), f"got {stopping.name_of(number)} twice, so nothing is saved"
             if self._monitor is None or self._is_over:
-                os._exit(stopping.exit_code_of(number))
-            self._monitor.tell(_NOW, number)
+                print(f"hanayo: rank {self._failures.rank} {what}", file=sys.stderr, flush=True)
+                os._exit(code)
+            self._failures.fail_for(self._failures.rank, what, code=code)
 
     # in the monitor thread
 
     def _look(self) -> None:
-        if self._end_at is not None and time.monotonic() > self._end_at[0]:
-            os._exit(stopping.exit_code_of(self._end_at[1]))
         with self._lock, suppress(OSError):  # nothing to read
             if self._pipe is not None:
                 arrived = os.read(self._pipe[0], 1024)
@@ -181,9 +168,6 @@ class Signals:
                 for number in arrived:
                     if number > _CALLED or (number in self._previous and self._is_installed(number)):
                         self._note(number % _CALLED)
-
-    def _end_soon(self, _: int, number: int) -> None:
-        self._end_at = self._end_at or (time.monotonic() + _FLOOD, number)
 
 
 _pipes: set[int] = set()
@@ -225,8 +209,7 @@ class StopsOnSignal:
         self._is_epoch_start = False
         self._goes_on: bool | None = None
         self._stop = stopping.StopTogether(run.failures)
-        monitor = run.failures.monitor if run.topology.world_size > 1 else None
-        self._signals = Signals(self._trainer, self._stop, monitor)
+        self._signals = Signals(self._trainer, self._stop, run.failures)
         self._signals.listen(run.attributes)
         self._add_to_loops(run.attributes)
 
@@ -329,11 +312,8 @@ class StopsOnSignal:
     def _weights(self) -> list[Tensor]:
         """A figure for each parameter of this rank, which stays on its device."""
         with self._trainer.strategy._unguarded():  # type: ignore[attr-defined]
-            return [
-                torch.linalg.vector_norm(one.detach())
-                for one in self._trainer.lightning_module.parameters()
-                if not one.is_meta and one.is_floating_point()
-            ]
+            own = [one for one in self._trainer.lightning_module.parameters() if not one.is_meta]
+            return [torch.linalg.vector_norm(one.detach()) for one in own if one.is_floating_point()]
 
     def _end(self, decision: stopping.Decision) -> None:
         trainer = self._trainer

@@ -78,7 +78,7 @@ class Rank:
 
     def train(self) -> bool:
         """Begin the next batch, if the last one has ended on all ranks."""
-        is_held = self.stop._told_at is not None and self.stop.decision is None
+        is_held = self.stop._is_held and self.stop.decision is None
         if self.is_over or is_held or any(other.begun < self.begun for other in self.world.ranks):
             return False
         if self.begun == self.world.num_batches:

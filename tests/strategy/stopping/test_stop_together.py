@@ -111,10 +111,3 @@ def test_a_rank_begins_nothing_between_a_signal_and_the_news_of_it() -> None:
     stop.expect()
     with patch.object(rank, "check_peers", lambda: news.pop(0)()):
         assert stop.begin((4, 0)) == Decision(15, 0, (3, 0))
-
-
-def test_a_rank_goes_on_if_no_news_of_a_signal_comes() -> None:
-    stop = alone().stop
-    stop.expect()
-    with patch.object(stopping, "TOLD_WITHIN", 0.0):
-        assert stop.begin((1, 0)) is None

@@ -25,10 +25,7 @@ class UnsupportedError(HanayoError):
     """The model or the options use a feature that a pipeline doesn't support, such as manual optimization."""
 
 
-ONE_PACKAGE = (
-    "put `import lightning_hanayo.pytorch_lightning` above all other imports: then it is another name of "
-    "`lightning.pytorch`."
-)
+ONE_PACKAGE = "put `import lightning_hanayo.pytorch_lightning` above all other imports: it makes them one package."
 """how classes of `pytorch_lightning` become those of `lightning.pytorch`, for messages"""
 
 
@@ -36,10 +33,9 @@ class OtherPackageError(HanayoError):
     """A Trainer of `pytorch_lightning` was given the strategy, by name or as an object."""
 
     def __init__(self) -> None:
+        advice = f"Import all from `lightning.pytorch`. If a library imports `pytorch_lightning`, {ONE_PACKAGE}"
         super().__init__(
-            "HanayoStrategy is a strategy of `lightning.pytorch`, but this Trainer comes from `pytorch_lightning`, a "
-            "package with classes of its own. Import Trainer, LightningModule and callbacks from `lightning.pytorch` "
-            f"(`import lightning as L`). If a library imports `pytorch_lightning`, {ONE_PACKAGE}"
+            f"HanayoStrategy is of `lightning.pytorch`; this Trainer comes from `pytorch_lightning`. {advice}"
         )
 
 

@@ -27,12 +27,8 @@ from lightning_hanayo.errors import HanayoError, is_debugging, is_rank_zero
 MISTAKES = (HanayoError, MisconfigurationException)
 """errors that the user can correct"""
 _OWN = os.path.dirname(__file__) + os.sep
-_ENGINE = (
-    _OWN,
-    *(os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, torch, jsonargparse)),
-    contextlib.__file__,
-    threading.__file__,
-)
+_FOLDERS = (os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, torch, jsonargparse))
+_ENGINE = (_OWN, *_FOLDERS, contextlib.__file__, threading.__file__)
 
 
 _NO_DEVICE = ("No supported gpu backend found", "can not run on your system since the accelerator is not available")

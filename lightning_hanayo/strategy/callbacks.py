@@ -138,11 +138,8 @@ class _Copy:
             cube.add_copies(pairs)
         self._state_of = state_of
         self._is_used = False
-        self._partial = [
-            copied
-            for copied, own in zip(copy.parameters(), module.parameters(), strict=True)
-            if isinstance(own, Placeholder) or (cube is not None and own in cube.whole_shapes)
-        ]
+        whole = {} if cube is None else cube.whole_shapes
+        self._partial: list[Any] = [one for one, own in pairs.items() if isinstance(own, Placeholder) or own in whole]
         for parameter in self._partial:
             vars(parameter).update(vars(pairs[parameter]))
         self._hook = copy.register_state_dict_post_hook(partial(self._give_state))
@@ -183,11 +180,10 @@ def _check_alike(callback: str, copy: nn.Module, module: nn.Module) -> None:
     for kind in ("named_parameters", "named_buffers"):
         names, expected = ([name for name, _ in getattr(one, kind)()] for one in (copy, module))
         if names != expected:
-            different = set(names) ^ set(expected)
+            different = ", ".join(sorted(set(names) ^ set(expected))[:3]) or "this order of names"
             raise UnsupportedError(
-                f"{callback} has a copy of {type(module).__name__} from before it was changed: only one of them has "
-                f"{', '.join(sorted(different)[:3]) or 'this order of names'}. Build all of it in __init__, so that it "
-                f"is complete when the callback copies it; EMAWeightAveraging calls configure_model before."
+                f"{callback} has a copy of {type(module).__name__} from before it was changed: only one has "
+                f"{different}. Build all of it in __init__; for EMAWeightAveraging, configure_model would do, too."
             )
 
 
@@ -210,28 +206,21 @@ def _set_up(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any, *args:
         vars(copy).pop("to", None)
 
 
-def _move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else tensor.to(*args, **kwargs)
-
-    module._apply(move)
-    return module
+def _move(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(*args, **kwargs))
 
 
 def compare_whole_parameters(run: Run, cube: Cube | None) -> None:
     """Let finetuning callbacks compare whole parameters, for the time of a run. Called by all ranks."""
+
+    def compare_whole(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any) -> None:
+        with WholeComparison(dict(module.named_parameters()), run.guard, cube):
+            hook(trainer, module)
+
     for callback in user_hooks.callbacks_of(run.trainer):
         if isinstance(callback, BaseFinetuning):
             guard_hook(run, callback, "finetune_function")
-            run.attributes.wrap(callback, "on_train_epoch_start", partial(_compare_whole, run.guard, cube))
-
-
-def _compare_whole(
-    guard: ParameterGuard, cube: Cube | None, hook: Callable[..., Any], trainer: "pl.Trainer", module: Any
-) -> None:
-    """Takes the place of the callback's hook."""
-    with WholeComparison(dict(module.named_parameters()), guard, cube):
-        hook(trainer, module)
+            run.attributes.wrap(callback, "on_train_epoch_start", compare_whole)
 
 
 class WholeComparison(TorchFunctionMode):

@@ -474,17 +474,11 @@ class NativeGroups(GroupFactory):
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         super().__init__(device, timeout)
         self._backend = _native_backend(device)
-        self._parent = self._make_parent() if _can_split(device) else None
-
-    def _make_parent(self) -> dist.ProcessGroup:
-        parent: dist.ProcessGroup = dist.new_group(
-            backend=self._backend,
-            timeout=self.timeout,
-            pg_options=nccl_options(DATA, self.timeout),
-            group_desc="hanayo native world",
-        )
-        self._tensor_groups.append(parent)
-        return parent
+        self._parent: dist.ProcessGroup | None = None
+        if _can_split(device):
+            options, name = nccl_options(DATA, timeout), "hanayo native world"
+            self._parent = dist.new_group(backend=self._backend, timeout=timeout, pg_options=options, group_desc=name)
+            self._tensor_groups.append(self._parent)
 
     @override
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:

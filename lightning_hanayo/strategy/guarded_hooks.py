@@ -56,18 +56,14 @@ AFTER_EPOCHS = (
 """hooks that may read, on all ranks, values that steps have set"""
 
 
-def _ignore() -> None:
-    """Called after a hook that may exist on some ranks only: a callback's, or one that needs data."""
-
-
 def _skip(*_: Any) -> None:
     """Called where another rank writes the predictions: files with one name would replace each other."""
 
 
 def _guarded(
-    name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], None] = _ignore
+    name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], object] = bool
 ) -> Substitute:
-    """Takes the place of a hook on an instance."""
+    """Takes the place of a hook on an instance. `at_end` is called after it, unless it may exist on some ranks only."""
 
     def run(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = tuple(arg.content if isinstance(arg, PlaceholderBatch) else arg for arg in args)
@@ -86,7 +82,7 @@ def _checked_log(has_metrics: bool, log: Callable[..., None], name: str, value: 
     log(name, value, *args, **kwargs)
 
 
-def guard_hooks(run: Run, end_hook: Callable[[], None] = _ignore) -> None:
+def guard_hooks(run: Run, end_hook: Callable[[], object] = bool) -> None:
     """Enter the guard in all hooks that the user has defined. `end_hook` is called after the module's on all ranks."""
     module, is_pipe = run.module, run.topology.pipe > 1
     if is_pipe:
@@ -94,7 +90,7 @@ def guard_hooks(run: Run, end_hook: Callable[[], None] = _ignore) -> None:
     for owner in (module, *callbacks_of(run.trainer)):
         for name in _HOOKS:
             is_alone = owner is module and is_pipe and name in _ON_FIRST_RANK
-            at_end = end_hook if owner is module and not is_alone else _ignore
+            at_end = end_hook if owner is module and not is_alone else bool
             guard_hook(run, owner, name, "alone" if is_alone else "hook", at_end)
 
 
@@ -124,10 +120,8 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, why_not: str | 
         for key, hook in hooks.items():
             if not str(getattr(hook, "__module__", "")).startswith("lightning_hanayo."):
                 if why_not is not None:
-                    raise UnsupportedError(
-                        f"{type(optimizer).__name__} has a hook on its steps, {getattr(hook, '__qualname__', hook)}: "
-                        f"{why_not}. Use the LightningModule's on_before_optimizer_step, or on_train_batch_end."
-                    )
+                    what = f"{type(optimizer).__name__} has a hook on its steps, {getattr(hook, '__qualname__', hook)}"
+                    raise UnsupportedError(f"{what}: {why_not}. Use on_before_optimizer_step, or on_train_batch_end.")
                 replaced.append((hooks, key, hook))
                 hooks[key] = _guarded("a hook on the optimizer's steps", hook, guard, "hook")
     try:
@@ -138,7 +132,7 @@ def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, why_not: str | 
                 hooks[key] = hook
 
 
-def guard_hook(run: Run, owner: Any, name: str, scope: Scope = "hook", at_end: Callable[[], None] = _ignore) -> None:
+def guard_hook(run: Run, owner: Any, name: str, scope: Scope = "hook", at_end: Callable[[], object] = bool) -> None:
     """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning.
 
     One that a class defines is bound by `MethodType`, as pickle and deepcopy know it. One that the user has set on the

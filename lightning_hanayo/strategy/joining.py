@@ -38,6 +38,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.processes import Member, end_with_parent, outlive_parent
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.strategy.waits import named
 from lightning_hanayo.topology import Topology
 
 _HELLO, _PREFIX = "hanayo/hello", "hanayo/prefix"
@@ -67,17 +68,10 @@ def store_of_start(
     is_kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     missing = set(range(1, world_size)) if rank == 0 else {0}
     with _naming(missing, timeout, is_silent=rank > 1):  # one of the others is enough to name rank 0
-        is_master = rank == 0 and not is_kept_by_agent
+        is_master, options = rank == 0 and not is_kept_by_agent, {"multi_tenant": not is_kept_by_agent}
+        port = port if world_size > 1 or is_kept_by_agent else 0  # a rank alone needs no port that others know
         try:
-            store = TCPStore(
-                address,
-                port if world_size > 1 or is_kept_by_agent else 0,  # a rank alone needs no port that others know
-                world_size,
-                is_master,
-                timeout,
-                wait_for_workers=False,
-                multi_tenant=not is_kept_by_agent,
-            )
+            store = TCPStore(address, port, world_size, is_master, timeout, wait_for_workers=False, **options)
         except DistNetworkError as error:
             if not is_master or "EADDRINUSE" not in str(error):
                 raise
@@ -105,10 +99,15 @@ def _fresh_store(store: Store, rank: int, missing: set[int], timeout: timedelta)
     if rank == 0:
         start = PrefixStore(f"hanayo/start/{own}", store)
         deadline = time.monotonic() + timeout.total_seconds()
-        while not _greet(store, start, own, missing):
+        while missing:
             if time.monotonic() > deadline:
                 raise HanayoError(_end_of_wait(missing, timeout))
-            time.sleep(_POLL)
+            for one in sorted(missing):
+                if start.check([f"here/{one}"]):
+                    missing.discard(one)
+                elif store.check([f"{_HELLO}/{one}"]):
+                    store.set(f"{_PREFIX}/{store.get(f'{_HELLO}/{one}').decode()}", own)
+            time.sleep(_POLL if missing else 0.0)
         return start
     store.set(f"{_HELLO}/{rank}", own)
     try:
@@ -118,16 +117,6 @@ def _fresh_store(store: Store, rank: int, missing: set[int], timeout: timedelta)
     found = PrefixStore(f"hanayo/start/{store.get(f'{_PREFIX}/{own}').decode()}", store)
     found.set(f"here/{rank}", "")
     return found
-
-
-def _greet(store: Store, start: Store, prefix: str, missing: set[int]) -> bool:
-    """Tell the prefix to those that have come since; return whether all are there."""
-    for rank in sorted(missing):
-        if start.check([f"here/{rank}"]):
-            missing.discard(rank)
-        elif store.check([f"{_HELLO}/{rank}"]):
-            store.set(f"{_PREFIX}/{store.get(f'{_HELLO}/{rank}').decode()}", prefix)
-    return not missing
 
 
 def _end_of_wait(missing: Collection[int], timeout: timedelta) -> str:
@@ -159,11 +148,7 @@ _WHERE = "Look at what they do before the Trainer starts, such as imports, and a
 
 
 def _text(ranks: Collection[int]) -> str:
-    first = sorted(ranks)[:8]
-    more = f" and {len(ranks) - len(first)} more" * (len(ranks) > len(first))
-    return (
-        f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, first))}{more} {'has' if len(ranks) == 1 else 'have'} not"
-    )
+    return f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} not"
 
 
 _LOOPBACK = "127.0.0.1"

@@ -97,7 +97,7 @@ class PatchedFunction:
     ) -> None:
         plain = inspect.unwrap(function)
         assert isinstance(plain, FunctionType)
-        self._function, self._code, self._instead = plain, plain.__code__, instead
+        self._function, self._code, self.instead = plain, plain.__code__, instead
         scope = plain.__globals__ | dict(names) if names is not None else plain.__globals__
         self.original = FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__)
         """runs as the function always did"""
@@ -118,10 +118,6 @@ class PatchedFunction:
         """Give the function its own code back."""
         self._function.__code__ = self._code
         _patched.pop(self._function.__name__, None)
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Called in place of the function."""
-        return self._instead(self.original, *args, **kwargs)
 
 
 class PatchedInRuns(Generic[_Run]):
@@ -160,18 +156,14 @@ _patched: dict[str, PatchedFunction] = {}
 """by the function's name"""
 
 
-def patched(name: str) -> PatchedFunction:
-    """The function of that name, which is patched now."""
-    return _patched[name]
-
-
 def _replacement(*args: Any, **kwargs: Any) -> Any:
     """Runs with the globals of the function whose code it replaces: so it has its own imports."""
     import sys
 
-    from lightning_hanayo.strategy.patches import patched
+    from lightning_hanayo.strategy.patches import _patched
 
-    return patched(sys._getframe().f_code.co_name).call(*args, **kwargs)
+    patch = _patched[sys._getframe().f_code.co_name]
+    return patch.instead(patch.original, *args, **kwargs)
 
 
 class Substitute:

@@ -52,10 +52,8 @@ def write_error_file(error: BaseException, environment: Mapping[str, str] = os.e
     path = environment.get(_VARIABLE, os.devnull)
     if path == os.devnull or not os.path.isdir(os.path.dirname(path)):
         return
-    message = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": _shown(error), "timestamp": str(int(time.time()))},
-    }
+    more = {"py_callstack": _shown(error), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
     new = f"{path}.new"
     try:
         with open(new, "w") as file:
@@ -264,10 +262,8 @@ def _agreed_record(launch: Launch, path: str) -> tuple[Record, bool]:
         return Record(found[0][3], starters), any(restarted for *_, restarted, _ in found)
     record = records[0]
     if record is None:
-        raise CheckpointError(
-            f"rank {first} finds {path}, which says what this run has saved before its restart; rank 0 doesn't. Set "
-            f"default_root_dir of the Trainer to a folder that all nodes share."
-        )
+        missing = f"rank {first} finds {path}, the record of this run before its restart; rank 0 doesn't"
+        raise CheckpointError(f"{missing}. Set default_root_dir of the Trainer to a folder that all nodes share.")
     record.starters = sorted({*record.starters, *starters})
     return record, True
 
@@ -280,20 +276,12 @@ def _load_newest(trainer: "pl.Trainer", topology: Topology, original: Load, chec
         except (CheckpointError, FileNotFoundError) as error:
             rank_zero_warn(f"Restart: {one.path} is skipped: {error}")
             continue
-        if number + 1 < len(checkpoints) and not _continues(loaded(trainer), topology):
-            rank_zero_warn(
-                f"Restart: {one.path} is skipped: it was saved in the middle of an epoch with another number of data "
-                f"ranks, and the loader's state there belongs to those."
-            )
+        saved = saved_run(loaded(trainer))
+        is_elsewhere = saved is not None and saved.topology.data != topology.data and was_in_epoch(loaded(trainer))
+        if number + 1 < len(checkpoints) and saved is not None and is_elsewhere and saved.loader_states(0):
+            reason = "saved in the middle of an epoch with another number of data ranks, whose loader state it has"
+            rank_zero_warn(f"Restart: {one.path} is skipped: {reason}")
             continue
         rank_zero_info(f"Restart: the run resumes from {one.path}, saved after step {one.step}")
         return True
     return False
-
-
-def _continues(checkpoint: Any, topology: Topology) -> bool:
-    """Whether a run on this number of data ranks can go on where the checkpoint was saved."""
-    saved = saved_run(checkpoint)
-    if saved is None or saved.topology.data == topology.data or not was_in_epoch(checkpoint):
-        return True
-    return not saved.loader_states(0)

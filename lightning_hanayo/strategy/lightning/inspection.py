@@ -44,6 +44,7 @@ from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.pipeline_parallel.profiling.trace import RANGE
 from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.planner.ranking import bytes_of
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
@@ -155,10 +156,8 @@ def _summarizing_whole(plain: Callable[[ModelSummary], Any]) -> Callable[[ModelS
                 return plain(summary)
         except Exception as error:
             _follow(whole, module)  # the failed forward has left it in eval mode
-            rank_zero_warn(
-                f"The model summary shows no sizes and FLOPs: forward depends on more than the shapes of "
-                f"example_input_array ({error!r}), and no rank holds the whole model to run it."
-            )
+            reason = "forward depends on more than the shapes of example_input_array"
+            rank_zero_warn(f"The model summary shows no sizes and FLOPs: {reason}, and the model is cut: {error!r}")
             vars(summary)["_forward_example_input"] = lambda: None
             return plain(summary)
 
@@ -252,7 +251,7 @@ def describe_run(
         f"  schedule        {layout.schedule}{waves}, {many}: predicted bubble {bubble:.0%}{once}\n"
         f"  samples         {_samples(trainer, topology)}\n"
         f"  learning rates  scale with trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size\n"
-        f"  memory          {_size(fullest)} of weights and gradients on the fullest rank"
+        f"  memory          {bytes_of(fullest)} of weights and gradients on the fullest rank"
         + f"\n  pictures        {pictures}"
         * bool(pictures)
     )
@@ -280,11 +279,6 @@ def _samples(trainer: "pl.Trainer", topology: Topology) -> str:
     return (
         f"a step takes {of_rank * data}, {of_rank} for each data rank; ddp would take {of_rank * topology.world_size}"
     )
-
-
-def _size(num_bytes: int) -> str:
-    """As people write it: 0.3 MB, 12.5 GB."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def count_batches_once(trainer: "pl.Trainer", topology: Topology) -> None:

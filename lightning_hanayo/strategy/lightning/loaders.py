@@ -69,8 +69,8 @@ GetRun = Callable[[], Run]
 
 
 class _LoaderWrapper:
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, get_run: GetRun) -> None:
+        self.loader, self._get_run = loader, get_run
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_get_run", "_same_length") or name.startswith("__"):
@@ -92,10 +92,8 @@ class PlaceholderLoader(_LoaderWrapper):
     """Placeholder batches on the ranks above 0: as many as the user's loader has, or as rank 0 announces."""
 
     def __init__(self, loader: Any, get_run: GetRun, same_length: SameLength | None, *, is_certain: bool) -> None:
-        super().__init__(loader)
-        self._get_run = get_run
-        self._same_length = same_length
-        self._is_certain = is_certain
+        super().__init__(loader, get_run)
+        self._same_length, self._is_certain = same_length, is_certain
 
     @property
     @override
@@ -121,8 +119,8 @@ class PlaceholderLoader(_LoaderWrapper):
 class EqualLoader(_LoaderWrapper):
     """The user's training loader on one of several data ranks: it ends when the first of them has no more batches."""
 
-    def __init__(self, loader: Any, same_length: SameLength) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: Any, get_run: GetRun, same_length: SameLength) -> None:
+        super().__init__(loader, get_run)
         self.leaves_out = False
         """whether the epoch that was read last has ended before the loader did"""
         self._same_length = same_length
@@ -152,10 +150,6 @@ class EqualLoader(_LoaderWrapper):
 class AnnouncingLoader(_LoaderWrapper):
     """The user's loader on pipeline rank 0, where its length isn't certain: announces each batch and the end."""
 
-    def __init__(self, loader: Any, get_run: GetRun) -> None:
-        super().__init__(loader)
-        self._get_run = get_run
-
     def __iter__(self) -> Iterator[Any]:
         return self._announce(iter(self.loader))
 
@@ -172,10 +166,6 @@ class CubeLoader(_LoaderWrapper):
 
     They get its random generators, too, from which the hooks draw that transfer the batch.
     """
-
-    def __init__(self, loader: Any, get_run: GetRun) -> None:
-        super().__init__(loader)
-        self._get_run = get_run
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -208,8 +198,8 @@ class CubeLoader(_LoaderWrapper):
 class ResumableLoader(_LoaderWrapper):
     """A loader with `state_dict()` and `load_state_dict()`, where data is read."""
 
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: Any, get_run: GetRun) -> None:
+        super().__init__(loader, get_run)
         self.state_before: Any = None
         self.random_before: dict[str, Tensor] = {}
         """the loader's state and the random generators' before the batch that was read last, if it has no length"""
@@ -282,10 +272,10 @@ def wrap_loader(loader: Any, get_run: GetRun, topology: Topology, pipe_rank: int
     if pipe_rank > 0:
         return PlaceholderLoader(loader, get_run, same_length, is_certain=is_certain)
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    own = ResumableLoader(loader) if has_state else loader
+    own = ResumableLoader(loader, get_run) if has_state else loader
     shared = CubeLoader(own, get_run) if prod(topology.cube) > 1 else own
     if same_length is not None and not (is_certain and same_length.length == len(loader)):
-        shared = EqualLoader(shared, same_length)
+        shared = EqualLoader(shared, get_run, same_length)
     return shared if is_certain or topology.pipe == 1 else AnnouncingLoader(shared, get_run)
 
 
@@ -323,9 +313,8 @@ def check_sampler(loader: Any, *, num_data: int, num_ranks: int) -> None:
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     if any(isinstance(one, DistributedSampler) and one.num_replicas == num_ranks > num_data for one in samplers):
         raise UnsupportedError(
-            f"a DistributedSampler deals samples out to {num_ranks} processes, of which {num_data} see different "
-            f"batches: the rest would be skipped. Leave it out, since Lightning sets one, or make it with "
-            f"DistributedSampler(dataset, **self.trainer.distributed_sampler_kwargs)."
+            f"a DistributedSampler deals samples out to {num_ranks} ranks, of which {num_data} read data: the rest "
+            f"would be skipped. Leave it out, or pass it **self.trainer.distributed_sampler_kwargs."
         )
 
 

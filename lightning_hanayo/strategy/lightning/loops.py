@@ -49,12 +49,7 @@ def keep_inference_mode(trainer: "pl.Trainer", attributes: TemporaryAttributes) 
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         if loop.inference_mode:
-            attributes.wrap(loop, "run", _in_inference_mode)
-
-
-def _in_inference_mode(run: Callable[[], Any]) -> Any:
-    with torch.inference_mode():
-        return run()
+            attributes.wrap(loop, "run", torch.inference_mode()(lambda run: run()))
 
 
 def agree_on_counts(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
@@ -72,10 +67,7 @@ def check_counts(name: str, counts: Sequence[int]) -> None:
     """
     if len(set(counts)) > 1:
         found = listed([f"{count} on rank {rank}" for rank, count in enumerate(counts)], 4)
-        raise HanayoError(
-            f"{name} gives ranks different numbers of loaders: {found}. All ranks go through the loaders together: "
-            f"return as many on each rank, whatever data they read."
-        )
+        raise HanayoError(f"{name} gives ranks different numbers of loaders: {found}. Return as many on each rank")
 
 
 def _request(name: str, request: Callable[[], Any]) -> Any:
@@ -84,12 +76,6 @@ def _request(name: str, request: Callable[[], Any]) -> Any:
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     check_counts(name, on_all_ranks(lambda: len(combined.flattened)))
     return loaders
-
-
-_ADVICE = (
-    "Gradients are averaged over all data ranks, so all end the epoch there, and the rest is left out. Give all data "
-    "ranks the same number of batches (a DistributedSampler, drop_last=True) to use all."
-)
 
 
 class SameLength:
@@ -130,10 +116,9 @@ def _warn(lengths: list[int], *, or_more: bool = False) -> None:
     """Say which data rank has the fewest batches, if not all have as many."""
     fewest, most = min(lengths), max(lengths)
     if fewest < most:
-        others = f"{most} or more" if or_more else f"up to {most}"
         rank_zero_warn(
-            f"Data rank {lengths.index(fewest)} has {fewest} training batches in this epoch, other data ranks have "
-            f"{others}. {_ADVICE}"
+            f"Data rank {lengths.index(fewest)} has {fewest} training batches in this epoch, others up to {most}"
+            f"{' or more' * or_more}. All end the epoch there; drop_last=True, or a DistributedSampler, uses all"
         )
 
 
@@ -183,53 +168,39 @@ def end_searches_on_failure(trainer: "pl.Trainer", attributes: TemporaryAttribut
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, BatchSizeFinder):
-            search = partial(_search, callback.scale_batch_size, callback._batch_arg_name, rank)
-            attributes.set(callback, "scale_batch_size", search)
+            attributes.wrap(callback, "scale_batch_size", partial(_search, callback._batch_arg_name, rank))
 
 
 def _search(
-    own: Callable[..., object], name: str, rank: int, trainer: "pl.Trainer", module: "pl.LightningModule"
+    name: str, rank: int, search: Callable[..., object], trainer: "pl.Trainer", module: "pl.LightningModule"
 ) -> None:
-    """Lightning's search, with trials of ours."""
+    """Lightning's search, with trials whose errors it doesn't catch."""
     loop: Any = trainer._active_loop
-    attributes = TemporaryAttributes()
-    attributes.set(loop, "run", _Trials(loop, module, name, rank, attributes))
-    try:
-        own(trainer, module)
-    finally:
-        attributes.restore()
+    attributes, fitted = TemporaryAttributes(), [0]
 
-
-class _Trials:
-    """Takes the place of a loop's `run` while Lightning searches."""
-
-    def __init__(
-        self, loop: Any, module: "pl.LightningModule", name: str, rank: int, attributes: TemporaryAttributes
-    ) -> None:
-        self._loop, self._run = loop, loop.run
-        self._module, self._name, self._rank = module, name, rank
-        self._attributes = attributes
-        self._fitted: list[int] = []
-
-    def __call__(self) -> Any:
-        size: Any = lightning_getattr(self._module, self._name)
+    def trial(run: Callable[[], Any]) -> Any:
+        size: Any = lightning_getattr(module, name)
         try:
-            result = self._run()
+            result = run()
         except Exception as error:
-            failure = self._named(size) if is_oom_error(error) else error
+            failure = error
+            if is_oom_error(error):
+                advice = f"{max(fitted)} has fitted: set it" if max(fitted) else "start with a smaller init_val"
+                failure = UnsupportedError(
+                    f"rank {rank} is out of memory with {name}={size}, and other ranks are in the middle of the batch, "
+                    f"so the search can't go on. {advice}, without a BatchSizeFinder, or limit it with max_val"
+                )
             # Lightning then restores model and loaders, for which it would wait for ranks that don't do so.
-            self._attributes.set(self._loop, "load_state_dict", partial(_raise, failure))
+            attributes.set(loop, "load_state_dict", partial(_raise, failure))
             raise failure from (error if failure is not error else error.__cause__)
-        self._fitted.append(size)
+        fitted.append(size)
         return result
 
-    def _named(self, size: int) -> UnsupportedError:
-        advice = f"{max(self._fitted)} has fitted: set it" if self._fitted else "start with a smaller init_val"
-        return UnsupportedError(
-            f"rank {self._rank} is out of memory with {self._name}={size}. A search for the batch size can't go on "
-            f"after that, because other ranks are in the middle of the batch; {advice}, without a BatchSizeFinder, or "
-            f"limit the search with max_val."
-        )
+    attributes.wrap(loop, "run", trial)
+    try:
+        search(trainer, module)
+    finally:
+        attributes.restore()
 
 
 def _raise(error: BaseException, *_: object) -> NoReturn:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.amp import GradScaler
@@ -32,14 +32,6 @@ from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.guards import MissingValues
 from lightning_hanayo.strategy.patches import TemporaryAttributes
-
-_STAGES = {
-    RunningStage.TRAINING: "training",
-    RunningStage.SANITY_CHECKING: "sanity check",
-    RunningStage.VALIDATING: "validation",
-    RunningStage.TESTING: "test",
-    RunningStage.PREDICTING: "prediction",
-}
 
 
 def batch_idx(trainer: "pl.Trainer") -> int:
@@ -94,7 +86,7 @@ def step_name(trainer: "pl.Trainer") -> str:
 def place_in_run(trainer: "pl.Trainer") -> str:
     """Where the Trainer is, as "step 12 (training)", for reports. For any thread."""
     stage = trainer.state.stage
-    name = "set-up" if stage is None else _STAGES[stage]
+    name = "set-up" if stage is None else stage.name.lower().replace("_", " ")
     return f"step {trainer.global_step} ({name})" if trainer.state.fn == TrainerFn.FITTING else name
 
 
@@ -120,8 +112,24 @@ def call_before_steps(
         on_unscaled: called by the scaler with all ranks' `found_inf`, and its scale.
     """
     scaler = _scaler_of(plugin)
+
+    def unscale(own: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
+        """Called for fused optimizers, and on ranks without gradients, too.
+
+        The scaler's own method returns `found_inf` for each device on which gradients are.
+        """
+        for found in own(optimizer, inv_scale, found_inf, *args).values():
+            found_inf += found.to(found_inf.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        assert scaler is not None
+        on_unscaled(
+            optimizer, found_inf, available(scaler._get_scale_async(), "the scale exists once a loss was scaled")
+        )
+        return {found_inf.device: found_inf}
+
     if scaler is not None:
-        attributes.wrap(scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler, on_unscaled))
+        attributes.wrap(scaler, "_unscale_grads_", unscale)
         return
 
     def clip_gradients(
@@ -136,28 +144,6 @@ def _scaler_of(plugin: Precision) -> GradScaler | None:
     """The plugin's gradient scaler, if it has one that is enabled."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
-
-
-def _unscale_and_agree(
-    scaler: GradScaler,
-    on_unscaled: OnUnscaled,
-    unscale: Callable[..., dict[torch.device, Tensor]],
-    optimizer: Optimizer,
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    *args: Any,
-) -> dict[torch.device, Tensor]:
-    """Takes the place of the scaler's own method, for fused optimizers too. Called by all ranks, without gradients too.
-
-    The method returns `found_inf` for each device on which gradients are.
-    """
-    for found in unscale(optimizer, inv_scale, found_inf, *args).values():
-        found_inf += found.to(found_inf.device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
-    scale = available(scaler._get_scale_async(), "the scale exists once a loss was scaled")
-    on_unscaled(optimizer, found_inf, scale)
-    return {found_inf.device: found_inf}
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -185,10 +171,8 @@ def check_options(trainer: "pl.Trainer", before: list[Any]) -> None:
     """
     if options_now(trainer) != before:
         raise UnsupportedError(
-            "training_step changes options of an optimizer, such as its learning rate, or steps a scheduler. It runs "
-            "on pipeline rank 0 alone, and once for each micro-batch. Do that in on_train_batch_start or "
-            "on_train_batch_end, which run once on all ranks, or return the scheduler with {'interval': 'step'} from "
-            "configure_optimizers."
+            "training_step changes an optimizer's options, or steps a scheduler. It runs for each micro-batch, on "
+            "pipeline rank 0 alone: do that in on_train_batch_start, or return the scheduler with {'interval': 'step'}."
         )
 
 
@@ -204,9 +188,8 @@ def refusing_steps(trainer: "pl.Trainer") -> Iterator[None]:
     def refuse(optimizer: Optimizer, *_: Any) -> None:
         if id(optimizer) in refused:
             raise UnsupportedError(
-                "training_step steps an optimizer of configure_optimizers, but it runs on pipeline rank 0 alone, and "
-                "once for each micro-batch. Leave that to the Trainer, or train on one pipeline rank with "
-                "automatic_optimization = False."
+                "training_step steps an optimizer, but runs for each micro-batch, on pipeline rank 0 alone. Leave that "
+                "to the Trainer, or train on one pipeline rank with automatic_optimization = False."
             )
 
     hook = register_optimizer_step_pre_hook(refuse)

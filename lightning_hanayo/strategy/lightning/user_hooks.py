@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -69,12 +69,13 @@ def is_listened_to(trainer: "pl.Trainer", hook: str) -> bool:
 
 def user_defines(trainer: "pl.Trainer", hooks: Iterable[str]) -> bool:
     """Whether the module or a callback of the user's defines one of the hooks."""
+    owners = (trainer.lightning_module, *callbacks_of(trainer))
+    return any(_is_users(owner, hook) for owner in owners for hook in hooks)
 
-    def defines(owner: Any, hook: str) -> bool:
-        of_class = getattr(type(owner), hook, None)
-        return hook in vars(owner) or (of_class is not None and not is_lightnings(of_class))
 
-    return any(defines(owner, hook) for owner in (trainer.lightning_module, *callbacks_of(trainer)) for hook in hooks)
+def _is_users(owner: Any, hook: str) -> bool:
+    of_class = getattr(type(owner), hook, None)
+    return hook in vars(owner) or (of_class is not None and not is_lightnings(of_class))
 
 
 def is_lightnings(hook: Callable[..., Any]) -> bool:
@@ -117,13 +118,10 @@ def may_see_gradients(trainer: "pl.Trainer") -> bool:
     A hook there, `.grad` in the classes of the module or a callback or in a function of their files, or a step of
     manual optimization.
     """
-    module: Any = trainer.lightning_module
-    classes: list[Any] = [type(module), *map(type, callbacks_of(trainer))]
-    return (
-        not module.automatic_optimization
-        or user_defines(trainer, _SEE_GRADIENTS)
-        or any(_mentions_gradients(one) for one in classes if not _is_own(one))
-    )
+    if not trainer.lightning_module.automatic_optimization or user_defines(trainer, _SEE_GRADIENTS):
+        return True
+    classes: list[Any] = [*map(type, (trainer.lightning_module, *callbacks_of(trainer)))]
+    return any(_mentions_gradients(one) for one in classes if not _is_own(one))
 
 
 @cache
@@ -174,12 +172,7 @@ def _reads_metrics(trainer: "pl.Trainer", callback: "pl.Callback", *, steps: boo
         return due or callback._train_time_interval is not None
     if isinstance(callback, SpikeDetection):  # the loss, which Lightning gives it
         return True
-    if isinstance(callback, LambdaCallback):
-        return not vars(callback).keys().isdisjoint(("on_train_batch_end", "on_before_backward"))
-    hooks = ("on_train_batch_end", "on_before_backward")
-    return not _is_own(type(callback)) and any(
-        getattr(type(callback), hook, None) is not getattr(pl.Callback, hook) for hook in hooks
-    )
+    return any(_is_users(callback, hook) for hook in ("on_train_batch_end", "on_before_backward"))
 
 
 def _is_own(kind: type) -> bool:
@@ -187,19 +180,14 @@ def _is_own(kind: type) -> bool:
     return kind.__module__.startswith(_OWN_PACKAGES)
 
 
-def uploads_checkpoints(logger: Logger) -> bool:
-    """Whether a logger of Lightning's uploads the checkpoints that `ModelCheckpoint` saves, if they are files."""
-    return _has(logger, "_log_model")
+UPLOADS, DRAWS = "_log_model", "_log_graph"
+"""options of loggers"""
 
 
-def draws_graph(logger: Logger) -> bool:
-    """Whether a logger of Lightning's runs the model on `example_input_array`, to draw its graph."""
-    return _has(logger, "_log_graph")
-
-
-def _has(logger: Logger, option: str) -> bool:
-    has_all_attributes = isinstance(logger, DummyLogger)  # of Trainer(fast_dev_run=...)
-    return not has_all_attributes and bool(getattr(logger, option, False))
+def loggers_with(trainer: "pl.Trainer", option: str) -> list[Logger]:
+    """Lightning's loggers that upload the files that `ModelCheckpoint` saves, or draw the graph of the model."""
+    real = (one for one in trainer.loggers if not isinstance(one, DummyLogger))  # of fast_dev_run: has all attributes
+    return [one for one in real if getattr(one, option, False)]
 
 
 def averaged_copies(trainer: "pl.Trainer") -> dict["pl.Callback", torch.nn.Module]:

@@ -228,7 +228,7 @@ def _check_graph(trainer: "pl.Trainer", module: "pl.LightningModule", topology: 
     """To draw the graph, a logger of rank 0 runs the model."""
     if topology.replica_size == 1 or module.example_input_array is None:
         return
-    for logger in filter(user_hooks.draws_graph, trainer.loggers):
+    for logger in user_hooks.loggers_with(trainer, user_hooks.DRAWS):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_graph=True) runs the model on example_input_array, but no rank holds the "
             f"whole model. Leave it out, and before trainer.fit call "
@@ -241,7 +241,7 @@ def _check_loggers(trainer: "pl.Trainer") -> None:
     savers = (one for one in user_hooks.callbacks_of(trainer) if isinstance(one, ModelCheckpoint))
     if all(one.save_weights_only for one in savers):  # into files
         return
-    for logger in filter(user_hooks.uploads_checkpoints, trainer.loggers):
+    for logger in user_hooks.loggers_with(trainer, user_hooks.UPLOADS):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_model=...) uploads checkpoints that are files, but several ranks save "
             f"folders. Let rank 0 gather them into one file: HanayoStrategy(save_full=True), or save weights alone: "

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.lightning.user_hooks import uploads_checkpoints
+from lightning_hanayo.strategy.lightning.user_hooks import UPLOADS, loggers_with
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.training import Layout
@@ -70,4 +71,4 @@ def test_log_graph_is_refused_where_no_rank_holds_the_whole_model(tmp_path: Path
 
 
 def test_the_logger_of_a_fast_development_run_uploads_no_checkpoints() -> None:
-    assert not uploads_checkpoints(DummyLogger())
+    assert not loggers_with(Trainer(logger=DummyLogger()), UPLOADS)

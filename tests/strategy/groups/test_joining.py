@@ -87,7 +87,7 @@ def test_ranks_that_are_late_are_named_while_the_others_wait(capfd: pytest.Captu
         joined = [threads.submit(join, 1)]
         assert wait_until(lambda: says("rank 0 has not joined the run for "), 30.0)
         joined.append(threads.submit(join, 0))
-        assert wait_until(lambda: says("ranks 2, 3 have not joined the run for "), 30.0)
+        assert wait_until(lambda: says("ranks 2 and 3 have not joined the run for "), 30.0)
         joined += [threads.submit(join, rank) for rank in (2, 3)]
         joined[0].result().set("key", "value")
         assert {one.result().get("key") for one in joined} == {b"value"}

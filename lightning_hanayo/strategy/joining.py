@@ -302,17 +302,15 @@ def on_all_ranks(function: Callable[[], _T]) -> list[_T]:
     Raises:
         HanayoError: on all ranks with the same message, if the function has raised one on any.
     """
+    world = dist.group.WORLD
+    if world is None:
+        return [function()]
     own: list[_T] = []
     failure: HanayoError | None = None
     try:
         own = [function()]
     except HanayoError as error:
         failure = error
-    world = dist.group.WORLD
-    if world is None:
-        if failure is not None:
-            raise failure
-        return own
     outcomes = all_gather_objects(world, (own, failure and (type(failure), str(failure))))
     failures = [found for _, found in outcomes if found]
     if failures:

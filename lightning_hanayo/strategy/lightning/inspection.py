@@ -45,6 +45,7 @@ from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.pipeline_parallel.profiling.trace import RANGE
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.ranking import bytes_of
+from lightning_hanayo.strategy.lightning.resumed_loops import batch_size
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
@@ -238,8 +239,7 @@ def describe_run(
     parts = f"{counted(layout.num_stages, 'stage')} on {counted(topology.pipe, 'pipeline rank')}"
     parts += f" in a {cube} cube" if topology.cube != (1, 1, 1) else ""
     waves = f", {counted(layout.num_waves, 'wave')}" if layout.num_waves else ""
-    batch_size = getattr(trainer.train_dataloader, "batch_size", None)
-    count = min(layout.num_microbatches, batch_size) if isinstance(batch_size, int) else layout.num_microbatches
+    count = min(layout.num_microbatches, batch_size(trainer) or layout.num_microbatches)
     bubble = layout.predict(count)
     many = counted(count, "micro-batch")
     once = ". The step runs once a batch: all micro-batches' activations are held" if layout.runs_step_once else ""
@@ -265,9 +265,8 @@ def held_bytes(module: nn.Module) -> int:
 
 def samples_per_rank(trainer: "pl.Trainer") -> int | None:
     """How many samples of each data rank make an optimizer step, where the loader tells."""
-    loader: Any = trainer.train_dataloader
-    batch = getattr(loader, "batch_size", None)
-    return batch * trainer.accumulate_grad_batches if isinstance(batch, int) else None
+    batch = batch_size(trainer)
+    return None if batch is None else batch * trainer.accumulate_grad_batches
 
 
 def _samples(trainer: "pl.Trainer", topology: Topology) -> str:

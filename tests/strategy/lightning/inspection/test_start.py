@@ -30,8 +30,9 @@ def describe(
     once: bool = False,
     pictures: str = "",
 ) -> str:
+    loaders = SimpleNamespace(flattened=[SimpleNamespace(batch_size=batch_size)])
     trainer: Any = SimpleNamespace(
-        train_dataloader=SimpleNamespace(batch_size=batch_size), accumulate_grad_batches=accumulate
+        fit_loop=SimpleNamespace(_combined_loader=loaders), accumulate_grad_batches=accumulate
     )
     sizes: Any = {"num_ranks": 2, "num_blocks": 8, "num_waves": 2, "num_microbatches": 4}
     layout = choose(**sizes, schedule="hanayo", runs_step_once=once)

@@ -13,6 +13,7 @@ No progress for 15 s in step 12 (training).
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
@@ -108,22 +109,12 @@ class Standstill:
 
 def circle_in(edges: Mapping[int, Iterable[int]]) -> list[int]:
     """The ranks of a circle of waits, the lowest first, each before one that it waits for; [] if there is none."""
-    done: set[int] = set()
-    for start in sorted(edges):
-        path: list[int] = []
-        pending = [(start, 0)]
-        while pending:
-            rank, depth = pending.pop()
-            del path[depth:]
-            if rank in path:
-                circle = path[path.index(rank) :]
-                first = circle.index(min(circle))
-                return circle[first:] + circle[:first]
-            if rank in done:
-                continue
-            done.add(rank)
-            path.append(rank)
-            pending += [(other, depth + 1) for other in sorted(edges.get(rank, ()), reverse=True)]
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        circle: list[int] = error.args[1][:0:-1]  # each waits for the one before; the first is the last, too
+        first = circle.index(min(circle))
+        return circle[first:] + circle[:first]
     return []
 
 

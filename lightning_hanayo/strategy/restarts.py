@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,13 @@ def write_error_file(error: BaseException, environment: Mapping[str, str] = os.e
         return
     more = {"py_callstack": _shown(error), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
-    new = f"{path}.new"
-    try:
-        with open(new, "w") as file:
-            json.dump({"message": message}, file)
-        os.replace(new, path)  # the agent can't go on from a file that isn't whole
-    except OSError:
-        return  # the error itself is shown anyway
+    with suppress(CheckpointError):  # the error itself is shown anyway
+        _write_json(path, {"message": message})
+
+
+def _write_json(path: str, content: object) -> None:
+    """Whole or not at all: the agent can't go on from a part of a file."""
+    write_file(path, lambda file: file.write(json.dumps(content).encode()))
 
 
 def _shown(error: BaseException) -> str:
@@ -154,8 +155,7 @@ class Record:
 
     def write(self, path: str) -> None:
         """Replace the file at once. One rank calls it."""
-        content = json.dumps(asdict(self)).encode()
-        write_file(path, lambda file: file.write(content))
+        _write_json(path, asdict(self))
 
     def checkpoints_of(self, fit: int) -> tuple[list[Found], list[Found]]:
         """The whole checkpoints of one `fit`, the newest first; and those that aren't whole.

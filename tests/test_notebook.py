@@ -130,7 +130,7 @@ def test_mistakes_are_named() -> None:
         launch(lookup, devices=0)
     with pytest.raises(HanayoError, match="result can't be sent to the notebook: .*Return numbers, tensors"):
         launch(lambda: lambda: None, devices=1)
-    with pytest.raises(HanayoError, match="2 processes were started, but devices x num_nodes of the Trainer is 3"):
+    with pytest.raises(HanayoError, match="2 processes were started, but the Trainer's devices x num_nodes is 3"):
         launch(train, 3, "hanayo", devices=2)
 
 

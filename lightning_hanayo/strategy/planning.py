@@ -150,9 +150,7 @@ def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
     """A batch of the training loader, without an effect on what training will see."""
     if isinstance(data, pl.LightningDataModule):
         if trainer.world_size > 1 and trainer.strategy.cluster_environment.creates_processes_externally:  # type: ignore[attr-defined]
-            raise HanayoError(
-                f"layout='plan' needs a batch before ranks can agree on who prepares the data. {_BY_FILE}"
-            )
+            raise HanayoError(f"layout='plan' needs a batch before ranks agree on who prepares the data. {_BY_FILE}")
         try:
             data = copy.deepcopy(data)
         except Exception as error:  # of whatever it holds

@@ -42,9 +42,7 @@ _LOOK = 0.2
 """seconds between two looks at the processes"""
 
 _IN_A_FUNCTION = "Make the Trainer in a function, and call `lightning_hanayo.notebook.launch(function, devices={})`"
-_ADVICE = (
-    "A script that goes on after a failed run must catch it on all ranks: `except Exception`, some get PeerFailed."
-)
+_ADVICE = "A script that goes on after a failed run must catch its errors on all ranks, by `except Exception`."
 _Processes = list["subprocess.Popen[bytes]"]
 
 
@@ -251,7 +249,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             started, wanted = os.environ.get("WORLD_SIZE"), self.num_processes * self.num_nodes
             if started is not None and int(started) != wanted:
                 raise HanayoError(
-                    f"{started} processes were started, but devices x num_nodes of the Trainer is {wanted}"
+                    f"{started} processes were started, but the Trainer's devices x num_nodes is {wanted}"
                 )
         _set_num_threads_if_needed(num_processes=self.num_processes)
         with _children.running() if self.num_processes > 1 else nullcontext():

@@ -92,9 +92,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             else:
                 to_uncompiled(module)
                 name = f"torch.compile({type(module).__name__})"
-                rank_zero_warn(
-                    f"{name} runs as written: steps are suspended at the blocks. Use block.compile() instead"
-                )
+                rank_zero_warn(f"{name} runs as written: steps are suspended at blocks. Use block.compile() instead")
         vars(self)["_lightning_module"] = module
 
     def show_compiled(self) -> None:
@@ -273,24 +271,22 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             warnings.filterwarnings("ignore", module=r"lightning\.")
         if self.topology.data > 1:  # as DDP; one data rank goes on with the random numbers of one process
             reset_seed()
-        joined_before = dist.is_initialized()
+        joined_before, timeout = dist.is_initialized(), self.options.transfer_time
         options: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
         store = store_after_failure(self._address)
         if store is None and not joined_before:
-            store = store_of_start(
-                *self._address, self.global_rank, self.world_size, self.options.transfer_time, os.environ
-            )
+            store = store_of_start(*self._address, self.global_rank, self.world_size, timeout, os.environ)
         if store is not None:
             options["store"] = store
         backend = backend_for(self.root_device)
         place = (0, 1) if self._is_alone else (None, None)  # else the environment tells rank and size
-        _init_dist_connection(self.environment, backend, *place, timeout=self.options.transfer_time, **options)
+        _init_dist_connection(self.environment, backend, *place, timeout=timeout, **options)
         monitor = monitor_of_world(self.topology, self.global_rank, self.environment.main_address)
         self._failures = Failures(self.global_rank, monitor, self.abort_transfers)
         if isinstance(self.environment, TorchElasticEnvironment):
             self._failures.watch_parent("torchrun's agent")
         if self._groups is None or not joined_before:
-            factory = group_factory(self.root_device, self.options.transfer_time)
+            factory = group_factory(self.root_device, timeout)
             self._groups = ProcessGroups.create(self.topology, self.global_rank, factory, pairs=self.options.pairs)
             if not joined_before:
                 leave = leave_at_exit if factory.is_native else pause_at_exit

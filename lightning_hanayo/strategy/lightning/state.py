@@ -123,9 +123,8 @@ def call_before_steps(
         if dist.get_world_size() > 1:
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         assert scaler is not None
-        on_unscaled(
-            optimizer, found_inf, available(scaler._get_scale_async(), "the scale exists once a loss was scaled")
-        )
+        scale = available(scaler._get_scale_async(), "the scale exists once a loss was scaled")
+        on_unscaled(optimizer, found_inf, scale)
         return {found_inf.device: found_inf}
 
     if scaler is not None:

@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource, leaves
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader, named_arrays
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.tensor_parallel.boundary import (
     AllGatherObject,
     MicrobatchReshard,
@@ -97,13 +98,7 @@ class SplitBatch:
         return [i for i, piece in enumerate(self.pieces) if piece is not None]
 
     def merge(
-        self,
-        results: Sequence[Any],
-        weights: Sequence[float],
-        *,
-        in_loss: Sequence[float] | None = None,
-        has_loss: bool,
-        numbers: microbatches.HostNumbers | None = None,
+        self, results: Sequence[Any], weights: PieceWeights, *, has_loss: bool, numbers: HostNumbers | None = None
     ) -> Any:
         """Merge what the step returned for each piece. `has_loss` says whether it was a training step.
 
@@ -112,8 +107,8 @@ class SplitBatch:
         kept = [i for i in self.present if not (has_loss and results[i] is None)]
         if not kept:
             return None
-        in_mean, in_loss = ([of[i] for i in kept] for of in (weights, in_loss or weights))
-        found, sizes = [results[i] for i in kept], self.sizes.of(kept)
+        found, in_mean, in_loss = ([of[i] for i in kept] for of in (results, weights.in_mean, weights.in_loss))
+        sizes = self.sizes.of(kept)
         return microbatches.merge(found, sizes, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=numbers)
 
 

@@ -21,7 +21,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial, reduce
 from math import inf, isinf
 from typing import Any
@@ -54,38 +54,28 @@ class OwnGradient:
     value: Tensor
 
 
+@dataclass(eq=False, repr=False)
 class GradientNorms:
-    """Norms over the parameters of one module. Its methods are called by all ranks that train one copy of it.
+    """Norms over the parameters of one module. Its methods are called by all ranks that train one copy of it."""
 
-    Args:
-        parameters: the module's, in its order, which is the same on all ranks; other ranks' are placeholders.
-        groups: the ranks that train one copy of the module, for tensors in host memory, and for those of the device;
-            None if there is one rank.
-        num_replicas: on how many ranks of the groups the same part of a parameter's gradient is taken; None: on one.
-        own_part: returns this rank's part of the gradient of a parameter; None: all of it.
-        relay: over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock.
-        device: of this rank's gradients.
-        unguarded: entered while code runs that knows of parts and placeholders.
-    """
+    parameters: InitVar[Sequence[nn.Parameter]]
+    """the module's, in its order, which is the same on all ranks; other ranks' are placeholders"""
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    """the ranks that train one copy of the module, for tensors in host memory, and for those of the device; None if
+    there is one rank"""
+    device: torch.device
+    """of this rank's gradients"""
+    num_replicas: Callable[[Tensor], int] | None = None
+    """on how many ranks of the groups the same part of a parameter's gradient is taken; None: on one"""
+    own_part: Callable[[Tensor, Tensor], Tensor] = lambda _, value: value
+    """returns this rank's part of the gradient of a parameter"""
+    relay: Relay | None = None
+    """over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock"""
+    unguarded: Callable[[], AbstractContextManager[None]] = nullcontext
+    """entered while code runs that knows of parts and placeholders"""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-        *,
-        num_replicas: Callable[[Tensor], int] | None = None,
-        own_part: Callable[[Tensor, Tensor], Tensor] | None = None,
-        relay: Relay | None = None,
-        device: torch.device,
-        unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    def __post_init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.watch(parameters)
-        self._groups = groups
-        self._num_replicas = num_replicas
-        self._own_part = own_part if own_part is not None else lambda _, value: value
-        self._relay = relay
-        self.device = device
-        self.unguarded = unguarded
         self.in_batch = False
         self.total_of_all: Tensor | None = None
         """the last norm, since `forget_total`, if it was over all gradients: finite if all of them are"""
@@ -113,27 +103,20 @@ class GradientNorms:
 
     def close(self) -> None:
         """Forget the other ranks: the run has ended."""
-        self._groups = self._relay = None
+        self.groups = self.relay = None
 
     @staticmethod
     def of_run(run: Run, cube: CubeSharding | None, shards: OptimizerShards | None) -> "GradientNorms":
         """Norms over the whole model's gradients, which torch's functions for norms and clipping take from now on."""
         several, scatters = run.topology.replica_size > 1, shards is not None and shards.scatters
         groups = (run.groups.replica, run.groups.replica_tensors) if several else None
-        num_replicas, own_part = None if cube is None else cube.num_replicas, None
+        parts: dict[str, Any] = {"num_replicas": None if cube is None else cube.num_replicas}
         if shards is not None and scatters:
             world = run.groups.factory.control(run.topology.groups(*AXES))
             groups = world, available(dist.group.WORLD, "several ranks")
-            num_replicas, own_part = shards.num_replicas, shards.own_rows
-        made = GradientNorms(
-            list(run.module.parameters()),
-            groups,
-            num_replicas=num_replicas,
-            own_part=own_part,
-            relay=run.replica_relay,
-            device=run.device,
-            unguarded=run.guard.off,
-        )
+            parts = {"num_replicas": shards.num_replicas, "own_part": shards.own_rows}
+        relay, parameters = run.replica_relay, list(run.module.parameters())
+        made = GradientNorms(parameters, groups, run.device, relay=relay, unguarded=run.guard.off, **parts)
         if several or scatters:
             PATCHES.start(made)
             run.parts.add(lambda: PATCHES.stop(made))
@@ -165,7 +148,7 @@ class GradientNorms:
     def gradients_of(self, parameters: Sequence[Tensor]) -> list[OwnGradient]:
         """The gradients that this rank holds of some of the module's parameters."""
         return [
-            OwnGradient(self._indices[parameter], place, self._own_part(parameter, parameter.grad))
+            OwnGradient(self._indices[parameter], place, self.own_part(parameter, parameter.grad))
             for place, parameter in enumerate(parameters)
             if not parameter.is_meta and parameter.grad is not None
         ]
@@ -181,7 +164,7 @@ class GradientNorms:
             if index is None or tensor.is_meta:
                 found.append(None)
             else:
-                found.append(OwnGradient(index, place, self._own_part(self._parameters[index], tensor.detach())))
+                found.append(OwnGradient(index, place, self.own_part(self._parameters[index], tensor.detach())))
         return found
 
     def total(self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None) -> Tensor:
@@ -216,12 +199,12 @@ class GradientNorms:
         self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
     ) -> list[tuple[int, Tensor]]:
         """The index and the norm of each gradient, in the user's order; on the device, in one dtype."""
-        if self._relay is not None:
-            self._relay.broadcast("norm")
+        if self.relay is not None:
+            self.relay.broadcast("norm")
         first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
         table = self._table(gradients, first)
-        if self._groups is not None:
-            dist.all_reduce(table, group=self._groups[0])
+        if self.groups is not None:
+            dist.all_reduce(table, group=self.groups[0])
         present, counts, places, existing = table.tolist()
         self._was_of_all = all(ranks for ranks, exist in zip(present, existing, strict=True) if exist)
         found = sorted((i for i, ranks in enumerate(present) if ranks), key=lambda i: (places[i] / present[i], i))
@@ -245,7 +228,7 @@ class GradientNorms:
 
     def _own_norms(self, first: Mapping[int, OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
         """[parameters], on the device in fp64: norms, or powers of shards' norms; elsewhere the neutral element."""
-        absent = inf if norm_type == -inf and self._num_replicas is not None else 0.0
+        absent = inf if norm_type == -inf and self.num_replicas is not None else 0.0
         table = torch.full((len(self._parameters),), absent, dtype=torch.float64, device=self.device)
         if not first:
             return table
@@ -257,8 +240,8 @@ class GradientNorms:
         norms, indices = torch.stack(listed).double(), tuple(first)
         if indices not in self._places:  # once for each set of parameters: the host waits for a copy to the device
             replicas = None
-            if self._num_replicas is not None:
-                numbers = [self._num_replicas(self._parameters[i]) for i in indices]
+            if self.num_replicas is not None:
+                numbers = [self.num_replicas(self._parameters[i]) for i in indices]
                 replicas = torch.tensor(numbers, dtype=torch.float64, device=self.device)
             self._places[indices] = torch.tensor(indices, device=self.device), replicas
         index, replicas = self._places[indices]
@@ -268,16 +251,16 @@ class GradientNorms:
 
     def _exchange(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norms of all ranks' gradients, on each of them."""
-        if self._groups is None:
+        if self.groups is None:
             return norms
-        if self._num_replicas is not None and isinf(norm_type):
+        if self.num_replicas is not None and isinf(norm_type):
             # A reduction by gloo would lose NaN.
-            parts = [torch.empty_like(norms) for _ in range(self._groups[1].size())]
-            dist.all_gather(parts, norms, group=self._groups[1])
+            parts = [torch.empty_like(norms) for _ in range(self.groups[1].size())]
+            dist.all_gather(parts, norms, group=self.groups[1])
             tables = torch.stack(parts)
             return tables.amax(0) if norm_type > 0 else tables.amin(0)
-        dist.all_reduce(norms, group=self._groups[1])
-        return norms if self._num_replicas is None else norms ** (1 / (norm_type or 1))
+        dist.all_reduce(norms, group=self.groups[1])
+        return norms if self.num_replicas is None else norms ** (1 / (norm_type or 1))
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:

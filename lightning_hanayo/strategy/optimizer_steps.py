@@ -5,7 +5,7 @@ whole parameters, for optimizers that need them         `OptimizerOwners`, in a 
 optimizer.state in user code                            `GuardedStates`, where ranks hold parts
 parameters after a step                                 gathered in the background, until somebody reads them
 
-`StepValues`, `MasterWeights`: the values of parameters while an optimizer steps, and a checkpoint is saved or read.
+`StepValues`: the values of parameters while an optimizer steps, and a checkpoint is saved or read.
 
     forward, backward     p.data  bf16, whole               p.grad  fp32: micro-batches' gradients are cast, then added
     reductions, clipping                                    p.grad  fp32
@@ -20,7 +20,7 @@ offload_optimizer=True all parameters have copies in host memory for the step, a
 The `Parameter` objects stay, so optimizers, param groups, schedulers and checkpoints need know nothing of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,6 @@ from lightning_hanayo.strategy.optimizer.shards import OptimizerOwners, Optimize
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
-from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from lightning_hanayo.topology import AXES
 
 
@@ -74,12 +73,12 @@ class OptimizerSteps:
     @property
     def sharding_in_use(self) -> Cube | OptimizerShards | None:
         """How parameters are sharded inside `master_values`."""
-        return (None if self._values is None else self._values.sharding) or self.run.cube
+        has_masters = self._values is not None and self.run.options.master_weights is not None
+        return (self.shards if has_masters else None) or self.run.cube
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the optimizers update own rows of parameters, and fp32 copies, if the options say so."""
-        options, module = self.run.options, self.run.module
-        has_masters, offloads = options.master_weights is not None, options.offload_optimizer
+        copies = self.run.options.master_weights is not None or self.run.options.offload_optimizer
         has_parts = self.shards is not None or self.run.cube is not None
         if has_parts and not all(map(is_elementwise, optimizers)):
             self._owners = self._deal(optimizers)
@@ -88,18 +87,11 @@ class OptimizerSteps:
         for optimizer in optimizers if self._is_cut else ():
             if isinstance(optimizer, Optimizer):
                 optimizer.register_state_dict_pre_hook(_check_reading)
-        if has_masters or offloads or self.shards is not None or self._owners is not None:
-            self._values = StepValues(
-                module.parameters(),
-                optimizers,
-                self.shards,
-                self._owners,
-                has_masters=has_masters,
-                in_host_memory=offloads,
-            )
+        if copies or self.shards is not None or self._owners is not None:
+            self._values = StepValues(self.run, optimizers, self.shards, self._owners)
             self.run.parts.add(self._values.close, self._values.abandon)
             averages = bool(user_hooks.averaging_callbacks(self.run.trainer))
-            self._gathers_at_once = averages or not module.automatic_optimization
+            self._gathers_at_once = averages or not self.run.module.automatic_optimization
 
     def guard_states(self, optimizers: Sequence[Any]) -> None:
         """Let user code find the states of these optimizers guarded from now on. Called while none runs."""
@@ -165,8 +157,7 @@ class OptimizerSteps:
         Raises:
             UnsupportedError: an optimizer has made states already, of parts of parameters.
         """
-        run = self.run
-        groups, topology = run.groups, run.topology
+        run, topology = self.run, self.run.topology
         for one in optimizers:
             values = (value for states in one.state.values() for value in states.values())
             if any(isinstance(value, Tensor) and value.numel() > 1 for value in values):
@@ -176,22 +167,14 @@ class OptimizerSteps:
                 )
         transport = self.all_ranks = ProcessGroupTransport(
             range(topology.world_size),
-            control=groups.factory.control(topology.groups(*AXES)),
+            control=run.groups.factory.control(topology.groups(*AXES)),
             channels={},
             device=torch.device("cpu"),
             on_failure=run.failures.on_transfer,
         )
         run.parts.add(lambda: None, transport.close)
         parameters = [p for one in optimizers for group in one.param_groups for p in group["params"] if not p.is_meta]
-        group = groups.metrics
-        return OptimizerOwners(
-            dict.fromkeys(parameters),
-            MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer"),
-            groups.factory.control(topology.groups("data", *"xyz")),
-            run.device,
-            run.mesh,
-            None if run.cube is None else run.cube.shard_of,
-        )
+        return OptimizerOwners(run, dict.fromkeys(parameters))
 
     def _before_user_code(self) -> None:
         self.run.pipeline.gradients.finish_gather()
@@ -228,16 +211,18 @@ def _check_reading(optimizer: Optimizer) -> None:
         )
 
 
+_LOW = (torch.bfloat16, torch.float16)
+
+
 class StepValues:
     """Puts these values into the parameters of one rank, for one run.
 
     Args:
-        parameters: all of the module's, other ranks' placeholders included.
+        run: whose options say whether parameters in bf16 or fp16 get master weights, and whether optimizers step in
+            host memory.
         optimizers: of the run.
         shards: own rows; None if optimizers aren't sharded.
         owners: of whole parameters; None if optimizers don't need them.
-        has_masters: whether parameters in bf16 or fp16 get master weights.
-        in_host_memory: whether optimizers step there.
 
     Raises:
         HanayoError: master weights, but no parameter is in bf16 or fp16.
@@ -245,25 +230,29 @@ class StepValues:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        optimizers: Sequence[Any],
-        shards: OptimizerShards | None,
-        owners: OptimizerOwners | None = None,
-        *,
-        has_masters: bool,
-        in_host_memory: bool = False,
+        self, run: Run, optimizers: Sequence[Any], shards: OptimizerShards | None, owners: OptimizerOwners | None
     ) -> None:
-        self.shards = shards
-        self._owners = owners
-        listed = list(parameters)
-        self._held = [parameter for parameter in listed if not parameter.is_meta]
-        self._optimizers = list(optimizers)
-        self._has_masters = has_masters
-        self._masters: MasterWeights | None = None
-        if has_masters or in_host_memory:
-            self._masters = MasterWeights(listed, optimizers, low=has_masters, in_host_memory=in_host_memory)
+        self.shards, self._owners, self._optimizers = shards, owners, list(optimizers)
+        parameters = list(run.module.parameters())  # other ranks' placeholders included
+        self._held = [parameter for parameter in parameters if not parameter.is_meta]
+        self._has_masters, self._in_host_memory = run.options.master_weights is not None, run.options.offload_optimizer
+        self._low = [parameter for parameter in parameters if self._has_masters and parameter.dtype in _LOW]
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        """fp32 copies, and those in host memory"""
+        self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._is_in = False
+        if self._has_masters and not self._low:
+            raise HanayoError(
+                "master_weights='fp32' is for parameters in bf16 or fp16, but the module has none. Set "
+                "Trainer(precision='bf16-true'), or leave it out: with 'bf16-mixed' the parameters are in fp32 already."
+            )
+        for optimizer in optimizers if self._has_masters or self._in_host_memory else ():
+            _check(optimizer, "master_weights='fp32'" if self._has_masters else "offload_optimizer=True")
+            for states in optimizer.state.values() if self._has_masters else ():  # that it has made already
+                low_states = {n: v for n, v in states.items() if isinstance(v, Tensor) and v.dtype in _LOW}
+                states.update({name: value.float() for name, value in low_states.items()})
+        for parameter in self._low:
+            parameter.grad, parameter.grad_dtype = None, torch.float32
         if shards is not None:
             shards.attach(optimizers)
         self._hooks = [
@@ -277,11 +266,6 @@ class StepValues:
         ]
         with self.in_use():
             pass  # makes master weights now, so that a lack of memory shows before the first batch
-
-    @property
-    def sharding(self) -> OptimizerShards | None:
-        """How parameters are sharded inside `in_use`, if not only over a cube."""
-        return self.shards if self._has_masters else None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -301,21 +285,28 @@ class StepValues:
         """The run has ended: free gradients, and keep the master weights in host memory, for checkpoints."""
         if self.shards is not None:
             self.shards.finish()
-        if self._masters is not None:
-            self._masters.close()
+        masters = {parameter: master.cpu() for parameter, master in self._masters.items()}
         self._detach()
+        self._masters = masters
 
     def abandon(self) -> None:
-        """The run has failed: whole parameters, no master weights, and no groups. Computes nothing."""
+        """The run has failed: whole parameters as before a failed step, no master weights, and no groups.
+
+        Computes nothing: a device that has failed can't.
+        """
         if self._owners is not None:
             self._owners.abandon()
-        if self._masters is not None:
-            self._masters.abandon()
+        self._detach()
         if self.shards is not None:
             self.shards.abandon()
-        self._detach()
 
     def _detach(self) -> None:
+        for parameter, (low, _) in self._replaced.items():
+            set_values(parameter, low, None)
+        for parameter in self._low:
+            parameter.grad, parameter.grad_dtype = None, parameter.dtype
+        self._replaced.clear()
+        self._masters.clear()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -340,73 +331,12 @@ class StepValues:
         self._take_out(gathers=True)
 
     def _put_in(self, held: Sequence[nn.Parameter], trained: Sequence[nn.Parameter]) -> None:
+        """Let parameters be own rows, and have the copies' values, if they are trained, and have copies."""
         self._is_in = True
         if self.shards is not None:
             self.shards.put_in(held)
-        if self._masters is not None:
-            self._masters.put_in(trained)
-
-    def _take_out(self, *, gathers: bool) -> None:
-        if self._masters is not None:
-            self._masters.take_out()
-        if self.shards is not None:
-            self.shards.take_out(gathers=gathers)
-        self._is_in = False
-
-    @staticmethod
-    def _trained(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-        """The parameters of this rank that the optimizers have now."""
-        parameters = (p for one in optimizers for group in one.param_groups for p in group["params"])
-        return list(dict.fromkeys(p for p in parameters if not p.is_meta))
-
-
-_LOW = (torch.bfloat16, torch.float16)
-
-
-class MasterWeights:
-    """The master weights of one rank, for one run.
-
-    Args:
-        parameters: all of the module's, other ranks' placeholders included.
-        optimizers: whose parameters get master weights.
-        low: whether parameters in bf16 or fp16 get them.
-        in_host_memory: whether all get copies there.
-
-    Raises:
-        HanayoError: `low`, and no parameter is in bf16 or fp16.
-        UnsupportedError: an optimizer whose step can't be made to use them.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        *,
-        low: bool = True,
-        in_host_memory: bool = False,
-    ) -> None:
-        self._low = [parameter for parameter in parameters if low and parameter.dtype in _LOW]
-        self._in_host_memory = in_host_memory
-        self._masters: dict[nn.Parameter, Tensor] = {}
-        self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
-        if low and not self._low:
-            raise HanayoError(
-                "master_weights='fp32' is for parameters in bf16 or fp16, but the module has none. Set "
-                "Trainer(precision='bf16-true'), or leave it out: with 'bf16-mixed' the parameters are in fp32 already."
-            )
-        for optimizer in optimizers:
-            _check(optimizer, "master_weights='fp32'" if low else "offload_optimizer=True")
-            for states in optimizer.state.values() if low else ():  # that it has made already
-                low_states = {n: v for n, v in states.items() if isinstance(v, Tensor) and v.dtype in _LOW}
-                states.update({name: value.float() for name, value in low_states.items()})
-        for parameter in self._low:
-            parameter.grad, parameter.grad_dtype = None, torch.float32
-
-    def put_in(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let these parameters have the copies' values, if they are trained, and have copies."""
-        has_masters = bool(self._low)
-        for parameter in parameters:
-            is_low = has_masters and parameter.dtype in _LOW
+        for parameter in trained:
+            is_low = self._has_masters and parameter.dtype in _LOW
             if parameter.requires_grad and (is_low or self._in_host_memory):  # more may be added, or unfrozen
                 gradient, low = parameter.grad, parameter.data
                 self._replaced[parameter] = low, gradient
@@ -418,30 +348,21 @@ class MasterWeights:
                     master = torch.where(master.to(low.dtype) == low, master, low)
                 set_values(parameter, master, None if gradient is None else gradient.to(master.device))
 
-    def take_out(self) -> None:
+    def _take_out(self, *, gathers: bool) -> None:
         """Round the master weights into the memory that the parameters had, which layers may know."""
         for parameter, (low, gradient) in self._replaced.items():
             self._masters[parameter] = parameter.data
             set_values(parameter, low.copy_(parameter.data), gradient)
         self._replaced.clear()
+        if self.shards is not None:
+            self.shards.take_out(gathers=gathers)
+        self._is_in = False
 
-    def close(self) -> None:
-        """The run has ended: free gradients, and keep the master weights in host memory, for checkpoints."""
-        masters = {parameter: master.cpu() for parameter, master in self._masters.items()}
-        self.abandon()
-        self._masters = masters
-
-    def abandon(self) -> None:
-        """The run has failed: free gradients and master weights. After a step that failed the weights are as before it.
-
-        Computes nothing: a device that has failed can't.
-        """
-        for parameter, (low, _) in self._replaced.items():
-            set_values(parameter, low, None)
-        for parameter in self._low:
-            parameter.grad, parameter.grad_dtype = None, parameter.dtype
-        self._replaced.clear()
-        self._masters.clear()
+    @staticmethod
+    def _trained(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+        """The parameters of this rank that the optimizers have now."""
+        parameters = (p for one in optimizers for group in one.param_groups for p in group["params"])
+        return list(dict.fromkeys(p for p in parameters if not p.is_meta))
 
 
 def _check(optimizer: Any, option: str) -> None:

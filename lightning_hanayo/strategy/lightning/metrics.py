@@ -8,7 +8,7 @@ all ranks          callback_metrics         `SharedMetrics` sends them from rank
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -26,6 +26,7 @@ from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrie
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
 
@@ -135,6 +136,7 @@ class LogCall(NamedTuple):
     """One call of `self.log` on a piece."""
 
     value: Any
+    """None for a torchmetric, which stays on its rank"""
     batch_size: int
     is_of_batch: bool
     """whether Lightning has read the batch size from the whole batch, as the user gave none"""
@@ -198,15 +200,12 @@ class MicrobatchLog:
     """whose results take the merged values"""
     split: SplitBatch
     """the batch in pieces, some of which this rank runs"""
-    weights: Sequence[float]
-    """of each piece in the mean; only their proportions matter"""
+    weights: PieceWeights
+    """of each piece"""
     splitter: BatchSplitter
     """gathers from the ranks that run the other pieces"""
-    _: KW_ONLY
     given: GivenBatchSizes
     """the batch sizes that steps gave for earlier batches of the run"""
-    own_weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """with which some values are added up, by their names"""
 
     def __post_init__(self) -> None:
         self._results: Any = self.trainer._results
@@ -282,24 +281,14 @@ class MicrobatchLog:
             self._metrics[key] = value
         calls = self._calls.setdefault(key, {})
         if self._piece is not None:
-            cache = value._forward_cache if isinstance(value, Metric) else None
-            calls.setdefault(self._piece, []).append(
-                LogCall(value, batch_size, self._results.batch_size is not None, cache)
-            )
+            value, cache = (None, value._forward_cache) if isinstance(value, Metric) else (value, None)
+            call = LogCall(value, batch_size, self._results.batch_size is not None, cache)
+            calls.setdefault(self._piece, []).append(call)
         self._results.batch_size = None  # so that it is set again if the next call reads it
 
     def _gathered(self) -> dict[str, dict[int, list[LogCall]]]:
         """The calls of all ranks, by key and piece. Metric objects stay on their ranks."""
-        plain = {
-            key: {
-                piece: [call._replace(value=None) if isinstance(call.value, Metric) else call for call in own]
-                for piece, own in calls.items()
-            }
-            for key, calls in self._calls.items()
-        }
-        ranks = self.splitter.all_gather(plain)
-        if len(ranks) == 1:
-            return self._calls
+        ranks = self.splitter.all_gather(self._calls)
         return {key: dict(sorted(item for rank in ranks for item in rank.get(key, {}).items())) for key in self._calls}
 
     def _log_merged(self, key: str, number: int, calls: dict[int, LogCall], log: Callable[..., None]) -> None:
@@ -316,8 +305,8 @@ class MicrobatchLog:
             if is_sum:
                 merged: Any = sum(values.values())
             elif metric.meta.is_mean_reduction:
-                own = self.own_weights.get(key.rpartition(".")[2])
-                merged = _mean(values, self.weights) if own is None else _added_up(values, own)
+                own = self.weights.logged.get(key.rpartition(".")[2])
+                merged = _mean(values, self.weights.in_mean) if own is None else _added_up(values, own)
             else:
                 merged = metric.meta.reduce_fx(torch.stack(list(values.values())))
             log(key, merged, batch_size)
@@ -325,7 +314,7 @@ class MicrobatchLog:
         log(key, self._metrics[key], batch_size)
         caches = {piece: call.cache for piece, call in calls.items() if isinstance(call.cache, Tensor)}
         if caches:
-            metric._forward_cache = _mean(caches, self.weights)
+            metric._forward_cache = _mean(caches, self.weights.in_mean)
 
 
 def _mean(values: dict[int, Tensor], weights: Sequence[float]) -> Tensor:

@@ -34,8 +34,9 @@ from torch.optim import Optimizer
 
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
-from lightning_hanayo.tensor_parallel.mesh import Mesh, MeshAxis, Pending
+from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 
 LARGE = 2**18
@@ -291,30 +292,20 @@ class OptimizerOwners:
     """The owners of one pipeline rank's parameters. All ranks of data x cube call its methods alike.
 
     Args:
+        run: of the Trainer.
         parameters: of all optimizers, those of other pipeline ranks left out.
-        axis: these ranks, those of a cube next to each other.
-        control: the same, for tensors in host memory (gloo).
-        device: for which `axis` is.
-        mesh: of the cube.
-        shard_of: how the cube holds a parameter; None without a cube.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        axis: MeshAxis,
-        control: dist.ProcessGroup,
-        device: torch.device,
-        mesh: Mesh,
-        shard_of: Callable[[Tensor], Shard] | None,
-    ) -> None:
-        self._axis = axis
-        self._control: dist.ProcessGroup | None = control
-        self._device = device
-        self._mesh = mesh
-        self._shard_of = shard_of or (lambda parameter: Shard(tuple(map(DimShard, parameter.shape))))
+    def __init__(self, run: Run, parameters: Iterable[nn.Parameter]) -> None:
+        group, self._device, self._mesh, cube = run.groups.metrics, run.device, run.mesh, run.cube
+        self._axis = MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer")
+        """these ranks, those of a cube next to each other"""
+        self._control: Any = run.groups.factory.control(run.topology.groups("data", *"xyz"))
+        """the same, for tensors in host memory (gloo); None after a failure"""
+        whole: Callable[[Tensor], Shard] = lambda parameter: Shard(tuple(map(DimShard, parameter.shape)))  # noqa: E731
+        self._shard_of = whole if cube is None else cube.shard_of
         self._owners: dict[Tensor, int] = {}
-        self._loads = [0] * axis.size
+        self._loads = [0] * self._axis.size
         self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._deal(parameters)
 

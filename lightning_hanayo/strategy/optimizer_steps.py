@@ -2,7 +2,7 @@
 
 master weights, own rows of parameters, host memory     `StepValues`, as the options say
 whole parameters, for optimizers that need them         `OptimizerOwners`, in a cube or if optimizers are sharded
-optimizer.state in user code                            `GuardedStates`, where ranks hold parts
+optimizer.state in user code                            `RefusedStates`, where ranks hold parts
 parameters after a step                                 gathered in the background, until somebody reads them
 
 `StepValues`: the values of parameters while an optimizer steps, and a checkpoint is saved or read.
@@ -32,7 +32,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.strategy.lightning import state, user_hooks
-from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates, RefusedStates
+from lightning_hanayo.strategy.optimizer.guarded_states import RefusedStates
 from lightning_hanayo.strategy.optimizer.shards import OptimizerOwners, OptimizerShards, set_values
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -56,7 +56,7 @@ class OptimizerSteps:
         self._owners: OptimizerOwners | None = None
         self.all_ranks: ProcessGroupTransport | None = None
         """to all ranks of the world, if each parameter's states are on one of them alone"""
-        self._states: list[GuardedStates | RefusedStates] = []
+        self._states: list[RefusedStates] = []
         self._gathers_at_once = False
         self._num_optimized = -1
         """how many parameters the optimizers had when they were last checked"""
@@ -94,15 +94,10 @@ class OptimizerSteps:
             self._gathers_at_once = averages or not self.run.module.automatic_optimization
 
     def guard_states(self, optimizers: Sequence[Any]) -> None:
-        """Let user code find the states of these optimizers guarded from now on. Called while none runs."""
+        """From now on user code can't use the states of these optimizers, if they are cut. Called while none runs."""
         plain: list[Any] = [one for one in map(state.unwrapped, optimizers) if isinstance(vars(one).get("state"), dict)]
         if self._is_cut and plain != [states.optimizer for states in self._states]:
-            self._states = [
-                RefusedStates(one)
-                if self._owners is not None
-                else GuardedStates(one, self.run.guard, self.names, self.sharding)
-                for one in plain
-            ]
+            self._states = list(map(RefusedStates, plain))
 
     def check(self) -> None:
         """Refuse parameters of optimizers that the run doesn't know. Called before each training batch.

@@ -196,8 +196,7 @@ class BatchSplitter:
         if 0 < count < min(limit, *plan.part_sizes):
             warnings.warn(
                 f"the loaders' batches of {' and '.join(map(str, plan.part_sizes))} samples are cut into {count} "
-                f"micro-batches instead of {limit}, so that each has the same proportion of all of them. More are "
-                f"possible if the batch sizes are multiples of {limit * num_ranks}.",
+                f"micro-batches instead of {limit}, in equal proportions. Multiples of {limit * num_ranks} allow more.",
                 stacklevel=2,
             )
         return count
@@ -210,11 +209,11 @@ class SingleRankSplitter(BatchSplitter):
 
     @override
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
-        if self.rule.split is not None:
-            return super().split(batch, limit, source)
         try:
             return super().split(batch, limit, source)
         except HanayoError as error:
+            if self.rule.split is not None:
+                raise
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(f"batches run whole, as with num_microbatches=1: {error}", stacklevel=2)
@@ -272,9 +271,8 @@ class SharedSplitter(BatchSplitter):
         count = self._num_microbatches(plan, limit, self._mesh.num_ranks)
         if not count:
             raise UnsupportedError(
-                f"the loaders' parts of the batch have {' and '.join(map(str, plan.part_sizes))} samples, which the "
-                f"{self._mesh.num_ranks} ranks of a cube can't share in the same proportions. Choose batch sizes that "
-                f"are multiples of {self._mesh.num_ranks}, or with registered blocks cube_outside='replicate'."
+                f"a cube's {self._mesh.num_ranks} ranks can't share {' and '.join(map(str, plan.part_sizes))} samples "
+                f"of several loaders in equal proportions. Choose multiples of {self._mesh.num_ranks}."
             )
         rows = _rows([microbatches.sizes(size, count) for size in plan.part_sizes])
         tables = [
@@ -336,9 +334,8 @@ class SharedSplitter(BatchSplitter):
         def unchanged_input(m: int) -> Any:
             if split.changes(m):
                 raise UnsupportedError(
-                    "the step changes its batch in place, and blocks get a mask for some samples of a micro-batch and "
-                    "none for others, so that it would run once more on changed samples. Change a copy of the batch, "
-                    "pass masks always, or set cube_outside='replicate'."
+                    "the step changes its batch in place, and would run once more on it, as blocks get a mask for "
+                    "some samples alone. Change a copy, pass masks always, or set cube_outside='replicate'."
                 )
             return block_input(m)
 
@@ -371,9 +368,8 @@ def _shared_check(batch: Any, plan: BatchPlan, num_microbatches: int) -> Callabl
                 named = named_arrays(batch, BatchRule(), "batch")
                 name = next((path for path, array, _ in named if array is tensor), "a tensor in the batch")
                 raise UnsupportedError(
-                    f"the step changes {name} {tuple(tensor.shape)} in place, which has no dimension of the samples: "
-                    f"each of the {num_microbatches} micro-batches would change it once more. Change a copy of it "
-                    f"({name}.clone()), or change it in on_after_batch_transfer."
+                    f"the step changes {name} {tuple(tensor.shape)} in place, which {num_microbatches} micro-batches "
+                    f"share. Change {name}.clone(), or change it in on_after_batch_transfer."
                 )
 
     return check
@@ -401,6 +397,5 @@ def _shares(num_present: int, counts: Sequence[int]) -> tuple[Share, ...]:
 def _no_block_input(_: int) -> NoReturn:
     raise UnsupportedError(
         "blocks get a mask for some samples of a micro-batch and none for others, and split_batch has cut it for the "
-        "ranks of a cube, so that they can't run all its samples once more. Pass masks always, or set "
-        "cube_outside='replicate'."
+        "ranks of a cube. Pass masks always, or set cube_outside='replicate'."
     )

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import InitVar, dataclass
 from functools import partial, reduce
 from math import inf, isinf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -90,9 +90,10 @@ class GradientNorms:
         self._first_norms: dict[int, Tensor] = {}
         """of each parameter in a norm, since `forget_total`"""
 
-    def includes(self, parameter: Tensor) -> bool:
-        """Whether it is one of the module's, on whichever rank."""
-        return parameter in self._indices
+    def parameters_among(self, passed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The module's parameters, on whichever rank, and the others."""
+        parameters = self.without_guards(passed)
+        return parameters, [parameter for parameter in parameters if parameter not in self._indices]
 
     def without_guards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parameters themselves, or plain tensors, where user code was given guarded aliases."""
@@ -140,9 +141,8 @@ class GradientNorms:
         """
         if self.in_batch:
             raise UnsupportedError(
-                f"{function} was called on the module's parameters in a step or in a block. There the gradients aren't "
-                f"complete, and only pipeline rank 0 runs the step. Call it in on_before_optimizer_step or "
-                f"configure_gradient_clipping, which run on all ranks."
+                f"{function} was called on the module's parameters in a step or in a block, before gradients are "
+                "complete. Call it in on_before_optimizer_step or configure_gradient_clipping."
             )
 
     def gradients_of(self, parameters: Sequence[Tensor]) -> list[OwnGradient]:
@@ -153,19 +153,19 @@ class GradientNorms:
             if not parameter.is_meta and parameter.grad is not None
         ]
 
-    def recognize(self, tensors: Sequence[Tensor]) -> list[OwnGradient | None]:
-        """The entries for this rank's gradients, or values of parameters; None for a tensor that is neither."""
+    def gradients_among(self, passed: Sequence[Tensor]) -> tuple[list[OwnGradient], list[Tensor]]:
+        """This rank's gradients, or values of parameters, and the others. Those on meta stand for other ranks'."""
         own = [(i, p) for i, p in enumerate(self._parameters) if not p.is_meta and p.numel()]
         by_memory = {_memory_of(p): i for i, p in own}
         by_memory |= {_memory_of(p.grad): i for i, p in own if p.grad is not None}
-        found: list[OwnGradient | None] = []
-        for place, tensor in enumerate(self.without_guards(tensors)):
+        found, others = list[OwnGradient](), list[Tensor]()
+        for place, tensor in enumerate(self.without_guards(passed)):
             index = self._indices.get(tensor, by_memory.get(_memory_of(tensor)))
-            if index is None or tensor.is_meta:
-                found.append(None)
-            else:
+            if index is not None and not tensor.is_meta:
                 found.append(OwnGradient(index, place, self.own_part(self._parameters[index], tensor.detach())))
-        return found
+            elif not tensor.is_meta and tensor.numel():
+                others.append(tensor)
+        return found, others
 
     def total(self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None) -> Tensor:
         """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""
@@ -271,6 +271,7 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
 
 Original = Callable[..., Any]
 Tensors = Tensor | Iterable[Tensor]
+_Found = TypeVar("_Found")
 
 
 def _patched() -> dict[str, PatchedFunction]:
@@ -304,9 +305,8 @@ def _for_runs(for_run: Callable[..., Any], original: Original, *args: Any, **kwa
 def _check(function: Callable[..., Any]) -> None:
     if not PatchedFunction.is_possible(function) or inspect.unwrap(function).__kwdefaults__:
         raise UnsupportedError(
-            f"{function.__name__} isn't a plain function in torch {torch.__version__}, or another package has replaced "
-            f"it, so it can't be made to see the gradients of other ranks. Use torch 2.10 to 2.13, without such a "
-            f"package."
+            f"{function.__name__} isn't a plain function in torch {torch.__version__}, or another package has "
+            "replaced it. Use torch 2.10 to 2.13, without such a package, so that it sees other ranks' gradients."
         )
 
 
@@ -319,7 +319,7 @@ def _clip_grad_norm(
     foreach: bool | None,
 ) -> Tensor:
     listed = _listed(parameters)
-    found = _run_of("clip_grad_norm_", listed)
+    found = _run_of("clip_grad_norm_", GradientNorms.parameters_among, listed)
     if found is None:
         return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     run, listed = found
@@ -333,7 +333,7 @@ def _get_total_norm(
     original: Original, tensors: Tensors, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
     listed = _listed(tensors)
-    found = _gradients_among(listed)
+    found = _run_of("get_total_norm", GradientNorms.gradients_among, listed)
     if found is None:
         return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     run, gradients = found
@@ -347,7 +347,7 @@ def _clip_each(name: str) -> Callable[..., None]:
 
     def clip(original: Original, parameters: Tensors, *args: Any) -> None:
         listed = _listed(parameters)
-        found = _run_of(name, listed)
+        found = _run_of(name, GradientNorms.parameters_among, listed)
         original(listed if found is None else _own(found[1]), *args)
 
     return clip
@@ -357,7 +357,7 @@ def _grad_norm(
     original: Original, module: nn.Module, norm_type: float | str, group_separator: str
 ) -> dict[str, float | Tensor]:
     named = list(module.named_parameters())
-    found = _run_of("grad_norm", [parameter for _, parameter in named]) if named else None
+    found = _run_of("grad_norm", GradientNorms.parameters_among, [one for _, one in named]) if named else None
     if found is None or float(norm_type) <= 0:
         return original(module, norm_type, group_separator)  # type: ignore[no-any-return]
     run, parameters = found
@@ -388,8 +388,10 @@ def _own(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [parameter for parameter in parameters if not parameter.is_meta]
 
 
-def _run_of(function: str, passed: Sequence[Tensor]) -> tuple[GradientNorms, list[Tensor]] | None:
-    """The run to whose module the parameters belong, and the parameters; None: they belong to none.
+def _run_of(
+    function: str, find: Callable[[GradientNorms, Sequence[Tensor]], tuple[list[_Found], list[Tensor]]], passed: Any
+) -> tuple[GradientNorms, list[_Found]] | None:
+    """The run to whose module the passed tensors belong, and what it finds among them; None: they belong to none.
 
     An empty list belongs to the run: a rank that holds none of the selected parameters takes part, too.
 
@@ -397,41 +399,18 @@ def _run_of(function: str, passed: Sequence[Tensor]) -> tuple[GradientNorms, lis
         UnsupportedError: they belong to the run only in part, or a step is running.
     """
     for run in reversed(PATCHES.running):
-        parameters = run.without_guards(passed)
-        others = [parameter for parameter in parameters if not run.includes(parameter)]
-        if parameters and len(others) == len(parameters):
+        found, others = find(run, passed)
+        if passed and len(others) == len(passed):
             continue
-        _check_not_mixed(function, parameters, others)
-        if parameters or not run.in_batch:
+        if others:
+            raise UnsupportedError(
+                f"{function} was called on {len(passed) - len(others)} parameters or gradients of the module together "
+                f"with {len(others)} other tensors (the first: {tuple(others[0].shape)}). Call it on them separately."
+            )
+        if passed or not run.in_batch:
             run.check_outside_batch(function)
-            return run, parameters
+            return run, found
     return None
-
-
-def _gradients_among(tensors: Sequence[Tensor]) -> tuple[GradientNorms, list[OwnGradient]] | None:
-    """The run to whose module these gradients (or parameters) belong; None: they belong to none.
-
-    Tensors on the meta device stand for other ranks' gradients.
-    """
-    for run in reversed(PATCHES.running):
-        found = run.recognize(tensors)
-        others = [t for t, one in zip(tensors, found, strict=True) if one is None and t.numel() and not t.is_meta]
-        if tensors and len(others) == len(tensors):
-            continue
-        _check_not_mixed("get_total_norm", tensors, others)
-        if tensors or not run.in_batch:
-            run.check_outside_batch("get_total_norm")
-            return run, [gradient for gradient in found if gradient is not None]
-    return None
-
-
-def _check_not_mixed(function: str, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    if others:
-        raise UnsupportedError(
-            f"{function} was called on {len(tensors) - len(others)} parameters or gradients of the module together "
-            f"with {len(others)} other tensors (the first has the shape {tuple(others[0].shape)}), and it isn't known "
-            f"which rank counts. Call it on them separately, or make them parameters of the module before the run."
-        )
 
 
 def _check_finite(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:

@@ -117,11 +117,10 @@ class OptimizerSteps:
             names = {parameter: name for name, parameter in self.run.module.named_parameters()}
             name = names.get(unknown, "which isn't one of the LightningModule's")
             raise UnsupportedError(
-                f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, which this run can't train: "
-                f"it was not made where all ranks know of it, it is a copy of a parameter of another rank, or with "
-                f"shard_optimizer, master_weights or offload_optimizer it was made too late. Make it a parameter of "
-                f"the module in __init__ or setup; or without these options in a hook that runs on all ranks, such as "
-                f"on_fit_start, where full_parameter returns the values of others."
+                f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, which this run can't "
+                "train: not all ranks know of it, or with shard_optimizer, master_weights or offload_optimizer it "
+                "was made too late. Make it a parameter of the module in __init__ or setup, or without these options "
+                "in a hook that runs on all ranks."
             )
 
     def end_step(self) -> None:
@@ -200,9 +199,8 @@ def reading_states(optimizer: Optimizer) -> Iterator[None]:
 def _check_reading(optimizer: Optimizer) -> None:
     if _IS_READ not in vars(optimizer):
         raise UnsupportedError(
-            f"{type(optimizer).__name__}.state_dict() has on this rank only the states of the parameters, or of the "
-            f"rows or parts of each, that it updates. Call trainer.save_checkpoint(path) on all ranks, which writes "
-            f"all of them."
+            f"{type(optimizer).__name__}.state_dict() has on this rank only the states of what it updates: some "
+            "parameters, or parts of each. Call trainer.save_checkpoint(path) on all ranks, which writes all of them."
         )
 
 

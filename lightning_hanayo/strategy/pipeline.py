@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import Ownership
@@ -44,23 +44,13 @@ from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
 
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.setup.full_parameters import FullParameters
+
 Part = Callable[[Schedule, Sequence[int]], Schedule]
 """Takes a part of a table, for some micro-batches."""
 OUTSIDE = -1
 """stands for a stage where parameters are meant that a cube gathers for a batch"""
-
-
-class FullParameters(Protocol):
-    """Whole tensors of parameters, for user code."""
-
-    def get(self, parameter: Tensor) -> Tensor:
-        """The whole of `parameter`."""
-
-    def end_batch(self, *, reduce: bool) -> None:
-        """Add the gradients of whole tensors to those of the parameters, summed over the data ranks if `reduce`."""
-
-    def forget(self) -> None:
-        """Drop all whole tensors, after a failure."""
 
 
 @dataclass
@@ -78,7 +68,7 @@ class GradientSync:
 
     stages: GradientAllReduce
     outside_all_reduce: GradientAllReduce
-    full_parameters: FullParameters
+    full_parameters: "FullParameters"
     outside: OutsideParameters | None = None
     shards: OptimizerShards | None = None
     shared: SharedWeights | None = None
@@ -207,16 +197,6 @@ class Pipeline:
     def runs_whole_steps(self) -> bool:
         """Whether the step runs in one piece on each of several micro-batches."""
         return self.is_single and self.layout.num_microbatches > 1
-
-    @property
-    def must_run_once(self) -> bool:
-        """Whether the step of each batch runs once; on pipeline rank 0."""
-        return bool(self.ends) and False not in self.ends
-
-    @property
-    def may_run_once(self) -> bool:
-        """Whether the step of each batch runs once, or once for each micro-batch; on pipeline rank 0."""
-        return len(self.ends) > 1
 
     def split(self, batch: Any, source: BatchSource, *, is_whole: bool) -> SplitBatch:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples.
@@ -368,9 +348,8 @@ class Pipeline:
         if max(weights) > 1.001 * min(weights) or num_microbatches != self._num_averaged:
             self._has_warned = True
             warnings.warn(
-                "gradients of auxiliary losses that blocks add on their own are averaged over micro-batches, and the "
-                "micro-batches of this optimizer step have different weights. Give all batches a number of samples "
-                "that num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
+                "gradients of auxiliary losses that blocks add are averaged over micro-batches, whose weights differ "
+                "in this step. Let num_microbatches divide all batches, or add the loss to the step's.",
                 stacklevel=2,
             )
 
@@ -415,10 +394,9 @@ class Pipeline:
             answers = self.gather_in_cube(answer)
             if any(other != answer for other in answers):
                 raise UnsupportedError(
-                    f"the steps on the ranks of a cube, whose samples differ, make different passes through "
-                    f"{self.user_step.name}: {answers}, by rank (micro-batches that go on; or whether the pass has "
-                    f"gradients, None at the end). Let all samples take equally many passes (generate with "
-                    f"min_new_tokens equal to max_new_tokens), or with registered blocks set cube_outside='replicate'."
+                    "the steps on the ranks of a cube, whose samples differ, make different passes through "
+                    f"{self.user_step.name}: {answers}, by rank. Let all samples take equally many, or with "
+                    "registered blocks set cube_outside='replicate'."
                 )
         return self.relay.broadcast("pass", answer)
 

@@ -189,7 +189,7 @@ class Session(Run):
 
         Called on pipeline rank 0, in training of all data ranks.
         """
-        must = self.pipeline.must_run_once
+        must = False not in self.pipeline.ends
         split = self.pipeline.split(batch, source, is_whole=must)
         if self.choice is None:
             return split, must

@@ -94,9 +94,8 @@ class StepVotes:
                 counter.remove()
         if not num_closures:
             raise UnsupportedError(
-                f"optimizer_step didn't run optimizer_closure on rank {self._run.rank}. The closure runs forward and "
-                f"backward of the pipeline, for which all ranks wait. Run it on every rank, and then decide whether to "
-                f"call optimizer.step()."
+                f"optimizer_step didn't run optimizer_closure on rank {self._run.rank}, for which all ranks wait. Run "
+                "it on every rank, and then decide whether to call optimizer.step()."
             )
         votes = self._exchange(_END, num_steps)
         while any(vote == _STEP for vote, _ in votes):  # another rank wants to step: this vote says no
@@ -104,9 +103,8 @@ class StepVotes:
         counts = [count for _, count in votes]
         if len(set(counts)) > 1:
             raise UnsupportedError(
-                f"optimizer_step has stepped the optimizer {counts} times on ranks 0 to {len(counts) - 1}: the parts "
-                f"of the model would diverge. Call `optimizer.step()` of the optimizer that the hook gets, not of "
-                f"another one, so that the ranks can agree."
+                f"optimizer_step has stepped the optimizer {counts} times on ranks 0 to {len(counts) - 1}. Call "
+                "`optimizer.step()` of the optimizer that the hook gets, so that the ranks can agree."
             )
 
     def step(self, step: Callable[[Closure], Any], closure: Closure) -> Any:
@@ -170,9 +168,8 @@ def _agree(run: Run, name: str, hook: Callable[..., Any], *args: Any) -> None:
     if 0 < num_removed < num_had:
         raise UnsupportedError(
             f"{name} has {'removed' if removed else 'kept'} all gradients on rank {dist.get_rank()}, but not on all "
-            f"ranks, which hold different parameters. Decide by a value of the whole model, such as get_total_norm of "
-            f"all gradients, or in optimizer_step, where the ranks agree. If these parameters alone are meant, zero "
-            f"their gradients, or set requires_grad = False."
+            "ranks, which hold different parameters. Decide by get_total_norm of all gradients, say, or in "
+            "optimizer_step; if these parameters alone are meant, zero their gradients, or set requires_grad = False."
         )
 
 

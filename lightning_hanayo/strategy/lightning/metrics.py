@@ -179,10 +179,9 @@ class GivenBatchSizes:
         if is_same and len(given) != first and numbers != of_pieces and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"self.log({key.partition('.')[2]!r}, batch_size={given[0]}): a batch has {len(given)} micro-batches, "
-                f"another one {first}, and all of them give this number. It is taken for the size of the micro-batch. "
-                f"If it is a constant, means over the epoch differ from those of one process: leave batch_size out, "
-                f"and Lightning reads the size of the batch.",
+                f"self.log({key.partition('.')[2]!r}, batch_size={given[0]}) gives one number for {len(given)} "
+                f"micro-batches and for {first}: it is taken for the size of a micro-batch. If it is a constant, "
+                "leave batch_size out, and Lightning reads the size of the batch.",
                 stacklevel=2,
             )
         return sum(given)
@@ -381,9 +380,9 @@ class BlockLogs(Carrier):
             )
         if not isinstance(value, Tensor) or not isinstance(options.get("reduce_fx"), str):
             raise UnsupportedError(
-                f"a block calls self.log({name!r}) with a {type(value).__name__} and reduce_fx="
-                f"{options.get('reduce_fx')!r}; only numbers, with the name of a reduction, can be sent to the rank "
-                f"that logs. {way_out}"
+                f"a block calls self.log({name!r}) with a {type(value).__name__}, "
+                f"reduce_fx={options.get('reduce_fx')!r}: only numbers, with the name of a reduction, can be sent. "
+                f"{way_out}"
             )
         return [hook, name, value.detach(), {key: own for key, own in options.items() if key not in _NOT_SENT}]
 

@@ -71,9 +71,9 @@ class TokenLosses:
         if self.is_required and not self._has_shared:
             raise UnsupportedError(
                 f"cube_outside='tokens': {type(self.model).__name__}.training_step has computed its loss from whole "
-                f"logits, on each rank of the cube. Compute it with lightning_hanayo.chunked_cross_entropy(hidden, "
-                f"weight, labels), or by a causal model of transformers that gets the labels and has an nn.Linear "
-                f"head; or set cube_outside='share', or 'replicate'."
+                "logits. Use lightning_hanayo.chunked_cross_entropy(hidden, weight, labels), or a causal model of "
+                "transformers that gets the labels and has an nn.Linear head; or set cube_outside='share', or "
+                "'replicate'."
             )
 
     def _shares(self) -> MeshAxis | None:
@@ -94,7 +94,6 @@ def suggest_tokens(model: nn.Module, pieces: Sequence[Any], num_ranks: int) -> N
     num_shares = sum(piece is not None for piece in pieces[:num_ranks])
     if num_shares < num_ranks and causal_models.has_causal_models(model):
         rank_zero_info(
-            f"A micro-batch has samples for {num_shares} of the {num_ranks} ranks of a cube, and each rank computes "
-            f"all logits of a sample. For long sequences set HanayoStrategy(cube_outside='tokens'): then each rank "
-            f"computes those of 1/{num_ranks} of the tokens."
+            f"A micro-batch has samples for {num_shares} of the {num_ranks} ranks of a cube. For long sequences set "
+            f"cube_outside='tokens': each rank computes the logits of 1/{num_ranks} of the tokens."
         )

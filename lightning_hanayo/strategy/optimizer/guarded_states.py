@@ -67,8 +67,7 @@ class RefusedStates(MutableMapping[Any, Any]):
     def _refuse(self, *_: Any) -> Any:
         raise UnsupportedError(
             f"each rank has the states of {type(self.optimizer).__name__} for its own parameters, or parts of them: "
-            f"optimizer.state can't be used here. trainer.save_checkpoint(path) on all ranks writes all of them; hooks "
-            f"may use them on data ranks alone (pipeline_parallel_size=1, cube=1, shard_optimizer=False)."
+            "optimizer.state can't be used here. trainer.save_checkpoint(path) on all ranks writes all of them."
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse

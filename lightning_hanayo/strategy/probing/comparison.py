@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.dry_step import Ran
 from lightning_hanayo.pipeline_parallel.capture.whole_step import grown_dim, tensors_of_calls
-from lightning_hanayo.strategy.probing.rules import Rule
+from lightning_hanayo.strategy.probing.rules import SAMPLES, Rule
 
 NOISE = 0.1
 HALF = (torch.bfloat16, torch.float16)
@@ -302,26 +302,21 @@ def check_logged(
         logged[name] = fitting
 
 
-def check_returned(
-    whole: DryRun,
-    parts: Sequence[DryRun],
-    made: Mapping[Rule, Sequence[float] | None],
-    returned: dict[str, list[Rule]],
-    tolerance: float,
-) -> None:
-    """Keep those rules by which numbers that steps of parts return make those of all.
+def rules_of_returned(
+    whole: DryRun, parts: Sequence[DryRun], made: Mapping[Rule, Sequence[float] | None], tolerance: float
+) -> list[Rule]:
+    """The rules by which all numbers that steps of parts return make those of all; samples, if they return none.
 
     Raises:
-        Differs: one has none.
+        Differs: there is none.
     """
-    rows = [_numbers(run.ran.result) for run in (whole, *parts)]
-    for name, expected in rows[0].items():
-        values = [row[name] for row in rows[1:] if name in row]
-        if len(values) == len(parts):
-            fitting = [rule for rule in made if _gives(made[rule], values, expected, tolerance)]
-            if not fitting:
-                raise Differs(f"the returned value{name} of all samples is no mean of its parts'")
-            returned[name] = fitting
+    first, *rows = [_numbers(run.ran.result) for run in (whole, *parts)]
+    fitting, names = list(made), [name for name in first if all(name in row for row in rows)]
+    for name in names:
+        fitting = [one for one in fitting if _gives(made[one], [row[name] for row in rows], first[name], tolerance)]
+        if not fitting:
+            raise Differs(f"the returned value{name} of all samples is no such mean of its parts' as the others")
+    return fitting if names else [SAMPLES]
 
 
 def _numbers(result: Any) -> dict[str, float]:
@@ -343,15 +338,6 @@ def _gives(weights: Sequence[float] | None, values: Sequence[float], expected: f
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other)) or (one != one and other != other)
-
-
-def fits_weights(made: Sequence[float] | None, weights: Sequence[float | None], tolerance: float) -> bool:
-    """Whether a rule's weights are those that gradients tell of."""
-    if made is None:
-        return False
-    return all(
-        w is None or abs(w - own) <= tolerance * max(1.0, abs(own)) for w, own in zip(weights, made, strict=True)
-    )
 
 
 def _difference(one: Tensor, other: Tensor, least: float = 0.0) -> float:

@@ -95,9 +95,8 @@ class FullParameters:
         if isinstance(parameter, Placeholder):
             name = self._names[parameter]
             raise UnsupportedError(
-                f"full_parameter was called in a step for {name}, which is on pipeline rank {self.owners[name]}, "
-                f"where the step doesn't run. Call it in on_train_batch_start (for evaluation in "
-                f"on_validation_batch_start and the like), on all ranks, and let the step use what it returned."
+                f"full_parameter was called in a step for {name}, which is on pipeline rank {self.owners[name]}. Call "
+                "it in on_train_batch_start, on_validation_batch_start ..., and let the step use what it returned."
             )
         if self.cube is None or parameter not in self.cube.parts_in_steps:
             return parameter
@@ -140,9 +139,8 @@ class FullParameters:
         if isinstance(parameter, Placeholder):
             name = self._names[parameter]
             raise UnsupportedError(
-                f"full_parameter was called in {hook}, which runs on pipeline rank 0 alone, for {name}, which is on "
-                f"pipeline rank {self.owners[name]}. Call it in a hook that runs on all ranks, such as "
-                f"on_validation_epoch_start or on_train_epoch_end."
+                f"full_parameter was called in {hook}, on pipeline rank 0 alone, for {name}, which is on pipeline "
+                f"rank {self.owners[name]}. Call it in a hook of all ranks, such as on_train_epoch_end."
             )
 
     # gradients

@@ -228,9 +228,8 @@ def _check_pairs(plan: ParallelizePlan, stack: Stack, options: Options) -> None:
     """
     if not plan.is_registered:
         raise HanayoError(
-            f"pairs=True: {type(stack.blocks[0]).__name__} is no registered block. Its parameters are changed while "
-            f"its code runs, which two micro-batches at once can't share. Leave pairs out, or register the block "
-            f"(docs/guides/tensor3d-layers.md)."
+            f"pairs=True: {type(stack.blocks[0]).__name__} is no registered block: two micro-batches at once can't "
+            "share its parameters. Leave pairs out, or register it (docs/guides/tensor3d-layers.md)."
         )
     if options.cube_outside == "tokens":
         raise HanayoError(

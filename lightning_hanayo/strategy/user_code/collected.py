@@ -436,8 +436,7 @@ class CollectedMerge:
         if is_copy and not any(isinstance(item, Array) and item.ndim for item in own):
             raise UnsupportedError(
                 f"{name_of(path)}: a step that calls a collective has collected the number {own[0]} on several ranks "
-                f"of the cube, and it isn't known whether it counts once or for each of them. Collect the ranks' own "
-                f"values, and sum over them at the end of the epoch."
+                "of the cube, maybe one. Collect the ranks' own values, and sum over them at the epoch's end."
             )
         return is_copy
 
@@ -520,9 +519,8 @@ def warn_of_parts(names: Sequence[str], num_microbatches: int) -> None:
     if names and num_microbatches > 1:
         warnings.warn(
             f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: set by the step for each of the "
-            f"{num_microbatches} micro-batches of a batch, and hooks that read it find their values, as with "
-            f"accumulate_grad_batches: a list has an item for each. To get those of the batch, collect what the step "
-            f"also returns or logs (a mean over samples), or tensors with an entry for each sample.",
+            f"{num_microbatches} micro-batches of a batch. To get those of the batch, collect what the step also "
+            "returns or logs.",
             stacklevel=2,
         )
 

@@ -311,20 +311,15 @@ def _check(function: Callable[..., Any]) -> None:
 
 
 def _clip_grad_norm(
-    original: Original,
-    parameters: Tensors,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
+    original: Original, parameters: Tensors, max_norm: float, norm_type: float, raises: bool, foreach: bool | None
 ) -> Tensor:
     listed = _listed(parameters)
     found = _run_of("clip_grad_norm_", GradientNorms.parameters_among, listed)
     if found is None:
-        return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        return original(listed, max_norm, norm_type, raises, foreach)  # type: ignore[no-any-return]
     run, listed = found
     total = run.total(run.gradients_of(listed), float(norm_type), foreach=foreach)
-    _check_finite(total, norm_type, error_if_nonfinite)
+    _check_finite(total, norm_type, raises)
     PATCHES.functions["_clip_grads_with_norm_"].original(_own(listed), max_norm, total, foreach)
     return total
 

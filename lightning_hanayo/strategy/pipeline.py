@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,9 +44,6 @@ from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters
 
-if TYPE_CHECKING:
-    from lightning_hanayo.strategy.setup.full_parameters import FullParameters
-
 Part = Callable[[Schedule, Sequence[int]], Schedule]
 """Takes a part of a table, for some micro-batches."""
 OUTSIDE = -1
@@ -59,7 +56,7 @@ class GradientSync:
 
     Args:
         stages: all-reduces each stage's gradients as soon as the stage is done.
-        full_parameters: whole tensors that user code has asked for, and their gradients.
+        full_parameters: the run's `FullParameters`, which user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
         outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch.
         shards: of the optimizer, over the data ranks; None if it isn't sharded.
@@ -68,7 +65,7 @@ class GradientSync:
 
     stages: GradientAllReduce
     outside_all_reduce: GradientAllReduce
-    full_parameters: "FullParameters"
+    full_parameters: Any
     outside: OutsideParameters | None = None
     shards: OptimizerShards | None = None
     shared: SharedWeights | None = None

@@ -232,7 +232,7 @@ class Session(Run):
         named = replace(options, blocks=called[0]) if called else options
         plan = plan_for(trainer, module, prepared, named, self.topology)  # raises alike on all ranks
         if prepared.ownership is None:  # later runs of a module leave the same stacks whole
-            report_plan(module, plan, options, self.topology, called or None)
+            report_plan(module, plan, options, self.topology, called)
         if values is not None:
             values.check(module, prepared.cube)
         self._for_summaries = inspection.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)

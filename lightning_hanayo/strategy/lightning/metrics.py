@@ -20,7 +20,7 @@ from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_hanayo.errors import NotAvailableError, UnsupportedError
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
 from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
@@ -121,14 +121,9 @@ def share_metrics(run: Run, at_epoch_end: Callable[[], None]) -> None:
 
 
 def shared_metrics_of(trainer: "pl.Trainer") -> SharedMetrics:
-    """The trainer's connector, after `share_metrics`.
-
-    Raises:
-        NotAvailableError: `share_metrics` was not called in this run.
-    """
+    """The trainer's connector, after `share_metrics`."""
     connector: Any = trainer._logger_connector
-    if not isinstance(connector, SharedMetrics):
-        raise NotAvailableError("metrics are shared between ranks only while the Trainer runs")
+    assert isinstance(connector, SharedMetrics)
     return connector
 
 

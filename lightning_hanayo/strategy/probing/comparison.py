@@ -13,8 +13,11 @@ from torchmetrics import Metric
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.dry_step import Ran
 from lightning_hanayo.pipeline_parallel.capture.whole_step import grown_dim, tensors_of_calls
+from lightning_hanayo.strategy.lightning.metrics import RecordedLogs
 from lightning_hanayo.strategy.probing.rules import SAMPLES, Rule
 
+Weights = Mapping[Rule, Sequence[float] | None]
+"""of parts in their common loss, by each rule; None: a rule gives none"""
 NOISE = 0.1
 HALF = (torch.bfloat16, torch.float16)
 
@@ -51,14 +54,12 @@ class DryRun:
     """A dry run of some samples: what it has shown, and its gradients."""
 
     ran: Ran
-    loss: Tensor | None
     gradients: list[Tensor]
     """at the outputs of the stack"""
     outside: dict[str, Tensor]
     """at parameters outside: some elements"""
-    logged: dict[tuple[str, int], tuple[Any, Mapping[str, Any]]]
+    logs: RecordedLogs
     is_random: bool
-    calls_logger: bool
 
 
 class Outputs:
@@ -264,28 +265,25 @@ def _differences_outside(
 
 
 def check_logged(
-    whole: DryRun,
-    parts: Sequence[DryRun],
-    made: Mapping[Rule, Sequence[float] | None],
-    logged: dict[str, list[Rule]],
-    tolerance: float,
+    whole: DryRun, parts: Sequence[DryRun], made: Weights, logged: dict[str, list[Rule]], tolerance: float
 ) -> None:
     """Keep those rules by which logged and returned values of parts make those of all.
 
     Raises:
         Differs: a value has none.
     """
-    if whole.calls_logger:
+    if whole.logs.calls_logger:
         raise Differs("the step calls log_metrics of a logger")
-    missing = [name for name, _ in whole.logged.keys() ^ {key for part in parts for key in part.logged}]
-    some = [name for part in parts for name, _ in whole.logged.keys() - part.logged.keys()]
+    of_all, of_parts = whole.logs.logged, [part.logs.logged for part in parts]
+    missing = [name for name, _ in of_all.keys() ^ {key for own in of_parts for key in own}]
+    some = [name for own in of_parts for name, _ in of_all.keys() - own.keys()]
     if missing or some:
         raise Differs(f"the value {(missing or some)[0]!r} is logged for some samples alone")
-    for key, (value, options) in whole.logged.items():
-        name, number = key
+    for key, (value, options) in of_all.items():
+        name, _ = key
         if isinstance(value, Metric):
             continue
-        values = [float(part.logged[key][0]) for part in parts]
+        values = [float(own[key][0]) for own in of_parts]
         expected = float(value)
         if str(options.get("reduce_fx", "mean")) not in ("mean", "avg"):
             reduce = options["reduce_fx"]
@@ -302,9 +300,7 @@ def check_logged(
         logged[name] = fitting
 
 
-def rules_of_returned(
-    whole: DryRun, parts: Sequence[DryRun], made: Mapping[Rule, Sequence[float] | None], tolerance: float
-) -> list[Rule]:
+def rules_of_returned(whole: DryRun, parts: Sequence[DryRun], made: Weights, tolerance: float) -> list[Rule]:
     """The rules by which all numbers that steps of parts return make those of all; samples, if they return none.
 
     Raises:

@@ -326,9 +326,8 @@ class Probe:
             ran = self.steps.run(step, own_copy(samples), num_samples, given)
         after = generator_states(self.device)
         is_random = any(not torch.equal(before[name], after[name]) for name in before)
-        loss = find_loss(ran.result)
-        gradients, outside = self._gradients(ran, loss, scale)
-        return comparison.DryRun(ran, loss, gradients, outside, recorded.logged, is_random, recorded.calls_logger)
+        gradients, outside = self._gradients(ran, find_loss(ran.result), scale)
+        return comparison.DryRun(ran, gradients, outside, recorded, is_random)
 
     def _gradients(self, ran: Ran, loss: Tensor | None, scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
         """At the stack's outputs, and at parameters outside; made of the scaled loss, and then unscaled."""

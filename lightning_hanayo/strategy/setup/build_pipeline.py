@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_hanayo.clock import clock_for
@@ -346,13 +345,7 @@ class RankBuilder:
     def pairs(self, stages: Mapping[int, Stage]) -> Pairs | None:
         """The runner of two actions of this rank at once, if that is asked for."""
         groups, cube, run = self.run.groups.cube, self.cube, self.run
-        if groups is None or cube is None or not run.options.pairs:
-            return None
-        if cube.queue is None:
-            rank_zero_warn(
-                "pairs=True has no effect: the layers of this module were parallelized in an earlier run without it. "
-                "Build the module anew."
-            )
+        if groups is None or cube is None or cube.queue is None or not run.options.pairs:
             return None
         whole, parameters = groups.whole, list(self.model.parameters())
         states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values()), self.streams]

@@ -34,12 +34,7 @@ from lightning_hanayo.topology import Topology
 
 
 def check_run(
-    trainer: "pl.Trainer",
-    module: "pl.LightningModule",
-    options: Options,
-    topology: Topology,
-    *,
-    synchronizes_batchnorm: bool,
+    trainer: "pl.Trainer", module: "pl.LightningModule", options: Options, topology: Topology, *, syncs_batchnorm: bool
 ) -> None:
     """Check module and callbacks. Needs no process group; called before launch and again once the model is built.
 
@@ -49,7 +44,7 @@ def check_run(
     has_several_stages = options.num_waves not in ("auto", 1) or options.schedule != "auto"
     if topology.replica_size > 1 or has_several_stages:
         _check_loop(module)
-    if topology.replica_size > 1 and synchronizes_batchnorm:
+    if topology.replica_size > 1 and syncs_batchnorm:
         raise UnsupportedError(
             "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."

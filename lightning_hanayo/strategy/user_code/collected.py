@@ -483,11 +483,7 @@ class CollectedMerge:
 
 
 def keep_collected(
-    collections: Collections,
-    split: SplitBatch,
-    weights: PieceWeights,
-    left: Sequence[Left],
-    numbers: HostNumbers | None = None,
+    collections: Collections, split: SplitBatch, weights: PieceWeights, left: Sequence[Left], numbers: HostNumbers
 ) -> Sequence[str]:
     """Store the merged changes of the steps of a batch's pieces in the module, as if the step had run once.
 
@@ -502,7 +498,7 @@ def keep_collected(
         split.sizes.of(kept),
         in_loss=[weights.in_loss[i] for i in kept],
         in_mean=[weights.in_mean[i] for i in kept],
-        number=numbers or HostNumbers(),
+        number=numbers,
     )
     collections.store(merge.appended(), merge.assigned())
     return merge.kept_apart

@@ -26,9 +26,9 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
         for hook in chain.from_iterable(getattr(module, kind).values() for kind in _KINDS):
             if not _is_local(hook):
                 raise UnsupportedError(
-                    f"{name} has the hook {_describe(hook)}: the step never sees what it stores, on the rank of the "
-                    "block. Store it in the block's forward (self.features = x); a hook that uses its own module "
-                    f"alone gets is_local = True: {_describe(hook).split(' ')[0]}.is_local = True."
+                    f"{name} has the hook {_describe(hook)}: the step never sees what it stores. Store it in the "
+                    "block's forward; for a hook of its own module alone, set "
+                    f"{_describe(hook).split(' ')[0]}.is_local = True."
                 )
 
 
@@ -45,8 +45,8 @@ def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
         for hook in chain.from_iterable(hooks.values() for hooks in kinds if hooks) if any(kinds) else ():
             if not _is_local(hook):
                 raise UnsupportedError(
-                    f"{name} has the hook {_describe(hook)}, which would run once for each micro-batch, on its "
-                    "gradient. Change parameter.grad in on_before_optimizer_step; if it only multiplies by a number: "
+                    f"{name} has the hook {_describe(hook)}, which would run once for each micro-batch. Change "
+                    "gradients in on_before_optimizer_step; if it only scales: "
                     f"{_describe(hook).split(' ')[0]}.is_local = True."
                 )
 

@@ -311,7 +311,15 @@ class Pipeline:
             elif done:
                 passes = self._run_ahead(batch, table, done)
                 if not batch.is_whole and passes != self._known and self.user_step is not None and any(passes[:-1]):
-                    warnings.warn(_warning(passes, self.user_step.name, num_microbatches), stacklevel=2)
+                    way_out = "Make the passes without gradients before it"
+                    if sum(passes) > 1:
+                        way_out = "Make one pass with concatenated inputs (torch.cat([chosen, rejected]))"
+                    warnings.warn(
+                        f"the step makes {len(passes)} passes through {self.user_step.name}, not only the last one "
+                        f"with gradients: activations of all {num_microbatches} micro-batches are in memory at once. "
+                        f"{way_out}.",
+                        stacklevel=2,
+                    )
                 self._known = passes
         if first_batch is not None:
             samples = self.relay.broadcast("batch", batch.num_samples[0] if batch.num_samples else 0)
@@ -432,16 +440,3 @@ class Pipeline:
     def _end_pass(self, table: Schedule, number: int) -> None:
         if len(self._known) > 1 and table.num_microbatches > 1:
             self.step_state.end_pass(number)
-
-
-def _warning(passes: Sequence[bool], name: str, num_microbatches: int) -> str:
-    way_out = (
-        "Concatenate their inputs along the batch (torch.cat([chosen, rejected])), make one pass, and chunk its output."
-        if sum(passes) > 1
-        else "Make the passes without gradients before it."
-    )
-    return (
-        f"the step makes {len(passes)} passes through {name}, not only the last one with gradients. So the activations "
-        f"of all {num_microbatches} micro-batches are in memory at once, and forwards don't overlap with backwards. "
-        f"{way_out}"
-    )

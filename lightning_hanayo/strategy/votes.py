@@ -343,19 +343,14 @@ class SavesOnException:
         name = self.run.failures.name
         missing = [rank for rank in range(self.run.topology.world_size) if rank not in places]
         if missing:
-            return (
-                f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
-                f"{self._way_out()}"
-            )
-        first, own = min(places.items())
-        rank, other = next((one for one in sorted(places.items()) if one[1] != own), (first, own))
-        if own == other:
-            return _AGREED
-        return (
-            f"{name(first)} has stopped after step {own[0]} in its batch {own[1]}, {name(rank)} after step "
-            f"{other[0]} in its batch {other[1]}. {self._way_out()}"
-        )
-
-    def _way_out(self) -> str:
+            why = f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps"
+        else:
+            first, own = min(places.items())
+            rank, other = next((one for one in sorted(places.items()) if one[1] != own), (first, own))
+            if own == other:
+                return _AGREED
+            why = f"{name(first)} has stopped after step {own[0]} in its batch {own[1]}, "
+            why += f"{name(rank)} after step {other[0]} in its batch {other[1]}"
         newest = self.checkpoints.newest
-        return "No checkpoint was saved before." if newest is None else f"Resume from {newest}, which was saved before."
+        way_out = "No checkpoint was saved" if newest is None else f"Resume from {newest}, which was saved"
+        return f"{why}. {way_out} before."

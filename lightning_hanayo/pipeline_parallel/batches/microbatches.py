@@ -174,8 +174,7 @@ def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_
             if not all(same(first, result) for result in results[1:]):
                 warnings.warn(
                     f"{name}: the step returns {type(first).__name__}s of shape {tuple(first.shape)} that differ "
-                    "between micro-batches; the first one's is kept. Return an entry for each sample in the first "
-                    "dimension, or log numbers.",
+                    "between micro-batches; the first one's is kept. Let the first dimension be that of the samples.",
                     stacklevel=2,
                 )
             return first

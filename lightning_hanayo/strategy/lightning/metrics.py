@@ -375,9 +375,8 @@ class BlockLogs(Carrier):
             )
         if not isinstance(value, Tensor) or not isinstance(options.get("reduce_fx"), str):
             raise UnsupportedError(
-                f"a block calls self.log({name!r}) with a {type(value).__name__}, "
-                f"reduce_fx={options.get('reduce_fx')!r}: only numbers, with the name of a reduction, can be sent. "
-                f"{way_out}"
+                f"a block calls self.log({name!r}) with a {type(value).__name__} and "
+                f"reduce_fx={options.get('reduce_fx')!r}: only numbers can be sent, with a reduction's name. {way_out}"
             )
         return [hook, name, value.detach(), {key: own for key, own in options.items() if key not in _NOT_SENT}]
 

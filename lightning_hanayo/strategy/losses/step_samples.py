@@ -64,8 +64,7 @@ def _warn_if_changed(saved: StepSamples, now: StepSamples) -> None:
     if (saved.data, saved.accumulate) != (now.data, now.accumulate):
         warnings.warn(
             f"an optimizer step may take other numbers of samples, which can't be counted: {saved.data} data ranks x "
-            f"{saved.accumulate} accumulated batches then, {now.data} x {now.accumulate} now. Set "
-            "accumulate_grad_batches.",
+            f"{saved.accumulate} accumulated batches then, {now.data} x {now.accumulate} now.",
             stacklevel=2,
         )
 

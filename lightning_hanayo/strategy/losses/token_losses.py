@@ -72,8 +72,7 @@ class TokenLosses:
             raise UnsupportedError(
                 f"cube_outside='tokens': {type(self.model).__name__}.training_step has computed its loss from whole "
                 "logits. Use lightning_hanayo.chunked_cross_entropy(hidden, weight, labels), or a causal model of "
-                "transformers that gets the labels and has an nn.Linear head; or set cube_outside='share', or "
-                "'replicate'."
+                "transformers that gets the labels and has an nn.Linear head; or set cube_outside='share'."
             )
 
     def _shares(self) -> MeshAxis | None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import UnsupportedError, listed
 from lightning_hanayo.partition.guards import MissingValues
 from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import Array, Attribute, children, leaves, with_children
@@ -514,9 +514,8 @@ def warn_of_parts(names: Sequence[str], num_microbatches: int) -> None:
     """Say which lists and attributes hold values of micro-batches."""
     if names and num_microbatches > 1:
         warnings.warn(
-            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: set by the step for each of the "
-            f"{num_microbatches} micro-batches of a batch. To get those of the batch, collect what the step also "
-            "returns or logs.",
+            f"{listed(names, 3)}: set by the step for each of the {num_microbatches} micro-batches of a batch. To get "
+            "those of the batch, collect what the step also returns or logs.",
             stacklevel=2,
         )
 

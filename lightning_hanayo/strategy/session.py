@@ -36,7 +36,7 @@ from lightning_hanayo.strategy.lightning.loops import agree_on_counts, end_searc
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
-from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
+from lightning_hanayo.strategy.losses.token_losses import TokenLosses
 from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
@@ -170,8 +170,6 @@ class Session(Run):
             self._has_trained = True
             once = modules_outside(self.module, self.pipeline.ownership.stack) if is_whole else ()
             warn_of_batch_statistics(self.module, split.num_microbatches, except_of=once)
-            if self.cube is not None and self.cube.shares_samples:
-                suggest_tokens(self.module, split.pieces, self.cube.mesh.num_ranks)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""

@@ -8,12 +8,11 @@ cube_outside    head and loss of a causal model of transformers     chunked_cros
                                                                     isn't a parameter
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_hanayo.chunked_loss import causal_models, token_shares
@@ -80,19 +79,3 @@ class TokenLosses:
             return None
         self._has_shared = True
         return self.ranks
-
-
-def suggest_tokens(model: nn.Module, pieces: Sequence[Any], num_ranks: int) -> None:
-    """Say so if the cube's ranks share samples of which there are too few, and could share tokens.
-
-    Args:
-        model: the user's module.
-        pieces: of a batch, for all ranks of one micro-batch after another; None for a rank without a sample.
-        num_ranks: of the cube.
-    """
-    num_shares = sum(piece is not None for piece in pieces[:num_ranks])
-    if num_shares < num_ranks and causal_models.has_causal_models(model):
-        rank_zero_info(
-            f"A micro-batch has samples for {num_shares} of the {num_ranks} ranks of a cube. For long sequences set "
-            f"cube_outside='tokens': each rank computes the logits of 1/{num_ranks} of the tokens."
-        )

@@ -83,7 +83,9 @@ class OptimizerOwners:
     def put_in(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before an optimizer's step: those that this rank owns are whole, the others have no gradient."""
         self._deal(parameters)
-        trained = self._with_gradients(parameters)
+        present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        dist.all_reduce(present, dist.ReduceOp.MIN, group=self._control)  # whether all ranks have a gradient of it
+        trained = [one for one, is_present in zip(parameters, present.tolist(), strict=True) if is_present]
         self._replaced = {parameter: (parameter.data, parameter.grad) for parameter in trained}
         sent: list[list[Tensor]] = [[] for _ in range(self._axis.size)]
         expected: list[list[ShapeAndType]] = [[] for _ in range(self._axis.size)]
@@ -145,12 +147,6 @@ class OptimizerOwners:
         for parameter in sorted(new, key=lambda one: (not one.requires_grad, -sizes[one])):
             owner = self._owners[parameter] = self._loads.index(min(self._loads))
             self._loads[owner] += sizes[parameter]
-
-    def _with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that have a gradient on all ranks."""
-        present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        dist.all_reduce(present, dist.ReduceOp.MIN, group=self._control)
-        return [one for one, is_present in zip(parameters, present.tolist(), strict=True) if is_present]
 
     def _sources(self, shard: Shard, owner: int) -> list[int]:
         """The ranks that send the owner its parts, one of each: its own data rank's. None where it has the whole."""

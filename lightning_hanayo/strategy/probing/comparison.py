@@ -311,7 +311,7 @@ def rules_of_returned(whole: DryRun, parts: Sequence[DryRun], made: Weights, tol
     for name in names:
         fitting = [one for one in fitting if _gives(made[one], [row[name] for row in rows], first[name], tolerance)]
         if not fitting:
-            raise Differs(f"the returned value{name} of all samples is no such mean of its parts' as the others")
+            raise Differs(f"no rule makes the returned value{name} of all samples, and those before it, of its parts'")
     return fitting if names else [SAMPLES]
 
 

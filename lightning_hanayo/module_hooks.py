@@ -26,10 +26,9 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
         for hook in chain.from_iterable(getattr(module, kind).values() for kind in _KINDS):
             if not _is_local(hook):
                 raise UnsupportedError(
-                    f"{name} has the hook {_describe(hook)}. It runs on the rank that holds the block, so the step "
-                    f"never sees what it stores. Do its work in the block's forward: what that stores on its module "
-                    f"(self.features = x) is there when the step reads it. If the hook only reads and changes its own "
-                    f"module, say so: {_describe(hook).split(' ')[0]}.is_local = True."
+                    f"{name} has the hook {_describe(hook)}: the step never sees what it stores. Store it in the "
+                    "block's forward; for a hook of its own module alone, set "
+                    f"{_describe(hook).split(' ')[0]}.is_local = True."
                 )
 
 
@@ -46,10 +45,9 @@ def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
         for hook in chain.from_iterable(hooks.values() for hooks in kinds if hooks) if any(kinds) else ():
             if not _is_local(hook):
                 raise UnsupportedError(
-                    f"{name} has the hook {_describe(hook)}. It would run once for each micro-batch, on its gradient "
-                    f"alone, and in a cube on a part of it. Do its work in on_after_backward or "
-                    f"on_before_optimizer_step, where parameter.grad is that of the batch. If it only multiplies each "
-                    f"element by a number, say so: {_describe(hook).split(' ')[0]}.is_local = True."
+                    f"{name} has the hook {_describe(hook)}, which would run once for each micro-batch. Change "
+                    "gradients in on_before_optimizer_step; if it only scales: "
+                    f"{_describe(hook).split(' ')[0]}.is_local = True."
                 )
 
 

@@ -185,9 +185,8 @@ class FirstBatch:
 
     def _error(self, name: str, does: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{name}: the backward {does}. Add auxiliary losses to the one that the step returns (a block may store "
-            f"it: self.aux = ...); change parameter.grad in on_before_optimizer_step, or the gradient of each sample "
-            f"alone; or set num_microbatches=1{' and cube=1' * self.is_cube}."
+            f"{name}: the backward {does}. Add such a loss to the step's (a block may store it), change "
+            f"parameter.grad in on_before_optimizer_step, or set num_microbatches=1{' and cube=1' * self.is_cube}."
         )
 
     def _check_function(self, made: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Any:

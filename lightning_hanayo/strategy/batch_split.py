@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource, leaves
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader, named_arrays
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.tensor_parallel.boundary import (
     AllGatherObject,
     MicrobatchReshard,
@@ -97,13 +98,7 @@ class SplitBatch:
         return [i for i, piece in enumerate(self.pieces) if piece is not None]
 
     def merge(
-        self,
-        results: Sequence[Any],
-        weights: Sequence[float],
-        *,
-        in_loss: Sequence[float] | None = None,
-        has_loss: bool,
-        numbers: microbatches.HostNumbers | None = None,
+        self, results: Sequence[Any], weights: PieceWeights, *, has_loss: bool, numbers: HostNumbers | None = None
     ) -> Any:
         """Merge what the step returned for each piece. `has_loss` says whether it was a training step.
 
@@ -112,8 +107,8 @@ class SplitBatch:
         kept = [i for i in self.present if not (has_loss and results[i] is None)]
         if not kept:
             return None
-        in_mean, in_loss = ([of[i] for i in kept] for of in (weights, in_loss or weights))
-        found, sizes = [results[i] for i in kept], self.sizes.of(kept)
+        found, in_mean, in_loss = ([of[i] for i in kept] for of in (results, weights.in_mean, weights.in_loss))
+        sizes = self.sizes.of(kept)
         return microbatches.merge(found, sizes, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=numbers)
 
 
@@ -201,8 +196,7 @@ class BatchSplitter:
         if 0 < count < min(limit, *plan.part_sizes):
             warnings.warn(
                 f"the loaders' batches of {' and '.join(map(str, plan.part_sizes))} samples are cut into {count} "
-                f"micro-batches instead of {limit}, so that each has the same proportion of all of them. More are "
-                f"possible if the batch sizes are multiples of {limit * num_ranks}.",
+                f"micro-batches instead of {limit}, in equal proportions. Multiples of {limit * num_ranks} allow more.",
                 stacklevel=2,
             )
         return count
@@ -215,11 +209,11 @@ class SingleRankSplitter(BatchSplitter):
 
     @override
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
-        if self.rule.split is not None:
-            return super().split(batch, limit, source)
         try:
             return super().split(batch, limit, source)
         except HanayoError as error:
+            if self.rule.split is not None:
+                raise
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(f"batches run whole, as with num_microbatches=1: {error}", stacklevel=2)
@@ -277,9 +271,8 @@ class SharedSplitter(BatchSplitter):
         count = self._num_microbatches(plan, limit, self._mesh.num_ranks)
         if not count:
             raise UnsupportedError(
-                f"the loaders' parts of the batch have {' and '.join(map(str, plan.part_sizes))} samples, which the "
-                f"{self._mesh.num_ranks} ranks of a cube can't share in the same proportions. Choose batch sizes that "
-                f"are multiples of {self._mesh.num_ranks}, or with registered blocks cube_outside='replicate'."
+                f"a cube's {self._mesh.num_ranks} ranks can't share {' and '.join(map(str, plan.part_sizes))} samples "
+                f"of several loaders in equal proportions. Choose multiples of {self._mesh.num_ranks}."
             )
         rows = _rows([microbatches.sizes(size, count) for size in plan.part_sizes])
         tables = [
@@ -341,9 +334,8 @@ class SharedSplitter(BatchSplitter):
         def unchanged_input(m: int) -> Any:
             if split.changes(m):
                 raise UnsupportedError(
-                    "the step changes its batch in place, and blocks get a mask for some samples of a micro-batch and "
-                    "none for others, so that it would run once more on changed samples. Change a copy of the batch, "
-                    "pass masks always, or set cube_outside='replicate'."
+                    "the step changes its batch in place, and would run once more on it, as blocks get a mask for "
+                    "some samples alone. Change a copy, pass masks always, or set cube_outside='replicate'."
                 )
             return block_input(m)
 
@@ -376,9 +368,8 @@ def _shared_check(batch: Any, plan: BatchPlan, num_microbatches: int) -> Callabl
                 named = named_arrays(batch, BatchRule(), "batch")
                 name = next((path for path, array, _ in named if array is tensor), "a tensor in the batch")
                 raise UnsupportedError(
-                    f"the step changes {name} {tuple(tensor.shape)} in place, which has no dimension of the samples: "
-                    f"each of the {num_microbatches} micro-batches would change it once more. Change a copy of it "
-                    f"({name}.clone()), or change it in on_after_batch_transfer."
+                    f"the step changes {name} {tuple(tensor.shape)} in place, which {num_microbatches} micro-batches "
+                    f"share. Change {name}.clone(), or change it in on_after_batch_transfer."
                 )
 
     return check
@@ -406,6 +397,5 @@ def _shares(num_present: int, counts: Sequence[int]) -> tuple[Share, ...]:
 def _no_block_input(_: int) -> NoReturn:
     raise UnsupportedError(
         "blocks get a mask for some samples of a micro-batch and none for others, and split_batch has cut it for the "
-        "ranks of a cube, so that they can't run all its samples once more. Pass masks always, or set "
-        "cube_outside='replicate'."
+        "ranks of a cube. Pass masks always, or set cube_outside='replicate'."
     )

@@ -21,10 +21,10 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial, reduce
 from math import inf, isinf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,38 +54,28 @@ class OwnGradient:
     value: Tensor
 
 
+@dataclass(eq=False, repr=False)
 class GradientNorms:
-    """Norms over the parameters of one module. Its methods are called by all ranks that train one copy of it.
+    """Norms over the parameters of one module. Its methods are called by all ranks that train one copy of it."""
 
-    Args:
-        parameters: the module's, in its order, which is the same on all ranks; other ranks' are placeholders.
-        groups: the ranks that train one copy of the module, for tensors in host memory, and for those of the device;
-            None if there is one rank.
-        num_replicas: on how many ranks of the groups the same part of a parameter's gradient is taken; None: on one.
-        own_part: returns this rank's part of the gradient of a parameter; None: all of it.
-        relay: over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock.
-        device: of this rank's gradients.
-        unguarded: entered while code runs that knows of parts and placeholders.
-    """
+    parameters: InitVar[Sequence[nn.Parameter]]
+    """the module's, in its order, which is the same on all ranks; other ranks' are placeholders"""
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    """the ranks that train one copy of the module, for tensors in host memory, and for those of the device; None if
+    there is one rank"""
+    device: torch.device
+    """of this rank's gradients"""
+    num_replicas: Callable[[Tensor], int] | None = None
+    """on how many ranks of the groups the same part of a parameter's gradient is taken; None: on one"""
+    own_part: Callable[[Tensor, Tensor], Tensor] = lambda _, value: value
+    """returns this rank's part of the gradient of a parameter"""
+    relay: Relay | None = None
+    """over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock"""
+    unguarded: Callable[[], AbstractContextManager[None]] = nullcontext
+    """entered while code runs that knows of parts and placeholders"""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-        *,
-        num_replicas: Callable[[Tensor], int] | None = None,
-        own_part: Callable[[Tensor, Tensor], Tensor] | None = None,
-        relay: Relay | None = None,
-        device: torch.device,
-        unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    def __post_init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.watch(parameters)
-        self._groups = groups
-        self._num_replicas = num_replicas
-        self._own_part = own_part if own_part is not None else lambda _, value: value
-        self._relay = relay
-        self.device = device
-        self.unguarded = unguarded
         self.in_batch = False
         self.total_of_all: Tensor | None = None
         """the last norm, since `forget_total`, if it was over all gradients: finite if all of them are"""
@@ -100,9 +90,10 @@ class GradientNorms:
         self._first_norms: dict[int, Tensor] = {}
         """of each parameter in a norm, since `forget_total`"""
 
-    def includes(self, parameter: Tensor) -> bool:
-        """Whether it is one of the module's, on whichever rank."""
-        return parameter in self._indices
+    def parameters_among(self, passed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The module's parameters, on whichever rank, and the others."""
+        parameters = self.without_guards(passed)
+        return parameters, [parameter for parameter in parameters if parameter not in self._indices]
 
     def without_guards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parameters themselves, or plain tensors, where user code was given guarded aliases."""
@@ -113,27 +104,20 @@ class GradientNorms:
 
     def close(self) -> None:
         """Forget the other ranks: the run has ended."""
-        self._groups = self._relay = None
+        self.groups = self.relay = None
 
     @staticmethod
     def of_run(run: Run, cube: CubeSharding | None, shards: OptimizerShards | None) -> "GradientNorms":
         """Norms over the whole model's gradients, which torch's functions for norms and clipping take from now on."""
         several, scatters = run.topology.replica_size > 1, shards is not None and shards.scatters
         groups = (run.groups.replica, run.groups.replica_tensors) if several else None
-        num_replicas, own_part = None if cube is None else cube.num_replicas, None
+        parts: dict[str, Any] = {"num_replicas": None if cube is None else cube.num_replicas}
         if shards is not None and scatters:
             world = run.groups.factory.control(run.topology.groups(*AXES))
             groups = world, available(dist.group.WORLD, "several ranks")
-            num_replicas, own_part = shards.num_replicas, shards.own_rows
-        made = GradientNorms(
-            list(run.module.parameters()),
-            groups,
-            num_replicas=num_replicas,
-            own_part=own_part,
-            relay=run.replica_relay,
-            device=run.device,
-            unguarded=run.guard.off,
-        )
+            parts = {"num_replicas": shards.num_replicas, "own_part": shards.own_rows}
+        relay, parameters = run.replica_relay, list(run.module.parameters())
+        made = GradientNorms(parameters, groups, run.device, relay=relay, unguarded=run.guard.off, **parts)
         if several or scatters:
             PATCHES.start(made)
             run.parts.add(lambda: PATCHES.stop(made))
@@ -157,32 +141,31 @@ class GradientNorms:
         """
         if self.in_batch:
             raise UnsupportedError(
-                f"{function} was called on the module's parameters in a step or in a block. There the gradients aren't "
-                f"complete, and only pipeline rank 0 runs the step. Call it in on_before_optimizer_step or "
-                f"configure_gradient_clipping, which run on all ranks."
+                f"{function} was called on the module's parameters in a step or in a block, before gradients are "
+                "complete. Call it in on_before_optimizer_step or configure_gradient_clipping."
             )
 
     def gradients_of(self, parameters: Sequence[Tensor]) -> list[OwnGradient]:
         """The gradients that this rank holds of some of the module's parameters."""
         return [
-            OwnGradient(self._indices[parameter], place, self._own_part(parameter, parameter.grad))
+            OwnGradient(self._indices[parameter], place, self.own_part(parameter, parameter.grad))
             for place, parameter in enumerate(parameters)
             if not parameter.is_meta and parameter.grad is not None
         ]
 
-    def recognize(self, tensors: Sequence[Tensor]) -> list[OwnGradient | None]:
-        """The entries for this rank's gradients, or values of parameters; None for a tensor that is neither."""
+    def gradients_among(self, passed: Sequence[Tensor]) -> tuple[list[OwnGradient], list[Tensor]]:
+        """This rank's gradients, or values of parameters, and the others. Those on meta stand for other ranks'."""
         own = [(i, p) for i, p in enumerate(self._parameters) if not p.is_meta and p.numel()]
         by_memory = {_memory_of(p): i for i, p in own}
         by_memory |= {_memory_of(p.grad): i for i, p in own if p.grad is not None}
-        found: list[OwnGradient | None] = []
-        for place, tensor in enumerate(self.without_guards(tensors)):
+        found, others = list[OwnGradient](), list[Tensor]()
+        for place, tensor in enumerate(self.without_guards(passed)):
             index = self._indices.get(tensor, by_memory.get(_memory_of(tensor)))
-            if index is None or tensor.is_meta:
-                found.append(None)
-            else:
-                found.append(OwnGradient(index, place, self._own_part(self._parameters[index], tensor.detach())))
-        return found
+            if index is not None and not tensor.is_meta:
+                found.append(OwnGradient(index, place, self.own_part(self._parameters[index], tensor.detach())))
+            elif not tensor.is_meta and tensor.numel():
+                others.append(tensor)
+        return found, others
 
     def total(self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None) -> Tensor:
         """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""
@@ -216,12 +199,12 @@ class GradientNorms:
         self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
     ) -> list[tuple[int, Tensor]]:
         """The index and the norm of each gradient, in the user's order; on the device, in one dtype."""
-        if self._relay is not None:
-            self._relay.broadcast("norm")
+        if self.relay is not None:
+            self.relay.broadcast("norm")
         first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
         table = self._table(gradients, first)
-        if self._groups is not None:
-            dist.all_reduce(table, group=self._groups[0])
+        if self.groups is not None:
+            dist.all_reduce(table, group=self.groups[0])
         present, counts, places, existing = table.tolist()
         self._was_of_all = all(ranks for ranks, exist in zip(present, existing, strict=True) if exist)
         found = sorted((i for i, ranks in enumerate(present) if ranks), key=lambda i: (places[i] / present[i], i))
@@ -245,7 +228,7 @@ class GradientNorms:
 
     def _own_norms(self, first: Mapping[int, OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
         """[parameters], on the device in fp64: norms, or powers of shards' norms; elsewhere the neutral element."""
-        absent = inf if norm_type == -inf and self._num_replicas is not None else 0.0
+        absent = inf if norm_type == -inf and self.num_replicas is not None else 0.0
         table = torch.full((len(self._parameters),), absent, dtype=torch.float64, device=self.device)
         if not first:
             return table
@@ -257,8 +240,8 @@ class GradientNorms:
         norms, indices = torch.stack(listed).double(), tuple(first)
         if indices not in self._places:  # once for each set of parameters: the host waits for a copy to the device
             replicas = None
-            if self._num_replicas is not None:
-                numbers = [self._num_replicas(self._parameters[i]) for i in indices]
+            if self.num_replicas is not None:
+                numbers = [self.num_replicas(self._parameters[i]) for i in indices]
                 replicas = torch.tensor(numbers, dtype=torch.float64, device=self.device)
             self._places[indices] = torch.tensor(indices, device=self.device), replicas
         index, replicas = self._places[indices]
@@ -268,16 +251,16 @@ class GradientNorms:
 
     def _exchange(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norms of all ranks' gradients, on each of them."""
-        if self._groups is None:
+        if self.groups is None:
             return norms
-        if self._num_replicas is not None and isinf(norm_type):
+        if self.num_replicas is not None and isinf(norm_type):
             # A reduction by gloo would lose NaN.
-            parts = [torch.empty_like(norms) for _ in range(self._groups[1].size())]
-            dist.all_gather(parts, norms, group=self._groups[1])
+            parts = [torch.empty_like(norms) for _ in range(self.groups[1].size())]
+            dist.all_gather(parts, norms, group=self.groups[1])
             tables = torch.stack(parts)
             return tables.amax(0) if norm_type > 0 else tables.amin(0)
-        dist.all_reduce(norms, group=self._groups[1])
-        return norms if self._num_replicas is None else norms ** (1 / (norm_type or 1))
+        dist.all_reduce(norms, group=self.groups[1])
+        return norms if self.num_replicas is None else norms ** (1 / (norm_type or 1))
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
@@ -288,6 +271,7 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
 
 Original = Callable[..., Any]
 Tensors = Tensor | Iterable[Tensor]
+_Found = TypeVar("_Found")
 
 
 def _patched() -> dict[str, PatchedFunction]:
@@ -321,27 +305,21 @@ def _for_runs(for_run: Callable[..., Any], original: Original, *args: Any, **kwa
 def _check(function: Callable[..., Any]) -> None:
     if not PatchedFunction.is_possible(function) or inspect.unwrap(function).__kwdefaults__:
         raise UnsupportedError(
-            f"{function.__name__} isn't a plain function in torch {torch.__version__}, or another package has replaced "
-            f"it, so it can't be made to see the gradients of other ranks. Use torch 2.10 to 2.13, without such a "
-            f"package."
+            f"{function.__name__} isn't a plain function in torch {torch.__version__}, or another package has "
+            "replaced it. Use torch 2.10 to 2.13, without such a package, so that it sees other ranks' gradients."
         )
 
 
 def _clip_grad_norm(
-    original: Original,
-    parameters: Tensors,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
+    original: Original, parameters: Tensors, max_norm: float, norm_type: float, raises: bool, foreach: bool | None
 ) -> Tensor:
     listed = _listed(parameters)
-    found = _run_of("clip_grad_norm_", listed)
+    found = _run_of("clip_grad_norm_", GradientNorms.parameters_among, listed)
     if found is None:
-        return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        return original(listed, max_norm, norm_type, raises, foreach)  # type: ignore[no-any-return]
     run, listed = found
     total = run.total(run.gradients_of(listed), float(norm_type), foreach=foreach)
-    _check_finite(total, norm_type, error_if_nonfinite)
+    _check_finite(total, norm_type, raises)
     PATCHES.functions["_clip_grads_with_norm_"].original(_own(listed), max_norm, total, foreach)
     return total
 
@@ -350,7 +328,7 @@ def _get_total_norm(
     original: Original, tensors: Tensors, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
     listed = _listed(tensors)
-    found = _gradients_among(listed)
+    found = _run_of("get_total_norm", GradientNorms.gradients_among, listed)
     if found is None:
         return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     run, gradients = found
@@ -364,7 +342,7 @@ def _clip_each(name: str) -> Callable[..., None]:
 
     def clip(original: Original, parameters: Tensors, *args: Any) -> None:
         listed = _listed(parameters)
-        found = _run_of(name, listed)
+        found = _run_of(name, GradientNorms.parameters_among, listed)
         original(listed if found is None else _own(found[1]), *args)
 
     return clip
@@ -374,7 +352,7 @@ def _grad_norm(
     original: Original, module: nn.Module, norm_type: float | str, group_separator: str
 ) -> dict[str, float | Tensor]:
     named = list(module.named_parameters())
-    found = _run_of("grad_norm", [parameter for _, parameter in named]) if named else None
+    found = _run_of("grad_norm", GradientNorms.parameters_among, [one for _, one in named]) if named else None
     if found is None or float(norm_type) <= 0:
         return original(module, norm_type, group_separator)  # type: ignore[no-any-return]
     run, parameters = found
@@ -405,8 +383,10 @@ def _own(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [parameter for parameter in parameters if not parameter.is_meta]
 
 
-def _run_of(function: str, passed: Sequence[Tensor]) -> tuple[GradientNorms, list[Tensor]] | None:
-    """The run to whose module the parameters belong, and the parameters; None: they belong to none.
+def _run_of(
+    function: str, find: Callable[[GradientNorms, Sequence[Tensor]], tuple[list[_Found], list[Tensor]]], passed: Any
+) -> tuple[GradientNorms, list[_Found]] | None:
+    """The run to whose module the passed tensors belong, and what it finds among them; None: they belong to none.
 
     An empty list belongs to the run: a rank that holds none of the selected parameters takes part, too.
 
@@ -414,41 +394,18 @@ def _run_of(function: str, passed: Sequence[Tensor]) -> tuple[GradientNorms, lis
         UnsupportedError: they belong to the run only in part, or a step is running.
     """
     for run in reversed(PATCHES.running):
-        parameters = run.without_guards(passed)
-        others = [parameter for parameter in parameters if not run.includes(parameter)]
-        if parameters and len(others) == len(parameters):
+        found, others = find(run, passed)
+        if passed and len(others) == len(passed):
             continue
-        _check_not_mixed(function, parameters, others)
-        if parameters or not run.in_batch:
+        if others:
+            raise UnsupportedError(
+                f"{function} was called on {len(passed) - len(others)} parameters or gradients of the module together "
+                f"with {len(others)} other tensors (the first: {tuple(others[0].shape)}). Call it on them separately."
+            )
+        if passed or not run.in_batch:
             run.check_outside_batch(function)
-            return run, parameters
+            return run, found
     return None
-
-
-def _gradients_among(tensors: Sequence[Tensor]) -> tuple[GradientNorms, list[OwnGradient]] | None:
-    """The run to whose module these gradients (or parameters) belong; None: they belong to none.
-
-    Tensors on the meta device stand for other ranks' gradients.
-    """
-    for run in reversed(PATCHES.running):
-        found = run.recognize(tensors)
-        others = [t for t, one in zip(tensors, found, strict=True) if one is None and t.numel() and not t.is_meta]
-        if tensors and len(others) == len(tensors):
-            continue
-        _check_not_mixed("get_total_norm", tensors, others)
-        if tensors or not run.in_batch:
-            run.check_outside_batch("get_total_norm")
-            return run, [gradient for gradient in found if gradient is not None]
-    return None
-
-
-def _check_not_mixed(function: str, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    if others:
-        raise UnsupportedError(
-            f"{function} was called on {len(tensors) - len(others)} parameters or gradients of the module together "
-            f"with {len(others)} other tensors (the first has the shape {tuple(others[0].shape)}), and it isn't known "
-            f"which rank counts. Call it on them separately, or make them parameters of the module before the run."
-        )
 
 
 def _check_finite(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:

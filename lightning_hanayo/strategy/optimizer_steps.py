@@ -2,10 +2,10 @@
 
 master weights, own rows of parameters, host memory     `StepValues`, as the options say
 whole parameters, for optimizers that need them         `OptimizerOwners`, in a cube or if optimizers are sharded
-optimizer.state in user code                            `GuardedStates`, where ranks hold parts
+optimizer.state in user code                            `RefusedStates`, where ranks hold parts
 parameters after a step                                 gathered in the background, until somebody reads them
 
-`StepValues`, `MasterWeights`: the values of parameters while an optimizer steps, and a checkpoint is saved or read.
+`StepValues`: the values of parameters while an optimizer steps, and a checkpoint is saved or read.
 
     forward, backward     p.data  bf16, whole               p.grad  fp32: micro-batches' gradients are cast, then added
     reductions, clipping                                    p.grad  fp32
@@ -18,27 +18,167 @@ Masters are there with master_weights="fp32", own rows of a data rank with shard
 offload_optimizer=True all parameters have copies in host memory for the step, and gradients are copied there.
 
 The `Parameter` objects stay, so optimizers, param groups, schedulers and checkpoints need know nothing of it.
+
+`OptimizerOwners`: whole parameters on the ranks of data x cube, for optimizers that compute with rows or matrices.
+
+    W [6, 4] of rank 1, on the cube (1, 2, 1)      rank 0               rank 1
+    forward, backward, clipping    p.data, p.grad  [3, 4], [3, 4]       [3, 4], [3, 4]
+    optimizer.step()               p.data, p.grad  [3, 4], None         [6, 4], [6, 4]     gathered by its owner
+    afterwards                     p.data, p.grad  [3, 4], [3, 4]       [3, 4], [3, 4]     new values, sent by its owner
+
+The other ranks' optimizers pass it over, as it has no gradient there, and so only its owner has states of it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.strategy.lightning import state, user_hooks
-from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates, RefusedStates
-from lightning_hanayo.strategy.optimizer.shards import OptimizerOwners, OptimizerShards, set_values
+from lightning_hanayo.strategy.optimizer.guarded_states import RefusedStates
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards, set_values
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.topology import AXES
+
+ShapeAndType = tuple[tuple[int, ...], torch.dtype]
+
+
+class OptimizerOwners:
+    """The owners of one pipeline rank's parameters. All ranks of data x cube call its methods alike.
+
+    Args:
+        run: of the Trainer.
+        parameters: of all optimizers, those of other pipeline ranks left out.
+    """
+
+    def __init__(self, run: Run, parameters: Iterable[nn.Parameter]) -> None:
+        group, self._device, self._mesh, cube = run.groups.metrics, run.device, run.mesh, run.cube
+        self._axis = MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer")
+        """these ranks, those of a cube next to each other"""
+        self._control: Any = run.groups.factory.control(run.topology.groups("data", *"xyz"))
+        """the same, for tensors in host memory (gloo); None after a failure"""
+        whole: Callable[[Tensor], Shard] = lambda parameter: Shard(tuple(map(DimShard, parameter.shape)))  # noqa: E731
+        self._shard_of = whole if cube is None else cube.shard_of
+        self._owners: dict[Tensor, int] = {}
+        self._loads = [0] * self._axis.size
+        self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+        self._deal(parameters)
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank updates the parameter, and has its states."""
+        return self._owners.get(parameter) == self._axis.rank
+
+    def put_in(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before an optimizer's step: those that this rank owns are whole, the others have no gradient."""
+        self._deal(parameters)
+        present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        dist.all_reduce(present, dist.ReduceOp.MIN, group=self._control)  # whether all ranks have a gradient of it
+        trained = [one for one, is_present in zip(parameters, present.tolist(), strict=True) if is_present]
+        self._replaced = {parameter: (parameter.data, parameter.grad) for parameter in trained}
+        sent: list[list[Tensor]] = [[] for _ in range(self._axis.size)]
+        expected: list[list[ShapeAndType]] = [[] for _ in range(self._axis.size)]
+        for parameter, (data, gradient) in self._replaced.items():
+            assert gradient is not None
+            shard, owner = self._shard_of(parameter), self._owners[parameter]
+            sources = self._sources(shard, owner)
+            if self._axis.rank in sources:
+                sent[owner] += [data, gradient]
+            for rank in sources if self.owns(parameter) else ():
+                shape = shard.local_shape(self._mesh, self._place(rank))
+                expected[rank] += [(shape, data.dtype), (shape, gradient.dtype)]
+        received = self._exchange(sent, expected)
+        for parameter, (data, gradient) in self._replaced.items():
+            assert gradient is not None
+            parameter.grad = None
+            if self.owns(parameter):
+                shard = self._shard_of(parameter)
+                sources = self._sources(shard, self._axis.rank)
+                if sources:
+                    data, gradient = (one.new_empty(shard.shape) for one in (data, gradient))
+                for rank in sources:
+                    for whole in (data, gradient):
+                        shard.put(whole, next(received[rank]), self._mesh, self._place(rank))
+                set_values(parameter, data, gradient)
+
+    def take_out(self) -> None:
+        """After the step: each rank's own part again, with the values that the owners have given it."""
+        sent: list[list[Tensor]] = [[] for _ in range(self._axis.size)]
+        expected: list[list[ShapeAndType]] = [[] for _ in range(self._axis.size)]
+        for parameter, (data, _) in self._replaced.items():
+            expected[self._owners[parameter]].append((tuple(data.shape), data.dtype))
+            if self.owns(parameter):
+                shard = self._shard_of(parameter)
+                for rank, own in enumerate(sent):
+                    own.append(shard.of(parameter.data, self._mesh, self._place(rank)))
+        received = self._exchange(sent, expected)
+        owners, replaced = self._owners, list(self._replaced)
+        self._put_back()
+        with torch.no_grad():
+            for parameter in replaced:  # not its data: all ranks have to see that its version has changed
+                parameter.copy_(next(received[owners[parameter]]))
+
+    def abandon(self) -> None:
+        """The run has failed: each rank's own part, and no groups."""
+        self._put_back()
+        self._control = None
+        self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
+
+    def _put_back(self) -> None:
+        for parameter, (data, gradient) in self._replaced.items():
+            set_values(parameter, data, gradient)
+        self._replaced = {}
+
+    def _deal(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give each new parameter, the largest first, to the rank that has the fewest elements."""
+        new = [parameter for parameter in parameters if parameter not in self._owners]
+        sizes: Mapping[nn.Parameter, int] = {parameter: prod(self._shard_of(parameter).shape) for parameter in new}
+        for parameter in sorted(new, key=lambda one: (not one.requires_grad, -sizes[one])):
+            owner = self._owners[parameter] = self._loads.index(min(self._loads))
+            self._loads[owner] += sizes[parameter]
+
+    def _sources(self, shard: Shard, owner: int) -> list[int]:
+        """The ranks that send the owner its parts, one of each: its own data rank's. None where it has the whole."""
+        if self._mesh.size(shard.axes) == 1:
+            return []
+        first = owner // self._mesh.num_ranks * self._mesh.num_ranks
+        others = [i for i, axis in enumerate("xyz") if axis not in shard.axes]
+        return [first + i for i, place in enumerate(self._mesh.places) if not any(place[axis] for axis in others)]
+
+    def _place(self, rank: int) -> tuple[int, int, int]:
+        return self._mesh.places[rank % self._mesh.num_ranks]
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[ShapeAndType]]
+    ) -> list[Iterator[Tensor]]:
+        """Send each rank its tensors, as one message of bytes; return those that each rank has sent."""
+        at_step = next((data.device for data, _ in self._replaced.values()), self._device)  # maybe host memory
+        empty = torch.empty(0, dtype=torch.uint8, device=at_step)
+        parts = [torch.cat([empty, *map(_as_bytes, tensors)]).to(self._device) for tensors in sent]
+        sizes = [[prod(shape) * dtype.itemsize for shape, dtype in tensors] for tensors in expected]
+        lengths = [sum(one) for one in sizes]
+        rows = self._axis.exchange_rows(torch.cat(parts), [len(part) for part in parts], lengths).wait()
+        received = rows.to(at_step).split(lengths)
+        return [
+            # a copy, as memory for numbers of several bytes has to be aligned
+            (part.clone().view(dtype).view(shape) for part, (shape, dtype) in zip(one.split(own), tensors, strict=True))
+            for one, own, tensors in zip(received, sizes, expected, strict=True)
+        ]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass(eq=False, repr=False)
@@ -57,7 +197,7 @@ class OptimizerSteps:
         self._owners: OptimizerOwners | None = None
         self.all_ranks: ProcessGroupTransport | None = None
         """to all ranks of the world, if each parameter's states are on one of them alone"""
-        self._states: list[GuardedStates | RefusedStates] = []
+        self._states: list[RefusedStates] = []
         self._gathers_at_once = False
         self._num_optimized = -1
         """how many parameters the optimizers had when they were last checked"""
@@ -74,12 +214,12 @@ class OptimizerSteps:
     @property
     def sharding_in_use(self) -> Cube | OptimizerShards | None:
         """How parameters are sharded inside `master_values`."""
-        return (None if self._values is None else self._values.sharding) or self.run.cube
+        has_masters = self._values is not None and self.run.options.master_weights is not None
+        return (self.shards if has_masters else None) or self.run.cube
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the optimizers update own rows of parameters, and fp32 copies, if the options say so."""
-        options, module = self.run.options, self.run.module
-        has_masters, offloads = options.master_weights is not None, options.offload_optimizer
+        copies = self.run.options.master_weights is not None or self.run.options.offload_optimizer
         has_parts = self.shards is not None or self.run.cube is not None
         if has_parts and not all(map(is_elementwise, optimizers)):
             self._owners = self._deal(optimizers)
@@ -88,29 +228,17 @@ class OptimizerSteps:
         for optimizer in optimizers if self._is_cut else ():
             if isinstance(optimizer, Optimizer):
                 optimizer.register_state_dict_pre_hook(_check_reading)
-        if has_masters or offloads or self.shards is not None or self._owners is not None:
-            self._values = StepValues(
-                module.parameters(),
-                optimizers,
-                self.shards,
-                self._owners,
-                has_masters=has_masters,
-                in_host_memory=offloads,
-            )
+        if copies or self.shards is not None or self._owners is not None:
+            self._values = StepValues(self.run, optimizers, self.shards, self._owners)
             self.run.parts.add(self._values.close, self._values.abandon)
             averages = bool(user_hooks.averaging_callbacks(self.run.trainer))
-            self._gathers_at_once = averages or not module.automatic_optimization
+            self._gathers_at_once = averages or not self.run.module.automatic_optimization
 
     def guard_states(self, optimizers: Sequence[Any]) -> None:
-        """Let user code find the states of these optimizers guarded from now on. Called while none runs."""
+        """From now on user code can't use the states of these optimizers, if they are cut. Called while none runs."""
         plain: list[Any] = [one for one in map(state.unwrapped, optimizers) if isinstance(vars(one).get("state"), dict)]
         if self._is_cut and plain != [states.optimizer for states in self._states]:
-            self._states = [
-                RefusedStates(one)
-                if self._owners is not None
-                else GuardedStates(one, self.run.guard, self.names, self.sharding)
-                for one in plain
-            ]
+            self._states = list(map(RefusedStates, plain))
 
     def check(self) -> None:
         """Refuse parameters of optimizers that the run doesn't know. Called before each training batch.
@@ -130,11 +258,10 @@ class OptimizerSteps:
             names = {parameter: name for name, parameter in self.run.module.named_parameters()}
             name = names.get(unknown, "which isn't one of the LightningModule's")
             raise UnsupportedError(
-                f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, which this run can't train: "
-                f"it was not made where all ranks know of it, it is a copy of a parameter of another rank, or with "
-                f"shard_optimizer, master_weights or offload_optimizer it was made too late. Make it a parameter of "
-                f"the module in __init__ or setup; or without these options in a hook that runs on all ranks, such as "
-                f"on_fit_start, where full_parameter returns the values of others."
+                f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, of which not all ranks "
+                "know, or that was made too late for shard_optimizer, master_weights or offload_optimizer. Make it a "
+                "parameter of the module in __init__ or setup, or without these options in a hook that runs on all "
+                "ranks."
             )
 
     def end_step(self) -> None:
@@ -165,8 +292,7 @@ class OptimizerSteps:
         Raises:
             UnsupportedError: an optimizer has made states already, of parts of parameters.
         """
-        run = self.run
-        groups, topology = run.groups, run.topology
+        run, topology = self.run, self.run.topology
         for one in optimizers:
             values = (value for states in one.state.values() for value in states.values())
             if any(isinstance(value, Tensor) and value.numel() > 1 for value in values):
@@ -176,22 +302,14 @@ class OptimizerSteps:
                 )
         transport = self.all_ranks = ProcessGroupTransport(
             range(topology.world_size),
-            control=groups.factory.control(topology.groups(*AXES)),
+            control=run.groups.factory.control(topology.groups(*AXES)),
             channels={},
             device=torch.device("cpu"),
             on_failure=run.failures.on_transfer,
         )
         run.parts.add(lambda: None, transport.close)
         parameters = [p for one in optimizers for group in one.param_groups for p in group["params"] if not p.is_meta]
-        group = groups.metrics
-        return OptimizerOwners(
-            dict.fromkeys(parameters),
-            MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer"),
-            groups.factory.control(topology.groups("data", *"xyz")),
-            run.device,
-            run.mesh,
-            None if run.cube is None else run.cube.shard_of,
-        )
+        return OptimizerOwners(run, dict.fromkeys(parameters))
 
     def _before_user_code(self) -> None:
         self.run.pipeline.gradients.finish_gather()
@@ -222,22 +340,23 @@ def reading_states(optimizer: Optimizer) -> Iterator[None]:
 def _check_reading(optimizer: Optimizer) -> None:
     if _IS_READ not in vars(optimizer):
         raise UnsupportedError(
-            f"{type(optimizer).__name__}.state_dict() has on this rank only the states of the parameters, or of the "
-            f"rows or parts of each, that it updates. Call trainer.save_checkpoint(path) on all ranks, which writes "
-            f"all of them."
+            f"{type(optimizer).__name__}.state_dict() has on this rank only the states of what it updates: some "
+            "parameters, or parts of each. Call trainer.save_checkpoint(path) on all ranks, which writes all of them."
         )
+
+
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class StepValues:
     """Puts these values into the parameters of one rank, for one run.
 
     Args:
-        parameters: all of the module's, other ranks' placeholders included.
+        run: whose options say whether parameters in bf16 or fp16 get master weights, and whether optimizers step in
+            host memory.
         optimizers: of the run.
         shards: own rows; None if optimizers aren't sharded.
         owners: of whole parameters; None if optimizers don't need them.
-        has_masters: whether parameters in bf16 or fp16 get master weights.
-        in_host_memory: whether optimizers step there.
 
     Raises:
         HanayoError: master weights, but no parameter is in bf16 or fp16.
@@ -245,25 +364,29 @@ class StepValues:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        optimizers: Sequence[Any],
-        shards: OptimizerShards | None,
-        owners: OptimizerOwners | None = None,
-        *,
-        has_masters: bool,
-        in_host_memory: bool = False,
+        self, run: Run, optimizers: Sequence[Any], shards: OptimizerShards | None, owners: OptimizerOwners | None
     ) -> None:
-        self.shards = shards
-        self._owners = owners
-        listed = list(parameters)
-        self._held = [parameter for parameter in listed if not parameter.is_meta]
-        self._optimizers = list(optimizers)
-        self._has_masters = has_masters
-        self._masters: MasterWeights | None = None
-        if has_masters or in_host_memory:
-            self._masters = MasterWeights(listed, optimizers, low=has_masters, in_host_memory=in_host_memory)
+        self.shards, self._owners, self._optimizers = shards, owners, list(optimizers)
+        parameters = list(run.module.parameters())  # other ranks' placeholders included
+        self._held = [parameter for parameter in parameters if not parameter.is_meta]
+        self._has_masters, self._in_host_memory = run.options.master_weights is not None, run.options.offload_optimizer
+        self._low = [parameter for parameter in parameters if self._has_masters and parameter.dtype in _LOW]
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        """fp32 copies, and those in host memory"""
+        self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._is_in = False
+        if self._has_masters and not self._low:
+            raise HanayoError(
+                "master_weights='fp32' is for parameters in bf16 or fp16, but the module has none. Set "
+                "Trainer(precision='bf16-true'), or leave it out: with 'bf16-mixed' the parameters are in fp32 already."
+            )
+        for optimizer in optimizers if self._has_masters or self._in_host_memory else ():
+            _check(optimizer, "master_weights='fp32'" if self._has_masters else "offload_optimizer=True")
+            for states in optimizer.state.values() if self._has_masters else ():  # that it has made already
+                low_states = {n: v for n, v in states.items() if isinstance(v, Tensor) and v.dtype in _LOW}
+                states.update({name: value.float() for name, value in low_states.items()})
+        for parameter in self._low:
+            parameter.grad, parameter.grad_dtype = None, torch.float32
         if shards is not None:
             shards.attach(optimizers)
         self._hooks = [
@@ -277,11 +400,6 @@ class StepValues:
         ]
         with self.in_use():
             pass  # makes master weights now, so that a lack of memory shows before the first batch
-
-    @property
-    def sharding(self) -> OptimizerShards | None:
-        """How parameters are sharded inside `in_use`, if not only over a cube."""
-        return self.shards if self._has_masters else None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -301,21 +419,28 @@ class StepValues:
         """The run has ended: free gradients, and keep the master weights in host memory, for checkpoints."""
         if self.shards is not None:
             self.shards.finish()
-        if self._masters is not None:
-            self._masters.close()
+        masters = {parameter: master.cpu() for parameter, master in self._masters.items()}
         self._detach()
+        self._masters = masters
 
     def abandon(self) -> None:
-        """The run has failed: whole parameters, no master weights, and no groups. Computes nothing."""
+        """The run has failed: whole parameters as before a failed step, no master weights, and no groups.
+
+        Computes nothing: a device that has failed can't.
+        """
         if self._owners is not None:
             self._owners.abandon()
-        if self._masters is not None:
-            self._masters.abandon()
+        self._detach()
         if self.shards is not None:
             self.shards.abandon()
-        self._detach()
 
     def _detach(self) -> None:
+        for parameter, (low, _) in self._replaced.items():
+            set_values(parameter, low, None)
+        for parameter in self._low:
+            parameter.grad, parameter.grad_dtype = None, parameter.dtype
+        self._replaced.clear()
+        self._masters.clear()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -340,73 +465,12 @@ class StepValues:
         self._take_out(gathers=True)
 
     def _put_in(self, held: Sequence[nn.Parameter], trained: Sequence[nn.Parameter]) -> None:
+        """Let parameters be own rows, and have the copies' values, if they are trained, and have copies."""
         self._is_in = True
         if self.shards is not None:
             self.shards.put_in(held)
-        if self._masters is not None:
-            self._masters.put_in(trained)
-
-    def _take_out(self, *, gathers: bool) -> None:
-        if self._masters is not None:
-            self._masters.take_out()
-        if self.shards is not None:
-            self.shards.take_out(gathers=gathers)
-        self._is_in = False
-
-    @staticmethod
-    def _trained(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-        """The parameters of this rank that the optimizers have now."""
-        parameters = (p for one in optimizers for group in one.param_groups for p in group["params"])
-        return list(dict.fromkeys(p for p in parameters if not p.is_meta))
-
-
-_LOW = (torch.bfloat16, torch.float16)
-
-
-class MasterWeights:
-    """The master weights of one rank, for one run.
-
-    Args:
-        parameters: all of the module's, other ranks' placeholders included.
-        optimizers: whose parameters get master weights.
-        low: whether parameters in bf16 or fp16 get them.
-        in_host_memory: whether all get copies there.
-
-    Raises:
-        HanayoError: `low`, and no parameter is in bf16 or fp16.
-        UnsupportedError: an optimizer whose step can't be made to use them.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        *,
-        low: bool = True,
-        in_host_memory: bool = False,
-    ) -> None:
-        self._low = [parameter for parameter in parameters if low and parameter.dtype in _LOW]
-        self._in_host_memory = in_host_memory
-        self._masters: dict[nn.Parameter, Tensor] = {}
-        self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
-        if low and not self._low:
-            raise HanayoError(
-                "master_weights='fp32' is for parameters in bf16 or fp16, but the module has none. Set "
-                "Trainer(precision='bf16-true'), or leave it out: with 'bf16-mixed' the parameters are in fp32 already."
-            )
-        for optimizer in optimizers:
-            _check(optimizer, "master_weights='fp32'" if low else "offload_optimizer=True")
-            for states in optimizer.state.values() if low else ():  # that it has made already
-                low_states = {n: v for n, v in states.items() if isinstance(v, Tensor) and v.dtype in _LOW}
-                states.update({name: value.float() for name, value in low_states.items()})
-        for parameter in self._low:
-            parameter.grad, parameter.grad_dtype = None, torch.float32
-
-    def put_in(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let these parameters have the copies' values, if they are trained, and have copies."""
-        has_masters = bool(self._low)
-        for parameter in parameters:
-            is_low = has_masters and parameter.dtype in _LOW
+        for parameter in trained:
+            is_low = self._has_masters and parameter.dtype in _LOW
             if parameter.requires_grad and (is_low or self._in_host_memory):  # more may be added, or unfrozen
                 gradient, low = parameter.grad, parameter.data
                 self._replaced[parameter] = low, gradient
@@ -418,30 +482,21 @@ class MasterWeights:
                     master = torch.where(master.to(low.dtype) == low, master, low)
                 set_values(parameter, master, None if gradient is None else gradient.to(master.device))
 
-    def take_out(self) -> None:
+    def _take_out(self, *, gathers: bool) -> None:
         """Round the master weights into the memory that the parameters had, which layers may know."""
         for parameter, (low, gradient) in self._replaced.items():
             self._masters[parameter] = parameter.data
             set_values(parameter, low.copy_(parameter.data), gradient)
         self._replaced.clear()
+        if self.shards is not None:
+            self.shards.take_out(gathers=gathers)
+        self._is_in = False
 
-    def close(self) -> None:
-        """The run has ended: free gradients, and keep the master weights in host memory, for checkpoints."""
-        masters = {parameter: master.cpu() for parameter, master in self._masters.items()}
-        self.abandon()
-        self._masters = masters
-
-    def abandon(self) -> None:
-        """The run has failed: free gradients and master weights. After a step that failed the weights are as before it.
-
-        Computes nothing: a device that has failed can't.
-        """
-        for parameter, (low, _) in self._replaced.items():
-            set_values(parameter, low, None)
-        for parameter in self._low:
-            parameter.grad, parameter.grad_dtype = None, parameter.dtype
-        self._replaced.clear()
-        self._masters.clear()
+    @staticmethod
+    def _trained(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+        """The parameters of this rank that the optimizers have now."""
+        parameters = (p for one in optimizers for group in one.param_groups for p in group["params"])
+        return list(dict.fromkeys(p for p in parameters if not p.is_meta))
 
 
 def _check(optimizer: Any, option: str) -> None:

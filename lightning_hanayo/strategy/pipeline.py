@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import Ownership
@@ -50,26 +50,13 @@ OUTSIDE = -1
 """stands for a stage where parameters are meant that a cube gathers for a batch"""
 
 
-class FullParameters(Protocol):
-    """Whole tensors of parameters, for user code."""
-
-    def get(self, parameter: Tensor) -> Tensor:
-        """The whole of `parameter`."""
-
-    def end_batch(self, *, reduce: bool) -> None:
-        """Add the gradients of whole tensors to those of the parameters, summed over the data ranks if `reduce`."""
-
-    def forget(self) -> None:
-        """Drop all whole tensors, after a failure."""
-
-
 @dataclass
 class GradientSync:
     """Sums this rank's gradients over the ranks that share them, and holds parameters whole while a batch runs.
 
     Args:
         stages: all-reduces each stage's gradients as soon as the stage is done.
-        full_parameters: whole tensors that user code has asked for, and their gradients.
+        full_parameters: the run's `FullParameters`, which user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
         outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch.
         shards: of the optimizer, over the data ranks; None if it isn't sharded.
@@ -78,7 +65,7 @@ class GradientSync:
 
     stages: GradientAllReduce
     outside_all_reduce: GradientAllReduce
-    full_parameters: FullParameters
+    full_parameters: Any
     outside: OutsideParameters | None = None
     shards: OptimizerShards | None = None
     shared: SharedWeights | None = None
@@ -208,16 +195,6 @@ class Pipeline:
         """Whether the step runs in one piece on each of several micro-batches."""
         return self.is_single and self.layout.num_microbatches > 1
 
-    @property
-    def must_run_once(self) -> bool:
-        """Whether the step of each batch runs once; on pipeline rank 0."""
-        return bool(self.ends) and False not in self.ends
-
-    @property
-    def may_run_once(self) -> bool:
-        """Whether the step of each batch runs once, or once for each micro-batch; on pipeline rank 0."""
-        return len(self.ends) > 1
-
     def split(self, batch: Any, source: BatchSource, *, is_whole: bool) -> SplitBatch:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples.
 
@@ -334,7 +311,15 @@ class Pipeline:
             elif done:
                 passes = self._run_ahead(batch, table, done)
                 if not batch.is_whole and passes != self._known and self.user_step is not None and any(passes[:-1]):
-                    warnings.warn(_warning(passes, self.user_step.name, num_microbatches), stacklevel=2)
+                    way_out = "Make the passes without gradients before it"
+                    if sum(passes) > 1:
+                        way_out = "Make one pass with concatenated inputs (torch.cat([chosen, rejected]))"
+                    warnings.warn(
+                        f"the step makes {len(passes)} passes through {self.user_step.name}, not only the last one "
+                        f"with gradients: activations of all {num_microbatches} micro-batches are in memory at once. "
+                        f"{way_out}.",
+                        stacklevel=2,
+                    )
                 self._known = passes
         if first_batch is not None:
             samples = self.relay.broadcast("batch", batch.num_samples[0] if batch.num_samples else 0)
@@ -368,9 +353,8 @@ class Pipeline:
         if max(weights) > 1.001 * min(weights) or num_microbatches != self._num_averaged:
             self._has_warned = True
             warnings.warn(
-                "gradients of auxiliary losses that blocks add on their own are averaged over micro-batches, and the "
-                "micro-batches of this optimizer step have different weights. Give all batches a number of samples "
-                "that num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
+                "gradients of auxiliary losses that blocks add are averaged over micro-batches, whose weights differ "
+                "in this step. Let num_microbatches divide all batches, or add the loss to the step's.",
                 stacklevel=2,
             )
 
@@ -415,10 +399,9 @@ class Pipeline:
             answers = self.gather_in_cube(answer)
             if any(other != answer for other in answers):
                 raise UnsupportedError(
-                    f"the steps on the ranks of a cube, whose samples differ, make different passes through "
-                    f"{self.user_step.name}: {answers}, by rank (micro-batches that go on; or whether the pass has "
-                    f"gradients, None at the end). Let all samples take equally many passes (generate with "
-                    f"min_new_tokens equal to max_new_tokens), or with registered blocks set cube_outside='replicate'."
+                    "the steps on the ranks of a cube, whose samples differ, make different passes through "
+                    f"{self.user_step.name}: {answers}, by rank. Let all samples take equally many, or with "
+                    "registered blocks set cube_outside='replicate'."
                 )
         return self.relay.broadcast("pass", answer)
 
@@ -457,16 +440,3 @@ class Pipeline:
     def _end_pass(self, table: Schedule, number: int) -> None:
         if len(self._known) > 1 and table.num_microbatches > 1:
             self.step_state.end_pass(number)
-
-
-def _warning(passes: Sequence[bool], name: str, num_microbatches: int) -> str:
-    way_out = (
-        "Concatenate their inputs along the batch (torch.cat([chosen, rejected])), make one pass, and chunk its output."
-        if sum(passes) > 1
-        else "Make the passes without gradients before it."
-    )
-    return (
-        f"the step makes {len(passes)} passes through {name}, not only the last one with gradients. So the activations "
-        f"of all {num_microbatches} micro-batches are in memory at once, and forwards don't overlap with backwards. "
-        f"{way_out}"
-    )

@@ -113,7 +113,11 @@ class MeasuredBatches:
     @staticmethod
     def of(pipeline: Pipeline) -> "MeasuredBatches | None":
         """The recorded batches of full size, on rank 0 of a pipeline; None elsewhere. Called by all its ranks."""
-        batches, layout = gather_traces(pipeline), pipeline.layout
+        layout, gathering = pipeline.layout, TraceGather(pipeline.relay.transport, pipeline.layout.table)
+        batches: list[BatchTrace] = []
+        for events in pipeline.engine.trace.batches:
+            gathering.start(events)
+            batches += filter(None, [gathering.finish()])
         if not batches:
             return None
         whole = [one for one in batches if num_microbatches(one[0]) == layout.num_microbatches] or batches[-1:]
@@ -151,15 +155,6 @@ class MeasuredBatches:
             folded: dict[str, Any] = {name: (*of[:-2], of[-2] + of[-1]) for name, of in times.items()}
             costs = replace(costs, **folded)
         return Profile(layout.schedule, layout.num_ranks, layout.num_waves, layout.num_microbatches, blocks, costs)
-
-
-def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
-    """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
-    gathering, found = TraceGather(pipeline.relay.transport, pipeline.layout.table), list[BatchTrace]()
-    for events in pipeline.engine.trace.batches:
-        gathering.start(events)
-        found += filter(None, [gathering.finish()])
-    return found
 
 
 def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: CheckpointingStrategy) -> dict[str, Any]:

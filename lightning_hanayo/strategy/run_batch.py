@@ -10,12 +10,11 @@ merge         afterwards: collected values, and the results of the steps
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches import microbatches
@@ -71,9 +70,9 @@ def train(session: Session, batch: Any, step: UserStep, *, steps: bool) -> Any:
         session,
         batch,
         step,
-        loss_scale=loss_scale,
         trains=True,
         reduce=steps and not separate,
+        loss_scale=loss_scale,
         on_whole_step=deferred.end_step,
         in_step=deferred.in_step if reads or pipeline.runs_whole_steps else nullcontext,
     )
@@ -110,18 +109,9 @@ def average_gradients(session: Session) -> None:
 
 
 def _run_batch(
-    session: Session,
-    batch: Any,
-    step: UserStep,
-    *,
-    trains: bool,
-    has_loss: bool = True,
-    loss_scale: Tensor | None = None,
-    reduce: bool = False,
-    on_whole_step: Callable[[], None] = lambda: None,
-    in_step: Callable[[], AbstractContextManager[None]] = nullcontext,
+    session: Session, batch: Any, step: UserStep, *, trains: bool, reduce: bool = False, **of_batch: Any
 ) -> Any:
-    """Run a batch and merge the results of the step; None above pipeline rank 0."""
+    """Run a batch and merge the results of the step; None above pipeline rank 0. `of_batch`: further values of it."""
     pipeline, trainer = session.pipeline, session.trainer
     session.progress.begin_batch(trains=trains)
     is_first = trains and state.batch_idx(trainer) == 0
@@ -149,15 +139,12 @@ def _run_batch(
         step=lambda m: step(split.step_inputs[m]),
         dry_run_step=lambda m: step(own_copy(stack_split.block_input(m)) if is_whole else split.block_input(m)),
         on_user_code=microbatch_steps.enter,
-        on_whole_step=on_whole_step,
-        in_step=in_step,
         on_loss=microbatch_steps.note_loss,
         loss_weights=[weights.in_gradient[piece] * share for piece in split.own],
-        loss_scale=loss_scale,
         num_microbatches=stack_split.num_microbatches,
         num_samples=stack_split.shares if is_whole else split.num_samples,
         is_whole=is_whole,
-        has_loss=has_loss,
+        **of_batch,
     )
     with microbatch_steps.running(running), session.norms.batch():
         key = state.batch_key(trainer)
@@ -196,14 +183,7 @@ class MicrobatchSteps:
     def __post_init__(self) -> None:
         self._sizes = [self.split.sizes.parts[0][piece] for piece in self.split.own]
         trainer = self.session.trainer
-        self._log = MicrobatchLog(
-            trainer,
-            self.split,
-            self.weights.in_mean,
-            self.splitter,
-            given=self.session.given_batch_sizes,
-            own_weights=self.weights.logged,
-        )
+        self._log = MicrobatchLog(trainer, self.split, self.weights, self.splitter, self.session.given_batch_sizes)
         self._left: list[Left] = []
         self._numbers = HostNumbers()
         self._step_name = state.step_name(trainer)
@@ -275,6 +255,4 @@ class MicrobatchSteps:
             session.choice.note_logged(self._log.names)
         apart = keep_collected(session.collections, split, weights, collected, self._numbers)
         session.warn_of_parts(apart, split.num_microbatches)
-        has_loss = self.trains and batch.has_loss
-        in_mean, in_loss = weights.in_mean, weights.in_loss
-        return split.merge(merged, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=self._numbers)
+        return split.merge(merged, weights, has_loss=self.trains and batch.has_loss, numbers=self._numbers)

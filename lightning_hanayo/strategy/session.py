@@ -35,7 +35,7 @@ from lightning_hanayo.strategy.lightning.loops import agree_on_counts, end_searc
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
-from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
+from lightning_hanayo.strategy.losses.token_losses import TokenLosses
 from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
@@ -136,8 +136,6 @@ class Session(Run):
             self._has_trained = True
             once = modules_outside(self.module, self.pipeline.ownership.stack) if is_whole else ()
             warn_of_batch_statistics(self.module, split.num_microbatches, except_of=once)
-            if self.cube is not None and self.cube.shares_samples:
-                suggest_tokens(self.module, split.pieces, self.cube.mesh.num_ranks)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""
@@ -155,7 +153,7 @@ class Session(Run):
 
         Called on pipeline rank 0, in training of all data ranks.
         """
-        must = self.pipeline.must_run_once
+        must = False not in self.pipeline.ends
         split = self.pipeline.split(batch, source, is_whole=must)
         if self.choice is None:
             return split, must
@@ -198,7 +196,7 @@ class Session(Run):
         named = replace(options, blocks=called[0]) if called else options
         plan = plan_for(trainer, module, prepared, named, self.topology)  # raises alike on all ranks
         if prepared.ownership is None:  # later runs of a module leave the same stacks whole
-            report_plan(module, plan, options, self.topology, called or None)
+            report_plan(module, plan, options, self.topology, called)
         if values is not None:
             values.check(module, prepared.cube)
         self._for_summaries = inspection.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)

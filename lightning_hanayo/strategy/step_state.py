@@ -111,8 +111,7 @@ class StepState:
                 self.warned_of = set(named)
                 warnings.warn(
                     f"{', '.join(named[:3])}{' ...' if len(named) > 3 else ''}: buffers or counters that training "
-                    f"changes once for each of the {num_microbatches} micro-batches of a batch, with its samples alone "
-                    f"(as for a queue). The training depends on num_microbatches, as with accumulate_grad_batches.",
+                    f"changes in each of a batch's {num_microbatches} micro-batches, and so depends on their number.",
                     stacklevel=2,
                 )
         changing = changed | (self._changing or set())
@@ -145,9 +144,8 @@ class StepState:
         for name in changed:
             if self._pass_of.setdefault(name, number) != number:
                 raise UnsupportedError(
-                    f"{name} is a buffer that several passes of a step through the stack change. In a pipeline all "
-                    f"micro-batches make their first pass before their second one, so its values would differ. Call "
-                    f"eval() on its module for one of the passes, or make one pass with concatenated inputs."
+                    f"{name} is a buffer that several passes of a step through the stack change, in another order "
+                    "than in one process. Call eval() on its module for one, or make one pass."
                 )
 
     def forget(self) -> None:

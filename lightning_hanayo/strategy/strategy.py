@@ -219,8 +219,8 @@ class HanayoStrategy(CheckpointingStrategy):
         self.set_world_ranks()
 
     def _check(self, trainer: "pl.Trainer") -> None:
-        batchnorm = self.synchronizes_batchnorm
-        check_run(trainer, self.module, self.options, self.topology, synchronizes_batchnorm=batchnorm)
+        syncs = self.synchronizes_batchnorm
+        check_run(trainer, self.module, self.options, self.topology, syncs_batchnorm=syncs)
         if trainer.state.fn == TrainerFn.FITTING:
             check_plugin(self.options, self.topology, self.checkpoint_io)
 

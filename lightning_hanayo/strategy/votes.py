@@ -94,9 +94,8 @@ class StepVotes:
                 counter.remove()
         if not num_closures:
             raise UnsupportedError(
-                f"optimizer_step didn't run optimizer_closure on rank {self._run.rank}. The closure runs forward and "
-                f"backward of the pipeline, for which all ranks wait. Run it on every rank, and then decide whether to "
-                f"call optimizer.step()."
+                f"optimizer_step didn't run optimizer_closure on rank {self._run.rank}, for which all ranks wait. Run "
+                "it on every rank, and then decide whether to call optimizer.step()."
             )
         votes = self._exchange(_END, num_steps)
         while any(vote == _STEP for vote, _ in votes):  # another rank wants to step: this vote says no
@@ -104,9 +103,8 @@ class StepVotes:
         counts = [count for _, count in votes]
         if len(set(counts)) > 1:
             raise UnsupportedError(
-                f"optimizer_step has stepped the optimizer {counts} times on ranks 0 to {len(counts) - 1}: the parts "
-                f"of the model would diverge. Call `optimizer.step()` of the optimizer that the hook gets, not of "
-                f"another one, so that the ranks can agree."
+                f"optimizer_step has stepped the optimizer {counts} times on ranks 0 to {len(counts) - 1}. Call "
+                "`optimizer.step()` of the optimizer that the hook gets, so that the ranks can agree."
             )
 
     def step(self, step: Callable[[Closure], Any], closure: Closure) -> Any:
@@ -170,9 +168,8 @@ def _agree(run: Run, name: str, hook: Callable[..., Any], *args: Any) -> None:
     if 0 < num_removed < num_had:
         raise UnsupportedError(
             f"{name} has {'removed' if removed else 'kept'} all gradients on rank {dist.get_rank()}, but not on all "
-            f"ranks, which hold different parameters. Decide by a value of the whole model, such as get_total_norm of "
-            f"all gradients, or in optimizer_step, where the ranks agree. If these parameters alone are meant, zero "
-            f"their gradients, or set requires_grad = False."
+            "ranks, which hold different parameters. Decide by get_total_norm of all gradients, say, or in "
+            "optimizer_step; if these parameters alone are meant, zero their gradients, or set requires_grad = False."
         )
 
 
@@ -346,19 +343,14 @@ class SavesOnException:
         name = self.run.failures.name
         missing = [rank for rank in range(self.run.topology.world_size) if rank not in places]
         if missing:
-            return (
-                f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
-                f"{self._way_out()}"
-            )
-        first, own = min(places.items())
-        rank, other = next((one for one in sorted(places.items()) if one[1] != own), (first, own))
-        if own == other:
-            return _AGREED
-        return (
-            f"{name(first)} has stopped after step {own[0]} in its batch {own[1]}, {name(rank)} after step "
-            f"{other[0]} in its batch {other[1]}. {self._way_out()}"
-        )
-
-    def _way_out(self) -> str:
+            why = f"{name(missing[0])} has not stopped with an error, so ranks may be at different steps"
+        else:
+            first, own = min(places.items())
+            rank, other = next((one for one in sorted(places.items()) if one[1] != own), (first, own))
+            if own == other:
+                return _AGREED
+            why = f"{name(first)} has stopped after step {own[0]} in its batch {own[1]}, "
+            why += f"{name(rank)} after step {other[0]} in its batch {other[1]}"
         newest = self.checkpoints.newest
-        return "No checkpoint was saved before." if newest is None else f"Resume from {newest}, which was saved before."
+        way_out = "No checkpoint was saved" if newest is None else f"Resume from {newest}, which was saved"
+        return f"{why}. {way_out} before."

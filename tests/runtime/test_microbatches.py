@@ -235,7 +235,7 @@ def test_what_is_stored_beside_items_is_cut_too() -> None:
 
 def test_a_mapping_that_would_lose_something_is_refused() -> None:
     assert split(Noted({"x": X}), PARTS)[0].note == ""
-    with pytest.raises(HanayoError, match=r"Noted can't be made with other values.*__getitem__ that takes slices"):
+    with pytest.raises(HanayoError, match=r"Noted can't be made with other values.*slices of samples"):
         split(Noted({"x": X}, "important"), PARTS)
 
 

@@ -12,12 +12,13 @@ import torch
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.losses.loss_weight import LossWeighting
+from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights
 from tests.habits.batches import CHANGED_IN_PLACE
 from tests.habits.habit import check
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 
+QUARTERS = PieceWeights((0.25,) * 4, (0.25,) * 4, (0.25,) * 4)
 LOADERS = BatchSource(loaders={"a": None, "b": None})
 
 
@@ -29,7 +30,7 @@ def test_parts_of_different_sizes_are_cut_in_the_same_proportions() -> None:
     made = split({"a": torch.arange(8), "b": torch.arange(4)}, 4, source=LOADERS)
     assert [[len(part) for part in piece.values()] for piece in made.pieces] == [[2, 1]] * 4
     assert torch.equal(torch.cat([piece["b"] for piece in made.pieces]), torch.arange(4))
-    merged = made.merge([piece["b"] for piece in made.pieces], [0.25] * 4, has_loss=False)
+    merged = made.merge([piece["b"] for piece in made.pieces], QUARTERS, has_loss=False)
     assert torch.equal(merged, torch.arange(4)), "results as long as one of the parts are concatenated"
 
 
@@ -58,9 +59,7 @@ def test_a_shared_tensor_that_a_step_changes_in_place_is_named() -> None:
     made.pieces[0]["x"].add_(1)
     made.check()
     made.pieces[0]["more"][0].add_(1)
-    with pytest.raises(
-        UnsupportedError, match=r"changes batch\['more'\]\[0\] \(1, 5\) in place.*each of the 4 micro-b"
-    ):
+    with pytest.raises(UnsupportedError, match=r"changes batch\['more'\]\[0\] \(1, 5\) in place.*which 4 micro-b"):
         made.check()
 
 
@@ -98,7 +97,7 @@ def test_samples_that_cant_be_counted_need_a_weight() -> None:
     found = LossWeighting(lambda piece: len(piece["y"]), 1, None).for_training(made.pieces, made.sizes)
     assert found.in_mean == (0.5, 0.5)
     results = [piece["nodes"] for piece in made.pieces]
-    assert len(made.merge(results, found.in_mean, has_loss=False)) == 8
+    assert len(made.merge(results, found, has_loss=False)) == 8
 
 
 def test_sequence_first_results_are_concatenated_along_their_samples() -> None:
@@ -107,5 +106,5 @@ def test_sequence_first_results_are_concatenated_along_their_samples() -> None:
     made = split(x, 4, rule)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        merged = made.merge(list(made.pieces), [0.25] * 4, has_loss=False)
+        merged = made.merge(list(made.pieces), QUARTERS, has_loss=False)
     assert torch.equal(merged, x)

@@ -173,10 +173,8 @@ def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_
             same: Any = torch.equal if isinstance(first, Tensor) else np.array_equal
             if not all(same(first, result) for result in results[1:]):
                 warnings.warn(
-                    f"{name}: the step returns {type(first).__name__}s of shape {tuple(first.shape)}, without an entry "
-                    f"for each sample, that differ between micro-batches. The first one's is kept: whether the others "
-                    f"are to be added or averaged isn't known. Return them with a first dimension of the samples, or "
-                    f"log numbers.",
+                    f"{name}: the step returns {type(first).__name__}s of shape {tuple(first.shape)} that differ "
+                    "between micro-batches; the first one's is kept. Let the first dimension be that of the samples.",
                     stacklevel=2,
                 )
             return first

@@ -92,10 +92,9 @@ def _token_counts(items: Mapping[Any, Any], kind: _Kind, rule: BatchRule, module
     if not isinstance(tokens, Array) or len(wanted) != 1:
         missing = f"no model's config has {kind.token_id}" if isinstance(ids, Array) else "no input_ids"
         raise UnsupportedError(
-            f"{kind.patches} has the patches of all samples' {kind.name}s, and the tokens that show whose they are "
-            f"aren't known: the batch has no mm_token_type_ids, and {missing}. Add mm_token_type_ids [batch, seq], as "
-            f"processors of transformers return them (0: text, 1: image, 2: video), or use "
-            f"HanayoStrategy(split_batch=...)."
+            f"{kind.patches} has the patches of all samples' {kind.name}s, and it isn't known whose they are: the "
+            f"batch has no mm_token_type_ids, and {missing}. Add mm_token_type_ids [batch, seq] (0: text, 1: image, "
+            "2: video), or use HanayoStrategy(split_batch=...)."
         )
     is_token = torch.as_tensor(tokens) == wanted.pop()
     dim = rule.sample_dim(is_token.ndim)
@@ -117,9 +116,8 @@ def _image_ends(sizes: list[int], tokens: list[int], kind: _Kind) -> tuple[int, 
     if not num_tokens or -1 in ends:
         where = f"those of sample {ends.index(-1)} end inside one" if num_tokens else "there are none"
         raise UnsupportedError(
-            f"{kind.patches} has the {num_patches} patches of {len(sizes)} {kind.name}s, and the samples' {num_tokens} "
-            f"{kind.name} tokens ({', '.join(map(str, tokens))}) aren't those of whole {kind.name}s: {where}. Check "
-            f"{kind.shapes} and the tokens, or, if this model's {kind.name}s have other numbers of tokens than patches "
-            f"divided by one number, use HanayoStrategy(split_batch=...)."
+            f"{kind.patches} has the {num_patches} patches of {len(sizes)} {kind.name}s, and the samples' "
+            f"{num_tokens} {kind.name} tokens ({', '.join(map(str, tokens))}) aren't those of whole {kind.name}s: "
+            f"{where}. Check {kind.shapes} and the tokens, or use HanayoStrategy(split_batch=...)."
         )
     return tuple(ends)

@@ -295,10 +295,9 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         except Exception as error:  # any error in the user's class: the other way may work
             cause = error
     raise HanayoError(
-        f"a {cls.__module__}.{cls.__qualname__} can't be made with other values, which each micro-batch needs. Let its "
-        f"__init__ take a dictionary and need no more, or give it __copy__ and __setitem__, or a __getitem__ that "
-        f"takes slices of samples, or set HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at "
-        f"most n micro-batches."
+        f"a {cls.__module__}.{cls.__qualname__} can't be made with other values, which each micro-batch needs. Let "
+        "its __init__ take a dictionary, or give it __copy__ and __setitem__, or slices of samples, or set "
+        "HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at most n micro-batches."
     ) from cause
 
 

@@ -192,17 +192,15 @@ class BatchReader:
         shapes = [tuple(array.shape) for array in arrays]
         if all(array.ndim == 1 for array in arrays):
             raise UnsupportedError(
-                f"{path} comes from a DataLoader with batch_size=None, and its tensors have one dimension: "
-                f"{', '.join(map(str, shapes[:MAX_SHAPES]))}. That may be the features of one sample, which can't be "
-                f"cut into micro-batches, or the samples of a batch. {_READY} Otherwise set batch_size."
+                f"{path} comes from a DataLoader with batch_size=None; all has one dimension: "
+                f"{', '.join(map(str, shapes[:MAX_SHAPES]))}, as in one sample. {_READY} Otherwise set batch_size."
             )
         are_sequences = arrays[0].ndim == 2 and str(arrays[0].dtype).endswith(("int32", "int64"))
         if len(arrays) == 1 and not are_sequences and self._warns and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{path} comes from a DataLoader with batch_size=None. It is cut as a batch of {reading.samples} "
-                f"samples, by its only tensor with rows, of shape {shapes[0]}. {_READY} If it is one sample, set "
-                f"batch_size, or num_microbatches=1 without a cube.",
+                f"samples, by its only tensor with rows, of shape {shapes[0]}. {_READY}",
                 stacklevel=2,
             )
 

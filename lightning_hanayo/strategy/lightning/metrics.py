@@ -8,7 +8,7 @@ all ranks          callback_metrics         `SharedMetrics` sends them from rank
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -20,12 +20,13 @@ from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_hanayo.errors import NotAvailableError, UnsupportedError
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
 from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
 
@@ -120,14 +121,9 @@ def share_metrics(run: Run, at_epoch_end: Callable[[], None]) -> None:
 
 
 def shared_metrics_of(trainer: "pl.Trainer") -> SharedMetrics:
-    """The trainer's connector, after `share_metrics`.
-
-    Raises:
-        NotAvailableError: `share_metrics` was not called in this run.
-    """
+    """The trainer's connector, after `share_metrics`."""
     connector: Any = trainer._logger_connector
-    if not isinstance(connector, SharedMetrics):
-        raise NotAvailableError("metrics are shared between ranks only while the Trainer runs")
+    assert isinstance(connector, SharedMetrics)
     return connector
 
 
@@ -135,6 +131,7 @@ class LogCall(NamedTuple):
     """One call of `self.log` on a piece."""
 
     value: Any
+    """None for a torchmetric, which stays on its rank"""
     batch_size: int
     is_of_batch: bool
     """whether Lightning has read the batch size from the whole batch, as the user gave none"""
@@ -177,10 +174,9 @@ class GivenBatchSizes:
         if is_same and len(given) != first and numbers != of_pieces and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"self.log({key.partition('.')[2]!r}, batch_size={given[0]}): a batch has {len(given)} micro-batches, "
-                f"another one {first}, and all of them give this number. It is taken for the size of the micro-batch. "
-                f"If it is a constant, means over the epoch differ from those of one process: leave batch_size out, "
-                f"and Lightning reads the size of the batch.",
+                f"self.log({key.partition('.')[2]!r}, batch_size={given[0]}) gives one number for {len(given)} "
+                f"micro-batches and for {first}: it is taken for the size of a micro-batch. If it is a constant, "
+                "leave batch_size out, and Lightning reads the size of the batch.",
                 stacklevel=2,
             )
         return sum(given)
@@ -198,15 +194,12 @@ class MicrobatchLog:
     """whose results take the merged values"""
     split: SplitBatch
     """the batch in pieces, some of which this rank runs"""
-    weights: Sequence[float]
-    """of each piece in the mean; only their proportions matter"""
+    weights: PieceWeights
+    """of each piece"""
     splitter: BatchSplitter
     """gathers from the ranks that run the other pieces"""
-    _: KW_ONLY
     given: GivenBatchSizes
     """the batch sizes that steps gave for earlier batches of the run"""
-    own_weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """with which some values are added up, by their names"""
 
     def __post_init__(self) -> None:
         self._results: Any = self.trainer._results
@@ -282,24 +275,14 @@ class MicrobatchLog:
             self._metrics[key] = value
         calls = self._calls.setdefault(key, {})
         if self._piece is not None:
-            cache = value._forward_cache if isinstance(value, Metric) else None
-            calls.setdefault(self._piece, []).append(
-                LogCall(value, batch_size, self._results.batch_size is not None, cache)
-            )
+            value, cache = (None, value._forward_cache) if isinstance(value, Metric) else (value, None)
+            call = LogCall(value, batch_size, self._results.batch_size is not None, cache)
+            calls.setdefault(self._piece, []).append(call)
         self._results.batch_size = None  # so that it is set again if the next call reads it
 
     def _gathered(self) -> dict[str, dict[int, list[LogCall]]]:
         """The calls of all ranks, by key and piece. Metric objects stay on their ranks."""
-        plain = {
-            key: {
-                piece: [call._replace(value=None) if isinstance(call.value, Metric) else call for call in own]
-                for piece, own in calls.items()
-            }
-            for key, calls in self._calls.items()
-        }
-        ranks = self.splitter.all_gather(plain)
-        if len(ranks) == 1:
-            return self._calls
+        ranks = self.splitter.all_gather(self._calls)
         return {key: dict(sorted(item for rank in ranks for item in rank.get(key, {}).items())) for key in self._calls}
 
     def _log_merged(self, key: str, number: int, calls: dict[int, LogCall], log: Callable[..., None]) -> None:
@@ -316,8 +299,8 @@ class MicrobatchLog:
             if is_sum:
                 merged: Any = sum(values.values())
             elif metric.meta.is_mean_reduction:
-                own = self.own_weights.get(key.rpartition(".")[2])
-                merged = _mean(values, self.weights) if own is None else _added_up(values, own)
+                own = self.weights.logged.get(key.rpartition(".")[2])
+                merged = _mean(values, self.weights.in_mean) if own is None else _added_up(values, own)
             else:
                 merged = metric.meta.reduce_fx(torch.stack(list(values.values())))
             log(key, merged, batch_size)
@@ -325,7 +308,7 @@ class MicrobatchLog:
         log(key, self._metrics[key], batch_size)
         caches = {piece: call.cache for piece, call in calls.items() if isinstance(call.cache, Tensor)}
         if caches:
-            metric._forward_cache = _mean(caches, self.weights)
+            metric._forward_cache = _mean(caches, self.weights.in_mean)
 
 
 def _mean(values: dict[int, Tensor], weights: Sequence[float]) -> Tensor:
@@ -392,9 +375,8 @@ class BlockLogs(Carrier):
             )
         if not isinstance(value, Tensor) or not isinstance(options.get("reduce_fx"), str):
             raise UnsupportedError(
-                f"a block calls self.log({name!r}) with a {type(value).__name__} and reduce_fx="
-                f"{options.get('reduce_fx')!r}; only numbers, with the name of a reduction, can be sent to the rank "
-                f"that logs. {way_out}"
+                f"a block calls self.log({name!r}) with a {type(value).__name__} and "
+                f"reduce_fx={options.get('reduce_fx')!r}: only numbers can be sent, with a reduction's name. {way_out}"
             )
         return [hook, name, value.detach(), {key: own for key, own in options.items() if key not in _NOT_SENT}]
 

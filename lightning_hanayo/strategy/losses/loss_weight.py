@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,7 +85,13 @@ class LossWeighting:
             return PieceWeights(in_mean, present, tuple(one / self._num_data for one in present), is_sum=True)
         counts = _counts(pieces, sizes, self._rule)
         in_mean, local = _proportions(counts), sum(counts)
-        total = local * self._num_data if self._rule == "samples" else self._sum_over_data_ranks(local)
+        total = local
+        if self._rule == "samples":
+            total *= self._num_data
+        elif self._group is not None:
+            summed = torch.tensor([local], dtype=torch.float64)
+            dist.all_reduce(summed, group=self._group)
+            total = float(summed)
         return PieceWeights(in_mean, in_mean, tuple(n / total if total else 0.0 for n in counts))
 
     def for_evaluation(self, pieces: Sequence[Any], sizes: PieceSizes) -> PieceWeights:
@@ -92,23 +99,11 @@ class LossWeighting:
 
         Evaluation batches may lack the labels that training batches have.
         """
-        rule: LossWeight = self._rule if self._rule != "sum" and self._can_count(pieces, sizes) else "samples"
-        in_mean = _proportions(_counts(pieces, sizes, rule))
+        counts = None
+        with suppress(Exception):  # the user's function was written for training batches
+            counts = None if self._rule == "sum" else _counts(pieces, sizes, self._rule)
+        in_mean = _proportions(_counts(pieces, sizes, "samples") if counts is None else counts)
         return PieceWeights(in_mean, in_mean, in_mean)
-
-    def _can_count(self, pieces: Sequence[Any], sizes: PieceSizes) -> bool:
-        try:
-            _counts(pieces, sizes, self._rule)
-        except Exception:  # the user's function was written for training batches
-            return False
-        return True
-
-    def _sum_over_data_ranks(self, value: float) -> float:
-        if self._group is None:
-            return value
-        total = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(total, group=self._group)
-        return float(total)
 
 
 def _proportions(counts: Sequence[float]) -> tuple[float, ...]:
@@ -122,22 +117,17 @@ def _counts(pieces: Sequence[Any], sizes: PieceSizes, rule: Any) -> list[float]:
     if rule == "samples":
         if present > 1 and not sizes.are_known:
             raise HanayoError(
-                "micro-batches are weighed by their samples, which can't be counted in what split_batch returned: its "
-                "tensors have different numbers of rows. Set loss_weight=lambda micro_batch: ..., which returns the "
-                "number of samples, or of whatever the loss is a mean of."
+                "samples can't be counted in what split_batch returned: its tensors have different numbers of rows. "
+                "Set loss_weight=lambda micro_batch: ..., which returns the number of samples, say."
             )
         return [0.0 if piece is None else float(n) for n, piece in zip(sizes.parts[0], pieces, strict=True)]
     if callable(rule):
         return [0.0 if piece is None else float(rule(piece)) for piece in pieces]
-    counted = [_count(piece, rule) for piece in pieces if piece is not None]
+    labels = [_labels(piece, rule) for piece in pieces if piece is not None]
+    counted = [((one[..., 1:] if rule == "shifted_tokens" else one) != IGNORED_LABEL).sum() for one in labels]
+    # A device is asked once for all pieces.
     counts = iter(torch.stack(counted).tolist() if counted else ())
     return [0.0 if piece is None else float(next(counts)) for piece in pieces]
-
-
-def _count(piece: Any, rule: Literal["tokens", "shifted_tokens"]) -> Tensor:
-    """The number of labels that aren't -100, where they are: a device is asked once for all pieces."""
-    labels = _labels(piece, rule)
-    return ((labels[..., 1:] if rule == "shifted_tokens" else labels) != IGNORED_LABEL).sum()
 
 
 def _labels(piece: Any, rule: str) -> Tensor:

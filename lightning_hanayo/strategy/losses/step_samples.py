@@ -63,9 +63,8 @@ def _refusal(saved: StepSamples, now: StepSamples) -> HanayoError:
 def _warn_if_changed(saved: StepSamples, now: StepSamples) -> None:
     if (saved.data, saved.accumulate) != (now.data, now.accumulate):
         warnings.warn(
-            f"the samples of a batch can't be counted, so it isn't known whether an optimizer step takes as many as it "
-            f"did when the checkpoint was saved: {saved.data} data ranks x {saved.accumulate} accumulated batches "
-            f"then, {now.data} x {now.accumulate} now. Set accumulate_grad_batches for that.",
+            f"an optimizer step may take other numbers of samples, which can't be counted: {saved.data} data ranks x "
+            f"{saved.accumulate} accumulated batches then, {now.data} x {now.accumulate} now.",
             stacklevel=2,
         )
 

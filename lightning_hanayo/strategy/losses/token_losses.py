@@ -8,12 +8,11 @@ cube_outside    head and loss of a causal model of transformers     chunked_cros
                                                                     isn't a parameter
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_hanayo.chunked_loss import causal_models, token_shares
@@ -71,9 +70,8 @@ class TokenLosses:
         if self.is_required and not self._has_shared:
             raise UnsupportedError(
                 f"cube_outside='tokens': {type(self.model).__name__}.training_step has computed its loss from whole "
-                f"logits, on each rank of the cube. Compute it with lightning_hanayo.chunked_cross_entropy(hidden, "
-                f"weight, labels), or by a causal model of transformers that gets the labels and has an nn.Linear "
-                f"head; or set cube_outside='share', or 'replicate'."
+                "logits. Use lightning_hanayo.chunked_cross_entropy(hidden, weight, labels), or a causal model of "
+                "transformers that gets the labels and has an nn.Linear head; or set cube_outside='share'."
             )
 
     def _shares(self) -> MeshAxis | None:
@@ -81,20 +79,3 @@ class TokenLosses:
             return None
         self._has_shared = True
         return self.ranks
-
-
-def suggest_tokens(model: nn.Module, pieces: Sequence[Any], num_ranks: int) -> None:
-    """Say so if the cube's ranks share samples of which there are too few, and could share tokens.
-
-    Args:
-        model: the user's module.
-        pieces: of a batch, for all ranks of one micro-batch after another; None for a rank without a sample.
-        num_ranks: of the cube.
-    """
-    num_shares = sum(piece is not None for piece in pieces[:num_ranks])
-    if num_shares < num_ranks and causal_models.has_causal_models(model):
-        rank_zero_info(
-            f"A micro-batch has samples for {num_shares} of the {num_ranks} ranks of a cube, and each rank computes "
-            f"all logits of a sample. For long sequences set HanayoStrategy(cube_outside='tokens'): then each rank "
-            f"computes those of 1/{num_ranks} of the tokens."
-        )

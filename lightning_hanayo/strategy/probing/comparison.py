@@ -13,8 +13,11 @@ from torchmetrics import Metric
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.dry_step import Ran
 from lightning_hanayo.pipeline_parallel.capture.whole_step import grown_dim, tensors_of_calls
-from lightning_hanayo.strategy.probing.rules import Rule
+from lightning_hanayo.strategy.lightning.metrics import RecordedLogs
+from lightning_hanayo.strategy.probing.rules import SAMPLES, Rule
 
+Weights = Mapping[Rule, Sequence[float] | None]
+"""of parts in their common loss, by each rule; None: a rule gives none"""
 NOISE = 0.1
 HALF = (torch.bfloat16, torch.float16)
 
@@ -51,14 +54,12 @@ class DryRun:
     """A dry run of some samples: what it has shown, and its gradients."""
 
     ran: Ran
-    loss: Tensor | None
     gradients: list[Tensor]
     """at the outputs of the stack"""
     outside: dict[str, Tensor]
     """at parameters outside: some elements"""
-    logged: dict[tuple[str, int], tuple[Any, Mapping[str, Any]]]
+    logs: RecordedLogs
     is_random: bool
-    calls_logger: bool
 
 
 class Outputs:
@@ -264,28 +265,25 @@ def _differences_outside(
 
 
 def check_logged(
-    whole: DryRun,
-    parts: Sequence[DryRun],
-    made: Mapping[Rule, Sequence[float] | None],
-    logged: dict[str, list[Rule]],
-    tolerance: float,
+    whole: DryRun, parts: Sequence[DryRun], made: Weights, logged: dict[str, list[Rule]], tolerance: float
 ) -> None:
     """Keep those rules by which logged and returned values of parts make those of all.
 
     Raises:
         Differs: a value has none.
     """
-    if whole.calls_logger:
+    if whole.logs.calls_logger:
         raise Differs("the step calls log_metrics of a logger")
-    missing = [name for name, _ in whole.logged.keys() ^ {key for part in parts for key in part.logged}]
-    some = [name for part in parts for name, _ in whole.logged.keys() - part.logged.keys()]
+    of_all, of_parts = whole.logs.logged, [part.logs.logged for part in parts]
+    missing = [name for name, _ in of_all.keys() ^ {key for own in of_parts for key in own}]
+    some = [name for own in of_parts for name, _ in of_all.keys() - own.keys()]
     if missing or some:
         raise Differs(f"the value {(missing or some)[0]!r} is logged for some samples alone")
-    for key, (value, options) in whole.logged.items():
-        name, number = key
+    for key, (value, options) in of_all.items():
+        name, _ = key
         if isinstance(value, Metric):
             continue
-        values = [float(part.logged[key][0]) for part in parts]
+        values = [float(own[key][0]) for own in of_parts]
         expected = float(value)
         if str(options.get("reduce_fx", "mean")) not in ("mean", "avg"):
             reduce = options["reduce_fx"]
@@ -302,26 +300,19 @@ def check_logged(
         logged[name] = fitting
 
 
-def check_returned(
-    whole: DryRun,
-    parts: Sequence[DryRun],
-    made: Mapping[Rule, Sequence[float] | None],
-    returned: dict[str, list[Rule]],
-    tolerance: float,
-) -> None:
-    """Keep those rules by which numbers that steps of parts return make those of all.
+def rules_of_returned(whole: DryRun, parts: Sequence[DryRun], made: Weights, tolerance: float) -> list[Rule]:
+    """The rules by which all numbers that steps of parts return make those of all; samples, if they return none.
 
     Raises:
-        Differs: one has none.
+        Differs: there is none.
     """
-    rows = [_numbers(run.ran.result) for run in (whole, *parts)]
-    for name, expected in rows[0].items():
-        values = [row[name] for row in rows[1:] if name in row]
-        if len(values) == len(parts):
-            fitting = [rule for rule in made if _gives(made[rule], values, expected, tolerance)]
-            if not fitting:
-                raise Differs(f"the returned value{name} of all samples is no mean of its parts'")
-            returned[name] = fitting
+    first, *rows = [_numbers(run.ran.result) for run in (whole, *parts)]
+    fitting, names = list(made), [name for name in first if all(name in row for row in rows)]
+    for name in names:
+        fitting = [one for one in fitting if _gives(made[one], [row[name] for row in rows], first[name], tolerance)]
+        if not fitting:
+            raise Differs(f"no rule makes the returned value{name} of all samples, and those before it, of its parts'")
+    return fitting if names else [SAMPLES]
 
 
 def _numbers(result: Any) -> dict[str, float]:
@@ -343,15 +334,6 @@ def _gives(weights: Sequence[float] | None, values: Sequence[float], expected: f
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other)) or (one != one and other != other)
-
-
-def fits_weights(made: Sequence[float] | None, weights: Sequence[float | None], tolerance: float) -> bool:
-    """Whether a rule's weights are those that gradients tell of."""
-    if made is None:
-        return False
-    return all(
-        w is None or abs(w - own) <= tolerance * max(1.0, abs(own)) for w, own in zip(weights, made, strict=True)
-    )
 
 
 def _difference(one: Tensor, other: Tensor, least: float = 0.0) -> float:

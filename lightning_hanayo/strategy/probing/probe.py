@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lightning_hanayo.pipeline_parallel.stages import find_loss
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metrics import copy_state, recorded_logs, restore_state
 from lightning_hanayo.strategy.probing import comparison
-from lightning_hanayo.strategy.probing.rules import NAMED, SAMPLES, Named, Rule, named_tensors, possible_rules
+from lightning_hanayo.strategy.probing.rules import NAMED, Named, Rule, are_close, named_tensors, possible_rules
 from lightning_hanayo.strategy.run import Run
 
 DRAWS, WHOLE_DRAWS = 4, 2
@@ -126,13 +127,11 @@ class Probe:
     @property
     def trained(self) -> tuple[bool, ...]:
         """Whether each parameter outside the stack needs a gradient now."""
-        own = (parameter for module in self.outside for parameter in module._parameters.values())
-        return tuple([parameter.requires_grad for parameter in own if parameter is not None])
+        return tuple([parameter.requires_grad for parameter in self._parameters()])
 
-    @property
-    def _has_half(self) -> bool:
-        own = (parameter for module in self.outside for parameter in module._parameters.values())
-        return any(parameter is not None and parameter.dtype in comparison.HALF for parameter in own)
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for module in self.outside:
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
 
     def needed(self, samples: int) -> float:
         """The bytes that a training step of so many samples needs on this rank, at most."""
@@ -182,13 +181,7 @@ class Probe:
         return max(found, key=lambda one: one[0])[1:] if found else None
 
     def _compare(
-        self,
-        union: Any,
-        parts: SplitBatch,
-        step: Callable[[Any], Any],
-        draws: int,
-        *,
-        trains: bool,
+        self, union: Any, parts: SplitBatch, step: Callable[[Any], Any], draws: int, *, trains: bool
     ) -> Verdict:
         pieces, sizes = parts.counted
         named = list(map(named_tensors, pieces))
@@ -203,22 +196,15 @@ class Probe:
         try:
             for draw in range(draws):
                 whole, runs = self._runs(step, union, parts, outputs, draw)
-                is_low = self._has_half or any(one.dtype in comparison.HALF for one in whole.ran.tensors)
-                tolerance = (
-                    comparison.ROUGH if is_low or torch.is_autocast_enabled(self.device.type) else comparison.EXACT
-                )
+                is_low = any(one.dtype in comparison.HALF for one in (*whole.ran.tensors, *self._parameters()))
+                is_rough = is_low or torch.is_autocast_enabled(self.device.type)
+                tolerance = comparison.ROUGH if is_rough else comparison.EXACT
                 try:
                     if not draw:
                         can_be_cut = comparison.check_arguments(whole, runs, sizes, outputs.gaps, tolerance)
                     if not trains:
-                        returned: dict[str, list[Rule]] = {}
                         comparison.check_logged(whole, runs, made, logged, tolerance.value)
-                        comparison.check_returned(whole, runs, made, returned, tolerance.value)
-                        kept = [rule for rule in possible if all(rule in own for own in returned.values())]
-                        if not returned:
-                            kept = [SAMPLES]
-                        if not kept:
-                            raise comparison.Differs("the values that the step returns follow different rules")
+                        kept = comparison.rules_of_returned(whole, runs, made, tolerance.value)
                         is_known = True
                         break
                     noise: dict[str, float] = {}
@@ -226,7 +212,8 @@ class Probe:
                         scaled = self._run(step, union, sum(sizes), lambda _, made: made, scale=ODD)
                         noise = comparison.rounding(whole, scaled)
                     if not draw:
-                        self._check_state(step, (pieces[0], sizes[0]), whole, runs)
+                        rerun = partial(self.steps.run, step, own_copy(pieces[0]), sizes[0])
+                        self._check_state(rerun, whole, runs)
                     if not whole.ran.tensors:  # no block is cut off: all gradients are there
                         is_known = bool(whole.outside)
                         kept = [rule for rule in kept if comparison.adds_up(whole, runs, made[rule], noise)]
@@ -238,7 +225,7 @@ class Probe:
                     comparison.check_outside(whole, runs, weights, tolerance)
                     if any(weight is not None for weight in weights):
                         is_known = True
-                        kept = [rule for rule in kept if comparison.fits_weights(made[rule], weights, tolerance.weight)]
+                        kept = [rule for rule in kept if are_close(made[rule], weights, tolerance.weight)]
                     if not kept:
                         raise comparison.Differs(f"{comparison.shown(weights, sizes)}, which no rule explains")
                     comparison.check_logged(whole, runs, made, logged, tolerance.value)
@@ -313,22 +300,17 @@ class Probe:
         return whole.ran.num_bytes / sum(sizes) if repeats else None
 
     def _check_state(
-        self,
-        step: Callable[[Any], Any],
-        first_part: tuple[Any, int],
-        whole: comparison.DryRun,
-        parts: Sequence[comparison.DryRun],
+        self, rerun: Callable[..., Ran], whole: comparison.DryRun, parts: Sequence[comparison.DryRun]
     ) -> None:
         """Check that numbers and buffers that steps change are as after one step, once those of all parts have run.
 
-        So are sums over samples, and what further steps leave as it is.
+        So are sums over samples, and what further steps leave as it is. `rerun` runs the first part once more.
 
         Raises:
             Differs: they aren't.
         """
         first = parts[0].ran.after
-        samples, number = first_part
-        for name in self.steps.run(step, own_copy(samples), number, after=first).after if first else ():
+        for name in rerun(after=first).after if first else ():
             with suppress(KeyError, RuntimeError):  # a part leaves it as it is, or its shape changes
                 before, after = (torch.as_tensor(state[name]).double() for state in (whole.ran.before, whole.ran.after))
                 changes = [torch.as_tensor(one.ran.after[name]).double() - before for one in parts]
@@ -344,9 +326,8 @@ class Probe:
             ran = self.steps.run(step, own_copy(samples), num_samples, given)
         after = generator_states(self.device)
         is_random = any(not torch.equal(before[name], after[name]) for name in before)
-        loss = find_loss(ran.result)
-        gradients, outside = self._gradients(ran, loss, scale)
-        return comparison.DryRun(ran, loss, gradients, outside, recorded.logged, is_random, recorded.calls_logger)
+        gradients, outside = self._gradients(ran, find_loss(ran.result), scale)
+        return comparison.DryRun(ran, gradients, outside, recorded, is_random)
 
     def _gradients(self, ran: Ran, loss: Tensor | None, scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
         """At the stack's outputs, and at parameters outside; made of the scaled loss, and then unscaled."""

@@ -149,8 +149,8 @@ def _possibly_ignored(tensor: Tensor) -> set[int]:
     return set(torch.cat(ends).unique().tolist())
 
 
-def are_close(weights: Sequence[float] | None, others: Sequence[float] | None, tolerance: float = CLOSE) -> bool:
-    """Whether weights are the same."""
-    if weights is None or others is None:
-        return weights is others
-    return all(abs(one - other) <= tolerance * max(1.0, abs(one)) for one, other in zip(weights, others, strict=True))
+def are_close(weights: Sequence[float] | None, others: Sequence[float | None], tolerance: float = CLOSE) -> bool:
+    """Whether there are weights, and they are the same as the others; None: one that isn't known."""
+    return weights is not None and all(
+        b is None or abs(a - b) <= tolerance * max(1.0, abs(a)) for a, b in zip(weights, others, strict=True)
+    )

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -114,6 +113,13 @@ class StageRules:
         """Whether rules that aren't excluded weigh the batch's pieces differently."""
         return any(one.differ(batch) for one in self.all)
 
+    def num_ways(self, pieces: Sequence[Named], sizes: Sequence[int]) -> int:
+        """In how many ways they weigh these pieces; 0: in one of them a piece has no weight."""
+        batch = Weighed(pieces, sizes)
+        made = [one.weights(batch).values() for one in self.all]
+        rows = [weights for values in made for weights in values if weights is not None]
+        return 0 if any(0.0 in row for row in rows) else len({tuple(round(one, 6) for one in row) for row in rows})
+
     def take(self, verdicts: Sequence[Verdict]) -> str:
         """Take what probes have shown; return what they don't agree on."""
         difference = ""
@@ -187,7 +193,7 @@ class StepChoice:
             (lambda pieces, sizes: weighting.for_training(pieces, sizes).in_loss) if names else None,
         )
         named = repr(getattr(options.loss_weight, "__name__", options.loss_weight)) if names else ""
-        return StepChoice(run, probe, pipeline.gather_in_cube, pipeline.may_run_once or is_single, named)
+        return StepChoice(run, probe, pipeline.gather_in_cube, len(pipeline.ends) > 1 or is_single, named)
 
     def trains_once(self, given: Sample, *, is_first: bool) -> bool:
         """Whether the step of a training batch runs once. Called by all data ranks.
@@ -206,14 +212,9 @@ class StepChoice:
             return False
         known = bool(self.rules.loss.rules)
         trained, self._trained = self._trained, self.probe.trained
-        is_due = (
-            _is_fixed(number)
-            or trained != self._trained
-            or self._has_new_name
-            or not rests
-            and (is_first or not known)
-            or (known and self._looks(number) and self.rules.differ(_weighed(given.split)))
-        )
+        is_due = _is_fixed(number) or trained != self._trained or self._has_new_name
+        is_due |= not rests and (is_first or not known)
+        is_due = is_due or (known and self._looks(number) and self.rules.differ(_weighed(given.split)))
         if not any(self._gathered(is_due)):
             return self._once and not known
         self._once = self._probed(given)
@@ -278,15 +279,12 @@ class StepChoice:
 
     def _tell_of_evaluation(self, stage: str, difference: str, unknown: str) -> None:
         if not difference:
-            rank_zero_info(
-                f"it can't be told how the values of micro-batches add up in the {stage} step ({unknown}), so they are "
-                f"weighed by samples."
-            )
+            what = "they are weighed by samples"
+            rank_zero_info(f"it can't be told how the values of {stage} micro-batches add up ({unknown}), so {what}.")
             return
         warnings.warn(
             f"the values of micro-batches don't add up to those of {self._name}'s {stage} step of the whole batch: "
-            f"{difference}. {self._why_in_parts}, so they are weighed by samples. Count them in a torchmetrics.Metric, "
-            f"which sums up over micro-batches.",
+            f"{difference}. {self._why_in_parts}, so they are weighed by samples. Count them in a torchmetrics.Metric.",
             stacklevel=2,
         )
 
@@ -328,14 +326,8 @@ class StepChoice:
         return PieceWeights(in_mean, in_loss, in_gradient, is_sum=rule == EACH, logged=logged)
 
     def _verdict(self, rules: StageRules, given: Sample, *, trains: bool = True) -> Verdict:
-        return self.probe.probe(given, self._fit_all, partial(self._differ_by, rules), trains=trains)
-
-    @staticmethod
-    def _differ_by(rules: StageRules, pieces: Sequence[Named], sizes: Sequence[int]) -> int:
-        batch = Weighed(pieces, sizes)
-        made = [one.weights(batch).values() for one in rules.all]
-        rows = [weights for values in made for weights in values if weights is not None]
-        return 0 if any(0.0 in row for row in rows) else len({tuple(round(one, 6) for one in row) for row in rows})
+        fits = lambda num_bytes: all(self.in_cube(self._fits(num_bytes)))  # noqa: E731
+        return self.probe.probe(given, fits, rules.num_ways, trains=trains)
 
     def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> tuple[bool, bool]:
         """Take the verdicts of all data ranks; return whether the step runs once, and whether rules are known."""
@@ -351,8 +343,7 @@ class StepChoice:
             self.runs_once = True
             rank_zero_info(
                 f"{self._differs(difference)}. So from now on the step runs once on whole batches, and only the stack "
-                f"is cut, which costs time (docs/guides/losses.md). HanayoStrategy(step='microbatch') accepts the "
-                f"difference."
+                "is cut (docs/guides/losses.md). HanayoStrategy(step='microbatch') accepts the difference."
             )
         elif difference:
             self._give_up("")
@@ -420,9 +411,6 @@ class StepChoice:
         else:
             free = psutil.virtual_memory().available
         return num_bytes <= free / 2
-
-    def _fit_all(self, num_bytes: float) -> bool:
-        return all(self.in_cube(self._fits(num_bytes)))
 
     def _gathered(self, value: Any) -> list[Any]:
         group = self.run.groups.data_control

@@ -1,7 +1,7 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_hanayo.clock import clock_for
@@ -204,10 +203,9 @@ class RankBuilder:
         missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
         if missing:
             raise UnsupportedError(
-                f"{missing[0]} has no values on pipeline rank {self.run.pipe_rank}, where it belongs now: the model "
-                f"was trained before with another layout, or a hook has moved or copied it from modules of another "
-                f"pipeline rank. Build the model anew and load a checkpoint, or give a new parameter the values that "
-                f"self.trainer.strategy.full_parameter(parameter) returns."
+                f"{missing[0]} has no values on pipeline rank {self.run.pipe_rank}, where it belongs now, as another "
+                "layout or a hook has moved it there. Build the model anew and load a checkpoint, or give it the "
+                "values that self.trainer.strategy.full_parameter(parameter) returns."
             )
         return [parameter for parameter in model.parameters() if parameter in kept]
 
@@ -246,8 +244,9 @@ class RankBuilder:
             # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
             run.attributes.set(encoder, "use_nested_tensor", False)
         carriers = NO_CARRIERS if is_single else self.carriers()
+        hooks: Callable[[int], StageHooks] = (lambda _: NoHooks()) if cube is None else cube.stage_hooks
         common: dict[int, dict[str, Any]] = {
-            stage: {"queue": queues[stage], "hooks": self._hooks(stage), "carriers": carriers} for stage in self.numbers
+            stage: {"queue": queues[stage], "hooks": hooks(stage), "carriers": carriers} for stage in self.numbers
         }
         stages: dict[int, Stage] = {
             stage: MiddleStage(blocks=ownership.blocks(stage), **own) for stage, own in common.items()
@@ -273,9 +272,6 @@ class RankBuilder:
             whole = WholeStep(stack.blocks, 0, stack.name, **around)
             ends[True] = Ends(whole, stages | self._ends(whole, common, tied))
         return dict(next(iter(ends.values())).stages), ends
-
-    def _hooks(self, stage: int) -> StageHooks:
-        return NoHooks() if self.cube is None else self.cube.stage_hooks(stage)
 
     def _without_values(self, block: nn.Module) -> tuple[nn.Module, Mapping[torch.Tensor, tuple[int, ...]]]:
         """A copy of a block without values, and the whole shapes of the parameters of which ranks have parts."""
@@ -349,13 +345,7 @@ class RankBuilder:
     def pairs(self, stages: Mapping[int, Stage]) -> Pairs | None:
         """The runner of two actions of this rank at once, if that is asked for."""
         groups, cube, run = self.run.groups.cube, self.cube, self.run
-        if groups is None or cube is None or not run.options.pairs:
-            return None
-        if cube.queue is None:
-            rank_zero_warn(
-                "pairs=True has no effect: the layers of this module were parallelized in an earlier run without it. "
-                "Build the module anew."
-            )
+        if groups is None or cube is None or cube.queue is None or not run.options.pairs:
             return None
         whole, parameters = groups.whole, list(self.model.parameters())
         states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values()), self.streams]

@@ -34,12 +34,7 @@ from lightning_hanayo.topology import Topology
 
 
 def check_run(
-    trainer: "pl.Trainer",
-    module: "pl.LightningModule",
-    options: Options,
-    topology: Topology,
-    *,
-    synchronizes_batchnorm: bool,
+    trainer: "pl.Trainer", module: "pl.LightningModule", options: Options, topology: Topology, *, syncs_batchnorm: bool
 ) -> None:
     """Check module and callbacks. Needs no process group; called before launch and again once the model is built.
 
@@ -49,7 +44,7 @@ def check_run(
     has_several_stages = options.num_waves not in ("auto", 1) or options.schedule != "auto"
     if topology.replica_size > 1 or has_several_stages:
         _check_loop(module)
-    if topology.replica_size > 1 and synchronizes_batchnorm:
+    if topology.replica_size > 1 and syncs_batchnorm:
         raise UnsupportedError(
             "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."
@@ -81,9 +76,8 @@ def check_not_converted(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if shards_of(part):
             raise UnsupportedError(
-                f"{name} holds one rank's part of its weights: this {type(module).__name__} is a copy of one that "
-                f"was trained on a cube of ranks. Train that one, or what trainer.strategy.gather_model() returns, or "
-                f"build it anew and load a checkpoint."
+                f"{name} holds one rank's part of its weights: this {type(module).__name__} is a copy of one that was "
+                "trained on a cube. Train what trainer.strategy.gather_model() returns."
             )
 
 
@@ -141,8 +135,7 @@ def warn_of_batch_statistics(model: nn.Module, num_microbatches: int, *, except_
     if found and num_microbatches > 1:
         rank_zero_warn(
             f"{listed(found, 3)} {OF_MICROBATCHES} {num_microbatches} micro-batches of a batch: the training depends "
-            f"on num_microbatches, as with accumulate_grad_batches. GroupNorm, LayerNorm and BatchNorm in eval mode "
-            f"don't."
+            "on num_microbatches. GroupNorm, LayerNorm and BatchNorm in eval mode don't."
         )
 
 
@@ -163,8 +156,7 @@ def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> It
         cut = f" (a batch was cut into {', '.join(map(str, sizes))} samples)" if sizes else ""
         raise UnsupportedError(
             f"{part} normalises by the mean of a micro-batch, which has a single sample{cut}: {error}. Set a smaller "
-            f"HanayoStrategy(num_microbatches=...), leave out a smaller last batch (DataLoader(drop_last=True)), or "
-            f"use GroupNorm, LayerNorm, or BatchNorm in eval mode."
+            "num_microbatches, leave out a smaller last batch (drop_last=True), or use GroupNorm or LayerNorm."
         ) from error
 
 
@@ -176,8 +168,7 @@ def reject_stop() -> NoReturn:
     """
     raise UnsupportedError(
         "training_step set trainer.should_stop, which the other ranks of the model don't see. Set it in a hook that "
-        "runs on all ranks, such as on_train_batch_end, which finds what the step has logged in "
-        "trainer.callback_metrics."
+        "runs on all ranks, such as on_train_batch_end, by what is in trainer.callback_metrics."
     )
 
 
@@ -186,9 +177,8 @@ def _check_loop(module: "pl.LightningModule") -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UnsupportedError(
-            f"{name} uses manual optimization (automatic_optimization=False), but a pipeline runs the backward of all "
-            f"its stages and micro-batches itself, within the training step. Let Lightning drive the optimizer, or set "
-            f"pipeline_parallel_size=1 without waves or a schedule, with as many data ranks as you like."
+            f"{name} uses manual optimization (automatic_optimization=False), but a pipeline runs all backwards "
+            "itself. Let Lightning drive the optimizer, or set pipeline_parallel_size=1 without waves or a schedule."
         )
     if user_hooks.takes_dataloader_iter(module):
         raise UnsupportedError(
@@ -202,15 +192,13 @@ def _check_callbacks(trainer: "pl.Trainer", options: Options, topology: Topology
         name = type(callback).__name__
         if topology.replica_size > 1 and isinstance(callback, ModelPruning):
             raise UnsupportedError(
-                f"the callback {name} replaces parameters (weight becomes weight_orig and weight_mask) while the model "
-                f"is trained, but each rank of a pipeline or a cube has chosen by then which it holds. Prune the whole "
-                f"model before training or after it: trainer.strategy.gather_model() returns it on rank 0."
+                f"the callback {name} replaces parameters while the model is trained, but ranks have chosen by then "
+                "which they hold. Prune the model before training, or what trainer.strategy.gather_model() returns."
             )
         if options.master_weights is not None and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise UnsupportedError(
-                f"the callback {name} averages the rounded weights of the model and sets them, but with "
-                f"master_weights='fp32' the optimizer goes on from weights of its own. Leave master_weights out, or "
-                f"train with precision='bf16-mixed', where the model's weights are in fp32."
+                f"the callback {name} averages the rounded weights, but with master_weights='fp32' the optimizer goes "
+                "on from weights of its own. Leave master_weights out, or train with precision='bf16-mixed'."
             )
 
 
@@ -218,9 +206,8 @@ def _check_precision(trainer: "pl.Trainer", topology: Topology) -> None:
     """Transformer Engine's fp8 context is one per process, but the steps of several micro-batches are under way."""
     if topology.replica_size > 1 and isinstance(trainer.precision_plugin, TransformerEnginePrecision):
         raise UnsupportedError(
-            "precision='transformer-engine' keeps the scales of fp8 in a state of the process, which the micro-batches "
-            "of a pipeline would mix up. Use precision='bf16-true' or 'bf16-mixed', or only data ranks "
-            "(HanayoStrategy(pipeline_parallel_size=1, data_parallel_size='auto'))."
+            "precision='transformer-engine' keeps the scales of fp8 in a state of the process, which micro-batches "
+            "would mix up. Use precision='bf16-true' or 'bf16-mixed', or data ranks alone."
         )
 
 
@@ -230,9 +217,8 @@ def _check_graph(trainer: "pl.Trainer", module: "pl.LightningModule", topology: 
         return
     for logger in user_hooks.loggers_with(trainer, user_hooks.DRAWS):
         raise UnsupportedError(
-            f"{type(logger).__name__}(log_graph=True) runs the model on example_input_array, but no rank holds the "
-            f"whole model. Leave it out, and before trainer.fit call "
-            f"logger.experiment.add_graph(module, module.example_input_array) on rank 0."
+            f"{type(logger).__name__}(log_graph=True) runs the model, which no rank holds. Leave it out, and before "
+            "trainer.fit call logger.experiment.add_graph(module, module.example_input_array) on rank 0."
         )
 
 
@@ -244,9 +230,8 @@ def _check_loggers(trainer: "pl.Trainer") -> None:
     for logger in user_hooks.loggers_with(trainer, user_hooks.UPLOADS):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_model=...) uploads checkpoints that are files, but several ranks save "
-            f"folders. Let rank 0 gather them into one file: HanayoStrategy(save_full=True), or save weights alone: "
-            f"ModelCheckpoint(save_weights_only=True). Or leave log_model out, and upload the folder "
-            f"trainer.checkpoint_callback.best_model_path yourself."
+            "folders. Set HanayoStrategy(save_full=True) or ModelCheckpoint(save_weights_only=True), or upload the "
+            "folder trainer.checkpoint_callback.best_model_path yourself."
         )
 
 
@@ -267,10 +252,9 @@ def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
     for name, part in model.named_modules():
         if _uses_cuda_graphs(part) and not _is_around(part, blocks):
             raise UnsupportedError(
-                f"{name} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune', or the option "
-                f"'triton.cudagraphs'). They write each result where the one before was, but on a pipeline several "
-                f"micro-batches run forward before the first one's backward. Compile it with the default mode, or with "
-                f"mode='max-autotune-no-cudagraphs'."
+                f"{name} is compiled with CUDA graphs (mode='reduce-overhead', 'max-autotune', or "
+                "'triton.cudagraphs'), which write each micro-batch's result where the last one's was. Compile it "
+                "with the default mode, or with mode='max-autotune-no-cudagraphs'."
             )
 
 
@@ -313,9 +297,8 @@ def run_uncompiled(
     names = [*_steps(module, attributes), *_uncompiled(around, attributes)]
     if names:
         warnings.warn(
-            f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because "
-            f"the step is suspended at the stack {stack.name!r}, which runs on several ranks. Compile the blocks "
-            f"instead, with block.compile().",
+            f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because the "
+            f"step is suspended at the stack {stack.name!r}. Compile the blocks instead, with block.compile().",
             stacklevel=2,
         )
     in_blocks = {part for block in blocks for part in block.modules()}
@@ -356,15 +339,10 @@ def _steps(module: "pl.LightningModule", attributes: TemporaryAttributes) -> Ite
 
 def _uncompiled(parts: Mapping[str, nn.Module], attributes: TemporaryAttributes) -> list[str]:
     """Run the modules' own code where they are called; returns the names of those that were compiled."""
-    return [name for name, part in parts.items() if _uncompile(part, attributes)]
-
-
-def _uncompile(part: nn.Module, attributes: TemporaryAttributes) -> bool:
-    inner = original(part)
-    if inner is not part:
-        attributes.set(part, "forward", inner)
-    elif part._compiled_call_impl is not None:
-        attributes.set(part, "_compiled_call_impl", None)
-    else:
-        return False
-    return True
+    names = []
+    for name, part in parts.items():
+        inner = original(part)
+        if inner is not part or part._compiled_call_impl is not None:
+            attributes.set(part, *(("forward", inner) if inner is not part else ("_compiled_call_impl", None)))
+            names.append(name)
+    return names

@@ -61,11 +61,16 @@ class FullParameters:
         assert isinstance(parameter, nn.Parameter)
         guard = self.run.guard
         scope, hook = guard.scope, guard.hook_name
+        if scope in ("step", "alone") and isinstance(parameter, Placeholder):
+            name = self._names[parameter]
+            raise UnsupportedError(
+                f"full_parameter was called in {hook or 'a step'} for {name}, which is on pipeline rank "
+                f"{self.owners[name]}. Call it in a hook that runs on all ranks: for steps in on_train_batch_start."
+            )
         with guard.off():
             if scope == "step":
                 return self._in_step(parameter)
             if scope == "alone":
-                self._check_here(parameter, hook)
                 return self._gathered(parameter)
             return self._in_hook(parameter, keeps_gradient=hook == "on_train_batch_start")
 
@@ -92,13 +97,6 @@ class FullParameters:
     def _in_step(self, parameter: nn.Parameter) -> Tensor:
         if parameter in self._leaves:
             return self._leaves[parameter].whole
-        if isinstance(parameter, Placeholder):
-            name = self._names[parameter]
-            raise UnsupportedError(
-                f"full_parameter was called in a step for {name}, which is on pipeline rank {self.owners[name]}, "
-                f"where the step doesn't run. Call it in on_train_batch_start (for evaluation in "
-                f"on_validation_batch_start and the like), on all ranks, and let the step use what it returned."
-            )
         if self.cube is None or parameter not in self.cube.parts_in_steps:
             return parameter
         return self._new_leaf(parameter, self._gathered(parameter), is_everywhere=False)
@@ -134,15 +132,6 @@ class FullParameters:
             raise UnsupportedError(
                 f"the loss uses what full_parameter returned for {name} in an earlier batch, whose values are old and "
                 f"whose gradient would be lost. Call it again in each on_train_batch_start."
-            )
-
-    def _check_here(self, parameter: nn.Parameter, hook: str) -> None:
-        if isinstance(parameter, Placeholder):
-            name = self._names[parameter]
-            raise UnsupportedError(
-                f"full_parameter was called in {hook}, which runs on pipeline rank 0 alone, for {name}, which is on "
-                f"pipeline rank {self.owners[name]}. Call it in a hook that runs on all ranks, such as "
-                f"on_validation_epoch_start or on_train_epoch_end."
             )
 
     # gradients

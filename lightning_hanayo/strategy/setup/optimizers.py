@@ -77,9 +77,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
             _check(optimizer, _scope(optimizer), is_cut=is_cut, is_sharded=is_sharded)
         if topology.data > 1 and isinstance(optimizer, LBFGS):
             warnings.warn(
-                "LBFGS decides by the loss when a step ends, and how long it is with line_search_fn. As with DDP, each "
-                "data rank has a loss of its own: if two ranks decide differently, their weights differ from then on, "
-                "or one of them waits for the other. Train on one data rank, or use an optimizer such as AdamW.",
+                "LBFGS decides by the loss when a step ends, and each data rank has its own: as with DDP, weights "
+                "may differ from then on, or ranks wait for each other. Train on one data rank.",
                 stacklevel=2,
             )
 
@@ -87,28 +86,24 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
 def _check(optimizer: Optimizer, scope: Scope | None, *, is_cut: bool, is_sharded: bool) -> None:
     name = type(optimizer).__name__
     if scope == "model" or (scope is None and not is_cut and looks_across_parameters(optimizer)):
-        clips = getattr(optimizer, "defaults", {}).get("max_grad_norm")
+        way_out = "Use one that works on each parameter alone, such as AdamW, or train on data ranks alone, as with DDP"
+        if getattr(optimizer, "defaults", {}).get("max_grad_norm"):
+            way_out = "Leave its max_grad_norm out, and use Trainer(gradient_clip_val=...)"
         raise UnsupportedError(
-            f"{name} computes with all parameters together (one vector, a norm or a mean over them, several passes), "
-            f"but a rank of a pipeline, of a cube, or with shard_optimizer=True, updates only its own. "
-            + "Leave its max_grad_norm out, and use Trainer(gradient_clip_val=...). "
-            * bool(clips)
-            + "Use an optimizer that works on each parameter alone, such as AdamW, or train on data ranks alone, as "
-            "with DDP (pipeline_parallel_size=1, cube=1)."
+            f"{name} computes with all parameters together (one vector, a norm or a mean over them), but a rank of a "
+            f"pipeline, of a cube, or with shard_optimizer=True, updates only its own. {way_out}."
         )
     is_wrapper = name in _WRAPPERS and (is_sharded or scope != "element")
     if is_cut and (scope is None or is_wrapper):
         raise UnsupportedError(
-            f"{name} isn't known to work on each element of a parameter alone, nor on each parameter, and in a cube or "
-            f"with shard_optimizer=True a rank holds a part of each: norms, rows or whole matrices would be wrong. Use "
-            f"AdamW or Muon, or declare on the optimizer which it is: `is_elementwise = True`, or "
-            f"`is_parameterwise = True`, for which each parameter is gathered on one rank, and stepped there."
+            f"{name} isn't known to work on each element of a parameter alone, nor on each parameter, of which a rank "
+            "of a cube, or with shard_optimizer=True, holds a part. Use AdamW or Muon, or declare on the optimizer "
+            "which it is: `is_elementwise = True`, or `is_parameterwise = True`."
         )
     if scope is None:
         warnings.warn(
-            f"{name} isn't known to work on each parameter alone, and on a pipeline a norm or a mean over all "
-            f"parameters would be of one rank's. `hanayo check` compares some steps with one process. If they are "
-            f"equal, set `is_parameterwise = True` on the optimizer.",
+            f"{name} isn't known to work on each parameter alone: a norm or a mean over all would be of one rank's. "
+            "`hanayo check` compares some steps; if they are equal, set `is_parameterwise = True` on the optimizer.",
             stacklevel=2,
         )
 

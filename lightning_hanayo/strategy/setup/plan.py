@@ -179,15 +179,11 @@ def num_recomputed(number: int, num_blocks: int, layout: Layout, rank: int) -> i
 
 
 def report_plan(
-    module: "pl.LightningModule",
-    plan: ModelPlan,
-    options: Options,
-    topology: Topology,
-    called: Collection[str] | None = None,
+    module: "pl.LightningModule", plan: ModelPlan, options: Options, topology: Topology, called: Collection[str]
 ) -> None:
     """Say on rank 0 which stacks stay whole, and at which cost, and whether batches do. The model is whole.
 
-    `called`: the names of the stacks that the step calls, if they are known.
+    `called`: the names of the stacks that the step calls; none if they aren't known.
     """
     if (why := drives_itself(module)) and options.num_microbatches not in ("auto", 1):
         rank_zero_info(f"{type(module).__name__} {why}: steps run on whole batches, as with num_microbatches=1")
@@ -196,7 +192,7 @@ def report_plan(
             "pairs=True does nothing without a cube: sums and gathers over data ranks overlap with other stages' "
             "work anyway, and at the ends of a batch no second micro-batch is ready (docs/concepts/cube.md)."
         )
-    if topology.pipe > 1 and (text := describe_uncut(module, plan.stack, topology.pipe, called)):
+    if topology.pipe > 1 and (text := describe_uncut(module, plan.stack, topology.pipe, called or None)):
         rank_zero_info(text)
 
 
@@ -228,9 +224,8 @@ def _check_pairs(plan: ParallelizePlan, stack: Stack, options: Options) -> None:
     """
     if not plan.is_registered:
         raise HanayoError(
-            f"pairs=True: {type(stack.blocks[0]).__name__} is no registered block. Its parameters are changed while "
-            f"its code runs, which two micro-batches at once can't share. Leave pairs out, or register the block "
-            f"(docs/guides/tensor3d-layers.md)."
+            f"pairs=True: {type(stack.blocks[0]).__name__} is no registered block: two micro-batches at once can't "
+            "share its parameters. Leave pairs out, or register it (docs/guides/tensor3d-layers.md)."
         )
     if options.cube_outside == "tokens":
         raise HanayoError(

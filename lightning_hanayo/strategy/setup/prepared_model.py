@@ -135,9 +135,8 @@ class PreparedModel:
         for rank, other in enumerate(others, 1):
             if different := sorted(first.keys() ^ other.keys()):
                 raise UnsupportedError(
-                    f"a hook has given the module {different[0][0]} {list(different[0][1])} on one of the ranks 0 and "
-                    f"{rank} alone, or before that a step has. Make parameters in hooks that run on all ranks, such as "
-                    f"on_train_epoch_start, in the same order."
+                    f"{different[0][0]} {list(different[0][1])} was made on one of the ranks 0 and {rank} alone, by a "
+                    "hook or a step. Make parameters in hooks that run on all ranks, such as on_train_epoch_start."
                 )
         adopted = {key[0]: now[key[0]] for key in first if all(any(rank[key]) for rank in (first, *others))}
         if others:
@@ -204,8 +203,7 @@ class PreparedModel:
     def _refuse(self, module: nn.Module) -> NoReturn:
         raise UnsupportedError(
             f"each rank holds a part of this {type(module).__name__}, whose connections are closed since a run has "
-            f"failed; if it was this module's, ranks may have stopped at different steps. Build it anew, and load a "
-            f"checkpoint."
+            "failed, maybe at different steps of the ranks. Build it anew, and load a checkpoint."
         )
 
     def gather_model(self, module: _Module, attributes: TemporaryAttributes, *, is_wanted: bool) -> _Module | None:

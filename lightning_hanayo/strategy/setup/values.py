@@ -191,9 +191,8 @@ def load_pretrained(
         if tensor in given:
             if not torch.equal(tensor.detach(), value):
                 raise HanayoError(
-                    f"init_from: {name} shares its parameter with another name in the model, but the folder has "
-                    f"another value for {huggingface.names_of(source)[0]}. Don't tie them: build the model with "
-                    f"tie_word_embeddings=False."
+                    f"init_from: {name} shares its parameter with another name, but the folder has another value for "
+                    f"{huggingface.names_of(source)[0]}. Build it with tie_word_embeddings=False."
                 )
         elif tensor.is_meta:
             assert deferred is not None
@@ -266,8 +265,7 @@ def _check_blocks(folder: Weights, blocks: str, missing: Mapping[Tensor, str]) -
     if in_blocks:
         raise HanayoError(
             f"init_from: {folder.path} has no values for parameters of blocks: {listed(in_blocks[::-1])}. Build the "
-            f"model of the folder's config.json; if you add parameters to its blocks, save the changed model once with "
-            f"safetensors.torch.save_model, and give that folder."
+            "model of its config.json, or save yours with safetensors.torch.save_model, and give that folder."
         )
 
 

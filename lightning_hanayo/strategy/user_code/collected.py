@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import UnsupportedError, listed
 from lightning_hanayo.partition.guards import MissingValues
 from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
 from lightning_hanayo.pipeline_parallel.batches.plan import Array, Attribute, children, leaves, with_children
@@ -436,8 +436,7 @@ class CollectedMerge:
         if is_copy and not any(isinstance(item, Array) and item.ndim for item in own):
             raise UnsupportedError(
                 f"{name_of(path)}: a step that calls a collective has collected the number {own[0]} on several ranks "
-                f"of the cube, and it isn't known whether it counts once or for each of them. Collect the ranks' own "
-                f"values, and sum over them at the end of the epoch."
+                "of the cube, maybe one. Collect the ranks' own values, and sum over them at the epoch's end."
             )
         return is_copy
 
@@ -484,11 +483,7 @@ class CollectedMerge:
 
 
 def keep_collected(
-    collections: Collections,
-    split: SplitBatch,
-    weights: PieceWeights,
-    left: Sequence[Left],
-    numbers: HostNumbers | None = None,
+    collections: Collections, split: SplitBatch, weights: PieceWeights, left: Sequence[Left], numbers: HostNumbers
 ) -> Sequence[str]:
     """Store the merged changes of the steps of a batch's pieces in the module, as if the step had run once.
 
@@ -503,7 +498,7 @@ def keep_collected(
         split.sizes.of(kept),
         in_loss=[weights.in_loss[i] for i in kept],
         in_mean=[weights.in_mean[i] for i in kept],
-        number=numbers or HostNumbers(),
+        number=numbers,
     )
     collections.store(merge.appended(), merge.assigned())
     return merge.kept_apart
@@ -519,10 +514,8 @@ def warn_of_parts(names: Sequence[str], num_microbatches: int) -> None:
     """Say which lists and attributes hold values of micro-batches."""
     if names and num_microbatches > 1:
         warnings.warn(
-            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: set by the step for each of the "
-            f"{num_microbatches} micro-batches of a batch, and hooks that read it find their values, as with "
-            f"accumulate_grad_batches: a list has an item for each. To get those of the batch, collect what the step "
-            f"also returns or logs (a mean over samples), or tensors with an entry for each sample.",
+            f"{listed(names, 3)}: set by the step for each of the {num_microbatches} micro-batches of a batch. To get "
+            "those of the batch, collect what the step also returns or logs.",
             stacklevel=2,
         )
 

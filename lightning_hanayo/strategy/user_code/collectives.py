@@ -293,9 +293,8 @@ class UserCollectives:
             shares = [call.num_samples for call in calls[start : start + self._cube_size] if call.num_samples]
             if self._in_step and tensor is not None and len(set(shares)) > 1:
                 raise UnsupportedError(
-                    f"{name} in {self.place}: the ranks of the cube have {shares} of its samples, so that a mean over "
-                    f"ranks would not be the mean over samples. Choose batch sizes and num_microbatches so that the "
-                    f"ranks' shares are equal, or set HanayoStrategy(cube_outside='replicate')."
+                    f"{name} in {self.place}: the ranks of the cube have {shares} of its samples, so their mean isn't "
+                    "that of samples. Choose sizes with equal shares, or cube_outside='replicate'."
                 )
         return calls
 
@@ -308,24 +307,18 @@ class UserCollectives:
         topology = self._run.topology
         if not self.is_user_code or topology.world_size == 1:
             return
+        why, size = "", topology.replica_size
         if self.runs_on_all_ranks:
-            if name in _REDUCING and topology.replica_size > 1:
-                raise UnsupportedError(
-                    f"torch.distributed.{name} over all ranks in {self.place}: of {topology.replica_size} ranks each, "
-                    f"only one has data of its own, so that sums would count it several times. {_WAY_OUT}."
-                )
+            if name in _REDUCING and size > 1:
+                why = f": of {size} ranks each, only one has data of its own, so that sums would count it several times"
         elif topology.pipe > 1:
-            raise UnsupportedError(
-                f"torch.distributed.{name} over all ranks in {self.place}, which runs on pipeline rank 0 alone: the "
-                f"other ranks would never call it. {_WAY_OUT}."
-            )
+            why = ", which runs on pipeline rank 0 alone: the other ranks would never call it"
         elif self._cube_size > 1:
-            raise UnsupportedError(
-                f"torch.distributed.{name} over all ranks in {self.place}: the ranks of a cube may have no samples of "
-                f"a micro-batch, and don't count then. {_WAY_OUT}."
-            )
+            why = ": the ranks of a cube may have no samples of a micro-batch, and don't count then"
         else:
             self.agree(f"torch.distributed.{name}", tensor)
+        if why:
+            raise UnsupportedError(f"torch.distributed.{name} over all ranks in {self.place}{why}. {_WAY_OUT}.")
 
     @property
     def runs_on_all_ranks(self) -> bool:
@@ -363,9 +356,8 @@ class UserCollectives:
             return call
         if self._step is None:  # a dry run
             raise UnsupportedError(
-                f"{name} in code before the stack that runs once more, as a dry run on other samples: to see how "
-                f"arguments of blocks are cut (step='batch'), or as blocks of a cube get a mask for some samples and "
-                f"none for others. Call it after the blocks; or set step='microbatch', or pass masks always."
+                f"{name} in code before the stack that also runs as a dry run on other samples. Call it after the "
+                "blocks, set step='microbatch', or pass masks for all samples or none."
             )
         self.used.add(self._step.microbatch)
         self._warn(name, tensor)
@@ -374,23 +366,20 @@ class UserCollectives:
     def _warn(self, name: str, tensor: Tensor | None) -> None:
         step = self._step
         assert step is not None
-        if tensor is None or not tensor.ndim or step.num_microbatches == 1 or self._has_warned:
-            return
-        if step.name != "training_step":
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"{name} in training_step gathers one of the {step.num_microbatches} micro-batches of each rank's batch. A "
-            f"loss over pairs of samples depends on num_microbatches, as with accumulate_grad_batches.",
-            stacklevel=2,
-        )
+        is_cut = tensor is not None and tensor.ndim > 0 and step.num_microbatches > 1
+        if is_cut and step.name == "training_step" and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{name} in training_step gathers one of the {step.num_microbatches} micro-batches of each rank's "
+                f"batch. A loss over pairs of samples depends on num_microbatches, as with accumulate_grad_batches.",
+                stacklevel=2,
+            )
 
     def _check_gradients(self, calls: list[Call]) -> None:
         if any(not call.num_samples or not call.weighs for call in calls) and len(calls) > 1:
             raise UnsupportedError(
                 f"self.all_gather(sync_grads=True) in {self.place}: a rank has no samples of this micro-batch that "
-                f"count in the loss, so it runs no backward in which it could send gradients. Choose larger "
-                f"micro-batches: batch sizes that are multiples of num_microbatches times the ranks of the cube."
+                "count: it runs no backward. Choose multiples of num_microbatches times the cube's ranks."
             )
 
 

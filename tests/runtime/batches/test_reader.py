@@ -50,7 +50,7 @@ ONE_DIMENSION = {
 @pytest.mark.parametrize("name", ONE_DIMENSION)
 def test_one_dimension_may_be_that_of_features_if_nobody_has_made_a_batch(name: str) -> None:
     batch = ONE_DIMENSION[name]
-    with pytest.raises(UnsupportedError, match=r"batch_size=None, .* one dimension: \(8,\).*collate_fn=lambda batch"):
+    with pytest.raises(UnsupportedError, match=r"batch_size=None; .* one dimension: \(8,\).*collate_fn=lambda batch"):
         picked(batch, [0], is_unbatched=True)
     assert picked(batch, [0])[0] == 8
 

@@ -20,13 +20,14 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes, MicrobatchLog
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 
 SPLIT = BatchSplitter().split(torch.zeros(4, 1), 2, BatchSource())
 
 
 def new_log(results: _ResultCollection, shares: tuple[float, ...] = (0.5, 0.5)) -> MicrobatchLog:
     trainer: Any = SimpleNamespace(_results=results)
-    return MicrobatchLog(trainer, SPLIT, shares, BatchSplitter(), given=GivenBatchSizes())
+    return MicrobatchLog(trainer, SPLIT, PieceWeights(shares, shares, shares), BatchSplitter(), GivenBatchSizes())
 
 
 def logged(values: list[list[float]], shares: tuple[float, ...] = (0.75, 0.25), **options: Any) -> _ResultCollection:

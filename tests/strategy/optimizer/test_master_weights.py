@@ -1,8 +1,8 @@
 """bf16 parameters with fp32 gradients and master weights train as one process does it, written by hand."""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,7 +189,10 @@ def test_a_checkpoint_has_the_master_weights(pool: Pool, layout: Layout, save_fu
     models.build(models.MLP, torch.bfloat16).load_state_dict(saved["state_dict"])
 
 
-masters = partial(StepValues, shards=None, has_masters=True)
+def masters(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]) -> StepValues:
+    options = SimpleNamespace(master_weights="fp32", offload_optimizer=False)
+    run: Any = SimpleNamespace(options=options, module=SimpleNamespace(parameters=lambda: parameters))
+    return StepValues(run, optimizers, None, None)
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:

@@ -204,7 +204,7 @@ class ReadsStates(Adam):
     [
         (OfUnknownScope, "Unknown isn't known to work on each element"),
         (HooksStep, "SGD has a hook on its steps"),
-        (ReadsStates, "only the states of the parameters, or of the rows"),
+        (ReadsStates, "only the states of what it updates"),
     ],
 )
 def test_what_rows_would_make_wrong_is_refused(pool: Pool, model: type[LightningModule], message: str) -> None:

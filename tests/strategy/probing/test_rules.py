@@ -76,7 +76,7 @@ def test_a_value_that_was_not_there_is_a_candidate_when_it_comes() -> None:
 
 def test_close_weights_are_the_same() -> None:
     assert are_close([0.5, 0.5], [0.5 + 1e-9, 0.5]) and not are_close([0.5, 0.5], [0.501, 0.499])
-    assert are_close(None, None) and not are_close(None, [1.0])
+    assert are_close([0.5, 0.5], [None, 0.5]) and not are_close(None, [1.0])
 
 
 def test_rules_that_a_probe_could_not_tell_apart_are_tried_again_where_they_differ_more() -> None:

@@ -11,7 +11,7 @@ features; inside it has shards. `tensor_parallel` implements `StageHooks`; other
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -82,14 +82,7 @@ class NoHooks:
 class NoReshard:
     """The boundary of a stack that one rank per stage holds: nothing is converted."""
 
-    def shard_arguments(
-        self,
-        microbatch: int,
-        tensors: Sequence[Tensor],
-        streams: Collection[int],
-        structure: Hashable,
-        dims: Sequence[int | None] | None = None,
-    ) -> list[Tensor]:
+    def shard_arguments(self, microbatch: int, tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
         """The tensors themselves."""
         return list(tensors)
 

@@ -299,11 +299,13 @@ class MicrobatchReshard:
         microbatch: int,
         tensors: Sequence[Tensor],
         streams: Collection[int],
+        masks: Collection[int],
         structure: Hashable,
         dims: Sequence[int | None] | None = None,
     ) -> list[Tensor] | None:
         """Reshard the arguments of blocks. Returns None, on all ranks, where their structures or shapes differ.
 
+        `streams` and `masks` are the numbers of residual streams, and of tensors that are the same for all samples.
         `dims`: the dimension of each that grows with the samples; None: that isn't known.
         """
         if self.reshard.stream_dims is None:
@@ -318,7 +320,7 @@ class MicrobatchReshard:
                 self._rows.setdefault(microbatch, []).extend(filter(None, rows))
                 self._whole.setdefault(microbatch, []).extend(x for x, of in pairs if of is None)
                 return [x if of is None else self.reshard.rows_in(x, of.shares, of.dim) for x, of in pairs]
-        is_batch = self._find_batch_tensors(microbatch, tensors, streams, structure)
+        is_batch = self._find_batch_tensors(microbatch, tensors, streams, masks, structure)
         if is_batch is None:
             return None
         resharded = dict(zip(streams, self.shard_streams(microbatch, [tensors[i] for i in streams]), strict=True))
@@ -423,9 +425,14 @@ class MicrobatchReshard:
         return sequence_parts(self.sequence_lengths(microbatch), self.reshard.mesh.size("y"))
 
     def _find_batch_tensors(
-        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+        self,
+        microbatch: int,
+        tensors: Sequence[Tensor],
+        streams: Collection[int],
+        masks: Collection[int],
+        structure: Hashable,
     ) -> list[bool] | None:
-        """Returns which tensors have something for each sample: as long as the share on all ranks.
+        """Returns which tensors have something for each sample: as long as the share on all ranks, and no `masks`.
 
         None if structures or shapes differ between ranks.
 
@@ -438,7 +445,8 @@ class MicrobatchReshard:
             if dims is not None and streams:
                 rows = tensors[next(iter(streams))].shape[dims.batch_dim]
                 shares = self._shares[microbatch] = sample_shares(rows, self.reshard.mesh.sizes)
-            return [self.reshard.sample_dim(tensor, shares) is not None for tensor in tensors]
+            dims_of_samples = [self.reshard.sample_dim(tensor, shares) for tensor in tensors]
+            return [dim is not None and i not in masks for i, dim in enumerate(dims_of_samples)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         of_streams = [(shapes[i], tensors[i].requires_grad) for i in streams]
         gathered = self.all_gather_object((structure, shapes, of_streams))
@@ -456,7 +464,7 @@ class MicrobatchReshard:
             shares = self._shares[microbatch] = counted
         sizes = [share.size for share in block_shares(tuple(shares), self.reshard.mesh)]
         is_batch = [
-            all(other[i][:1] == (size,) for other, size in zip(of_all_ranks, sizes, strict=True))
+            i not in masks and all(other[i][:1] == (size,) for other, size in zip(of_all_ranks, sizes, strict=True))
             for i in range(len(tensors))
         ]
         agree = all(

@@ -37,6 +37,7 @@ class ParallelizePlan:
         """whether the blocks are registered, and parallelized whole"""
         self.streams = () if registered is None else registered.spec.streams
         """the names of the block forward's arguments that carry residual streams"""
+        self.masks = () if registered is None else registered.spec.masks
         self.batch_dim, self.sequence_dim = (0, 1) if registered is None or registered.batch_first else (1, 0)
 
     def products(self, block: nn.Module) -> list[tuple[tuple[str, ...], bool]]:

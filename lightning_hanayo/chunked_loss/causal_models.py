@@ -51,10 +51,10 @@ def chunk_loss(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
     check_chunk(chunk)
     head, loss = _head_and_loss(model)
     if not _is_causal(head, loss) or "forward" in vars(head):
+        name = getattr(loss, "__name__", type(loss).__name__)
         raise UnsupportedError(
-            f"chunk_loss: {type(model).__name__} has the head {type(head).__name__} and the loss "
-            f"{getattr(loss, '__name__', type(loss).__name__)}; expected a causal model of transformers with an "
-            f"nn.Linear head and {_LOSS}. Call lightning_hanayo.chunked_cross_entropy in your step instead."
+            f"chunk_loss: {type(model).__name__} has the head {type(head).__name__} and the loss {name}; expected "
+            f"nn.Linear and {_LOSS}. Call lightning_hanayo.chunked_cross_entropy in your step instead."
         )
     _chunk_loss(head, model, loss, chunk, object.__setattr__)
     return model

@@ -209,9 +209,8 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 result |= _converted(model, revert, {name: own[name] for name in sources}, targets)
             return result
     raise UnsupportedError(
-        f"transformers converts {listed(rest)} of {type(model).__name__} together when it saves "
-        f"them, so they can't be written one after another. Load the checkpoint into the model, and save it there: "
-        f"hanayo ckpt export --to file, then model.save_pretrained(folder)."
+        f"transformers converts {listed(rest)} of {type(model).__name__} together, so they can't be written one after "
+        f"another. Load the checkpoint into the model, and save it there: --to file, then model.save_pretrained."
     )
 
 
@@ -321,9 +320,8 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
     most = max((len(one.sources) + len(one.split) for one in candidates), default=0)
     if not most:
         raise HanayoError(
-            f"init_from: no tensor of {folder} has the name of one in {type(model).__name__}: {listed(names)} are in "
-            f"the folder, {listed(name for name, _ in named_values(model))} in the model. Build the model "
-            f"of the folder's config.json."
+            f"init_from: no tensor of {folder} ({listed(names)}) has the name of one in {type(model).__name__} "
+            f"({listed(name for name, _ in named_values(model))}). Build the model of the folder's config.json."
         )
     best = [one for one in candidates if len(one.sources) + len(one.split) == most]
     first = best[0]  # transformers' own rules before equal names
@@ -343,10 +341,8 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
         )
     if first.split:
         raise UnsupportedError(
-            f"init_from: transformers splits {listed(first.split)} of {folder} while it loads them, so a "
-            f"rank can't read its part alone. Save the model once as it is in memory: safetensors.torch.save_model("
-            f"{type(model.get_submodule(first.prefix)).__name__}.from_pretrained(folder), new_folder + "
-            f"'/model.safetensors')."
+            f"init_from: transformers splits {listed(first.split)} of {folder}, so a rank can't read its part. Save "
+            f"the loaded model once: safetensors.torch.save_model(model, new_folder + '/model.safetensors')."
         )
     return first
 
@@ -492,8 +488,7 @@ def _refuse(path: Path) -> None:
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")) for name in found):
         raise UnsupportedError(
             f"init_from: {path} has no safetensors, but other files ({', '.join(found)}). Convert them once, with the "
-            f"model's own class: GPT2LMHeadModel.from_pretrained(folder).save_pretrained(new_folder), with "
-            f"safe_serialization=True before version 5 of transformers."
+            f"model's own class: GPT2LMHeadModel.from_pretrained(folder).save_pretrained(new_folder)."
         )
     raise HanayoError(
         f"init_from: {path} has neither {_FILE} nor {_INDEX}, but {', '.join(found) or 'no files'}. Save a model "

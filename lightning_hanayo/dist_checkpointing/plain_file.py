@@ -59,11 +59,10 @@ def reading(path: str | Path) -> Iterator[None]:
         classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     if not classes:
         raise CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.") from None
+    names = ", ".join(one.rpartition(".")[2] for one in classes)
     raise CheckpointError(
-        f"{path} holds objects of {', '.join(classes)}, which only code can rebuild: reading a file never runs code. "
-        f"If you trust the file, allow {'the classes' if len(classes) > 1 else 'the class'} before the Trainer runs, "
-        f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
-        f"Trainer weights_only=False."
+        f"{path} holds objects of {', '.join(classes)}, which only code can rebuild. If you trust it, allow them, "
+        f"torch.serialization.add_safe_globals([{names}]), or give the Trainer weights_only=False."
     ) from None
 
 
@@ -212,9 +211,8 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
     if lacking or strange:
         what = f"lacks {lacking[0]!r}" if lacking else f"has {strange[0]!r} where torch's have numbers of parameters"
         raise UnsupportedError(
-            f"the state_dict() of {name} {what}, so that it isn't known which rank's states are whose. Let it return "
-            f"what torch's do: an optimizer around several can share its states with them (one.state = self.state). Or "
-            f"save weights alone, with save_weights_only=True."
+            f"the state_dict() of {name} {what}: it isn't known which states are whose. Let it return what torch's "
+            f"do (around several: one.state = self.state), or save weights alone, with save_weights_only=True."
         )
     apart = [{key: value for key, value in state.items() if key not in ("state", "param_groups")}]
     apart += [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -224,10 +222,8 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
                               for leaf in tree_leaves(value))]  # fmt: skip
     if lost:
         raise UnsupportedError(
-            f"the state_dict() of {name} has tensors under {lost[0]!r}, next to those of each parameter: "
-            f"each rank has those of its own parameters, and only rank 0's would be saved. Keep them in "
-            f"self.state[parameter]; an optimizer around another can save the inner one's state_dict(), with values of "
-            f"its own in inner.state[parameter]. Or save weights alone, with save_weights_only=True."
+            f"the state_dict() of {name} has tensors under {lost[0]!r}, of which only rank 0's would be saved. Keep "
+            f"them in self.state[parameter], or save weights alone, with save_weights_only=True."
         )
     return state
 

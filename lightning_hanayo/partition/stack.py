@@ -73,8 +73,7 @@ class Stack:
             if modules.get(name) is not block:
                 raise UnsupportedError(
                     f"the {type(block).__name__} that was {name} when training began was removed, replaced or renamed. "
-                    f"The blocks of {self.name} are assigned to ranks: change the modules inside them, append blocks, "
-                    f"or change the blocks before fit."
+                    f"Change the modules inside the blocks of {self.name}, append blocks, or change them before fit."
                 )
 
     @property
@@ -190,9 +189,8 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
         stack = best
     else:
         raise HanayoError(
-            f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class, or of few that repeat.{other_lists(model)} Else name modules that its step calls one after "
-            f"another, HanayoStrategy(blocks=['net.first', 'net.second', ...]), or build its layers as such a list."
+            f"{type(model).__name__} has no stack of blocks: no list of modules of one class, or of few that repeat."
+            f"{other_lists(model)} Else name modules that its step calls in turn: blocks=['first', 'second', ...]."
         )
     _check(stack)
     return stack
@@ -398,17 +396,15 @@ def _check(stack: Stack) -> None:
     for name, block in zip(stack.block_names, stack.blocks, strict=True):
         if _has_no_forward(block):
             raise UnsupportedError(
-                f"{name} is a {type(block).__name__}, which has no forward, but a pipeline runs each block of "
-                f"{stack.name} by calling it. Make a module with a forward of it, or name another stack with "
-                f"HanayoStrategy(blocks=...)."
+                f"{name} is a {type(block).__name__}, which has no forward to run a block of {stack.name} by. Make a "
+                f"module with a forward of it, or name another stack with HanayoStrategy(blocks=...)."
             )
     for i, block in enumerate(stack.blocks):
         first = stack.blocks.index(block)
         if first < i:
             raise UnsupportedError(
-                f"{stack.name}[{first}] and {stack.name}[{i}] are the same module, used twice; a pipeline can't place "
-                f"it on two ranks. Use a separate module for each block, or name another stack with "
-                f"HanayoStrategy(blocks=...)."
+                f"{stack.name}[{first}] and {stack.name}[{i}] are the same module, used twice. Use a separate one for "
+                f"each block, or name another stack with HanayoStrategy(blocks=...)."
             )
 
 

@@ -92,9 +92,8 @@ class ShardedCalls:
         """
         if not self.boundary.agrees(self.microbatch, carried_of(calls)):
             raise UnsupportedError(
-                "an attribute that blocks read is set in the step to different values on the ranks of a cube, which "
-                "have different samples. Pass it to the blocks as an argument, set it in on_train_batch_start, or set "
-                "cube_outside='replicate'."
+                "an attribute that blocks read is set in the step to different values on the ranks of a cube. Pass it "
+                "to the blocks as an argument, set it in on_train_batch_start, or set cube_outside='replicate'."
             )
         return _with_carried(self.user.start_dry_run(self.batch, self.microbatch), calls)
 

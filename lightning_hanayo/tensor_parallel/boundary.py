@@ -88,6 +88,12 @@ class _Reshard:
     def __post_init__(self) -> None:
         self._plane = self.mesh.axis("yz")
 
+    @property
+    def _dims(self) -> tuple[int, int]:
+        """Of samples and positions in a residual stream."""
+        assert self.stream_dims is not None
+        return self.stream_dims.batch_dim, self.stream_dims.sequence_dim
+
 
 class SharedReshard(_Reshard):
     """How tensors are resharded where each rank works on its own share outside.
@@ -97,9 +103,7 @@ class SharedReshard(_Reshard):
 
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-        if self.stream_dims is None:
-            return x
-        batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
+        batch, sequence = self._dims
         sizes = self._sizes(shares)
         parts = collectives.padded(x, batch, max(sizes)).unsqueeze(0)
         for axis, dim in (("z", -1), ("y", sequence + 1)):  # [1, ..] to [y z, .., seq/y, .., h/z]
@@ -108,9 +112,7 @@ class SharedReshard(_Reshard):
 
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-        if self.stream_dims is None:
-            return x
-        batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
+        batch, sequence = self._dims
         sizes = self._sizes(shares)
         parts = torch.stack([collectives.padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
         received = collectives.all_to_all(parts, self._plane).unflatten(0, (self.mesh.size("y"), self.mesh.size("z")))
@@ -121,7 +123,7 @@ class SharedReshard(_Reshard):
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
         """Reshard another argument of a block, which has something for each sample, or is the same for all."""
-        if self.stream_dims is None or not is_batch or self._plane.size == 1:
+        if not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
         plane = self.mesh.unqueued_axis("yz")  # masks, for instance, come only with samples that need them
@@ -142,20 +144,16 @@ class ReplicatedReshard(_Reshard):
 
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-        if self.stream_dims is None:
-            return self.rows_in(x, shares, self.sample_dim(x, shares) or 0)
-        x = self.rows_in(x, shares, self.stream_dims.batch_dim)
-        x = _own_part(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
+        batch, sequence = self._dims
+        x = _own_part(self.rows_in(x, shares, batch), self.mesh.axis("y"), sequence)
         return _own_part(x, self.mesh.axis("z"), -1)
 
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-        if self.stream_dims is None:
-            return x
+        batch, sequence = self._dims
         x = collectives.all_gather(x, self.mesh.axis("z"), -1)
-        x = collectives.all_gather(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
-        x = x.narrow(self.stream_dims.sequence_dim, 0, sequence_length)
-        return self.rows_out(x, shares, self.stream_dims.batch_dim)
+        x = collectives.all_gather(x, self.mesh.axis("y"), sequence)
+        return self.rows_out(x.narrow(sequence, 0, sequence_length), shares, batch)
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
         """Reshard another argument of a block, which has something for each sample, or is the same for all."""
@@ -338,7 +336,7 @@ class MicrobatchReshard:
         """
         dims, shares, resharded = self.reshard.stream_dims, self._shares[microbatch], []
         if dims is None:
-            return [self.reshard.stream_in(tensor, shares) for tensor in tensors]
+            return []  # generic blocks have none
         dim = dims.sequence_dim
         lengths = (*self.sequence_lengths(microbatch), *(tensor.shape[dim] for tensor in tensors))
         self._lengths[microbatch] = tuple(dict.fromkeys(lengths))
@@ -360,12 +358,13 @@ class MicrobatchReshard:
             UnsupportedError: a tensor has no longer the rows that it had before.
         """
         reshard, shares = self.reshard, self._shares[microbatch]
-        if reshard.stream_dims is not None or not isinstance(reshard, ReplicatedReshard):
-            dims, parts = reshard.stream_dims, self._parts(microbatch)
+        if reshard.stream_dims is not None:
+            parts, sizes = self._parts(microbatch), [x.shape[reshard.stream_dims.sequence_dim] for x in tensors]
             self._lengths.pop(microbatch, None)  # another pass may have others
-            sizes = [0 if dims is None else x.shape[dims.sequence_dim] for x in tensors]
             lengths = sizes if parts is None else [parts.length(size) for size in sizes]
             return [reshard.stream_out(x, shares, length) for x, length in zip(tensors, lengths, strict=True)]
+        if not isinstance(reshard, ReplicatedReshard):
+            return list(tensors)
         rows_of_args = self._rows.get(microbatch) or [Rows(dim, tuple(shares)) for dim in {reshard.batch_dim: 0, 0: 0}]
         key = tuple(rows_of_args), len(tensors)
         if key not in self._made:
@@ -377,9 +376,8 @@ class MicrobatchReshard:
                 own, dim = made.shares[rank].size, made.dim
                 if x.dim() <= dim or x.shape[dim] != own * made.length:
                     raise UnsupportedError(
-                        f"blocks return or store a tensor of the shape {tuple(x.shape)}, which had "
-                        f"{own * made.length} rows in dimension {dim} in an earlier batch of as many samples. Let it "
-                        f"have the same number of rows for each sample, or set cube=1."
+                        f"blocks return or store a tensor of the shape {tuple(x.shape)}, which had {own * made.length} "
+                        f"rows in dimension {dim} in an earlier batch of as many samples: it must always have them."
                     )
                 x = reshard.rows_out(x.unflatten(dim, (own, -1)), made.shares, dim).flatten(dim, dim + 1)
             outside.append(reshard.mean_out(x, rows_of_args[0].shares) if made == "mean" else x)
@@ -412,8 +410,7 @@ class MicrobatchReshard:
             gets = "the mean over" if x.is_floating_point() else "those of one of"
             warnings.warn(
                 f"blocks return or store a tensor of the shape {tuple(x.shape)}, without an entry for each sample. The "
-                f"step gets {gets} the ranks of the cube, which have different samples. The training depends on the "
-                f"cube, unless it is a mean over samples.",
+                f"step gets {gets} the ranks of the cube, whose samples differ: right if it is a mean over samples.",
                 stacklevel=2,
             )
 
@@ -494,8 +491,7 @@ class MicrobatchReshard:
                 if one != other:
                     raise UnsupportedError(
                         f"an argument of the blocks, of the shape {tuple(new[i].shape)}, has other values on other "
-                        f"ranks of the cube, which have other samples, but no row for each sample. Give it the samples "
-                        f"as dimension 0, or set cube_outside='replicate'."
+                        f"ranks of the cube. Give it the samples as dimension 0, or set cube_outside='replicate'."
                     )
 
     def _check_streams(self, of_all_ranks: list[Any]) -> None:
@@ -510,9 +506,8 @@ class MicrobatchReshard:
         for one in zip(*of_all_ranks, strict=False):
             if len({has_gradient for _, has_gradient in one}) > 1:
                 raise UnsupportedError(
-                    "what the blocks get has a gradient on some ranks of the cube, and none on others, whose samples "
-                    "differ: code before the stack runs a trained module for some samples only. Run it for all (0 * "
-                    "module(x) for the others), or set cube_outside='replicate'."
+                    "what the blocks get has a gradient on some ranks of the cube, and none on others. Run the modules "
+                    "before the stack for all samples (0 * module(x)), or set cube_outside='replicate'."
                 )
             lengths = {shape[dims.sequence_dim] for shape, _ in one}
             if len(lengths) > 1:

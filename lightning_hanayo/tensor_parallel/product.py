@@ -66,9 +66,8 @@ class SequenceParts:
             if own == size:
                 return length
         raise UnsupportedError(
-            f"a layer of a cube reads a tensor of {size} positions, but of the sequences of {list(self.sizes)} "
-            f"positions that enter the blocks each rank has {list(self.sizes.values())}. If the tensor is made of "
-            f"another argument of the blocks, such as a memory, name that in `streams` of their BlockSpec."
+            f"a layer of a cube reads a tensor of {size} positions, of none of the sequences of {list(self.sizes)} "
+            f"that enter the blocks. If it is made of another argument, name that in `streams` of their BlockSpec."
         )
 
     def size(self, length: int) -> int:
@@ -334,7 +333,7 @@ class _Deferred:
         weight = self.weight
         if self.operands is not None:
             computed, self.operands = _compute(*self.operands), None
-            if weight.is_kept:
+            if weight.batch.keeps(weight):
                 weight.pending_gradients.add(weight, computed, self.trained)
             else:
                 self._summed = Pending(None, cache(weight.start_reduce_scatter(computed).wait))

@@ -101,15 +101,8 @@ class StageContext:
 
     def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
-        return weights.ShardedWeight(
-            parts,
-            self.mesh.axis(axis),
-            self.pending_gradients,
-            self.queue,
-            self._turns,
-            self.batch_weights,
-            self._pair_weights,
-        )
+        along, pending = self.mesh.axis(axis), self.pending_gradients
+        return weights.ShardedWeight(parts, along, pending, self.queue, self._pair_weights)
 
     def check_open(self) -> None:
         """Check that layers may be called.

@@ -296,9 +296,8 @@ class Resume:
         if scaled != trainer.accumulate_grad_batches:
             if self._is_scheduled:
                 raise HanayoError(
-                    f"an optimizer step took {before} samples when the checkpoint was saved; now it would take {now}, "
-                    f"and GradientAccumulationScheduler sets the accumulation of each epoch. Scale its numbers by "
-                    f"{scaled / now.accumulate:g}. {WAY_OUT}"
+                    f"an optimizer step took {before} samples when the checkpoint was saved, and now would take {now}. "
+                    f"Scale the numbers of GradientAccumulationScheduler by {scaled / now.accumulate:g}. {WAY_OUT}"
                 )
             trainer.accumulate_grad_batches = scaled
             yield (
@@ -363,9 +362,8 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
     if saved.loader_states(0) or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
             f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
-            f"samples on {before.data} data ranks; with {now.batch or 'other'} samples on {now.data} data ranks the "
-            f"epoch can't go on there. Resume with the same sizes up to the end of the epoch, or from a checkpoint of "
-            f"the end of an epoch. {WAY_OUT}"
+            f"samples on {before.data} data ranks, which can't go on with {now.batch or 'other'} on {now.data}. Resume "
+            f"with the same sizes, or from a checkpoint of the end of an epoch. {WAY_OUT}"
         )
     if size == before.batch * before.data:
         return None

@@ -106,8 +106,7 @@ def plan_parallelize(
     if experts == "cube" and not any(isinstance(block, GenericBlock) and block.experts for block in found):
         raise HanayoError(
             f"experts='cube': the blocks of {name} have no experts that a cube's ranks could share: modules of "
-            f"transformers with the weights of all experts in one tensor, as in Mixtral, Qwen3-MoE and DeepSeek-V3. "
-            f"Leave experts='cube' out."
+            f"transformers with the weights of all experts in one tensor, as in Mixtral. Leave experts='cube' out."
         )
     rows = tuple(row for block in found for row in block.report_rows())
     return ParallelizePlan(found, conversion.ConversionReport(name, headline, rows))

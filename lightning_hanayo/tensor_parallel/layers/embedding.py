@@ -78,9 +78,9 @@ class Embedding3D(ShardedModule, nn.Embedding):
         torch._assert_async(((ids >= 0) & (ids < self.num_embeddings)).all(), "an id is outside of the table")
         rows = ids - first
         is_own = (rows >= 0) & (rows < num_rows)
-        has_padding = self.padding_idx is not None and first <= self.padding_idx < first + num_rows
-        padding = self.padding_idx - first if has_padding else None
-        found = nn.functional.embedding(rows.where(is_own, 0), table, padding).masked_fill(~is_own.unsqueeze(-1), 0)
+        padding = -1 if self.padding_idx is None else self.padding_idx - first
+        found = nn.functional.embedding(rows.where(is_own, 0), table, padding if 0 <= padding < num_rows else None)
+        found = found.masked_fill(~is_own.unsqueeze(-1), 0)
         return reduce_scatter(found, axis, along_y.dim)
 
 
@@ -171,13 +171,13 @@ def cross_entropy3d(
             f"cross_entropy3d: logits {tuple(logits.shape)} don't fit labels {tuple(labels.shape)} and the "
             f"{stop - start} entries of this rank's part of the vocabulary; expected [..., V/n] and [...]"
         )
-    axis, count = mesh.axis(vocabulary.axes), stop - start
-    wide = logits[..., :count].to(torch.promote_types(logits.dtype, torch.float32))
-    largest = wide.detach().amax(-1) if count else wide.new_full(labels.shape, -torch.inf)
+    axis, size = mesh.axis(vocabulary.axes), stop - start
+    wide = logits[..., :size].to(torch.promote_types(logits.dtype, torch.float32))
+    largest = wide.detach().amax(-1) if size else wide.new_full(labels.shape, -torch.inf)
     wide = wide - axis.all_reduce_max(largest).wait().unsqueeze(-1)
     is_own = (labels >= start) & (labels < stop) & (labels != ignore_index)
     columns = (labels - start).where(is_own, 0).unsqueeze(-1)
-    target = wide.gather(-1, columns).squeeze(-1).where(is_own, 0) if count else wide.sum(-1)
+    target = wide.gather(-1, columns).squeeze(-1).where(is_own, 0) if size else wide.sum(-1)
     exps, target, sums = all_reduce(torch.stack((wide.exp().sum(-1), target, wide.sum(-1))), axis).unbind()
     losses = exps.log() - (1 - label_smoothing) * target
     if label_smoothing:

@@ -247,9 +247,8 @@ class ShardedLinear(ShardedModule):
             x = x.view_as(x)  # whole, or refused
         if any(not isinstance(one, nn.Parameter | None) for one in self._parameters.values()):
             raise UnsupportedError(
-                f"a linear layer of a cube ({type(self).__name__}) is called with another weight or bias than its own "
-                f"parameter (torch.func.functional_call), of which each rank would need its part. Compute with "
-                f"torch.nn.functional.linear instead, or leave the layer out with HanayoStrategy(cube_exclude=...)."
+                f"a linear layer of a cube ({type(self).__name__}) is called with another weight or bias than its own. "
+                f"Use torch.nn.functional.linear, or leave the layer out with HanayoStrategy(cube_exclude=...)."
             )
         with torch._C.DisableTorchFunctionSubclass():  # the parameters are parts here, whatever block code sees
             return self.sharding.forward(x, self._parameters["bias"])

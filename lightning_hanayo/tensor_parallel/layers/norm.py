@@ -206,8 +206,7 @@ def parallelize_norm(module: nn.Module, context: StageContext) -> None:
     if len(module.normalized_shape) > 1:
         raise UnsupportedError(
             f"{type(module).__name__} normalizes over the last {len(module.normalized_shape)} dimensions "
-            f"{tuple(module.normalized_shape)}; over the cube only the last one can be, as tokens are sharded along x "
-            f"and y"
+            f"{tuple(module.normalized_shape)}; over the cube only the last one can be"
         )
     _attach(module, context, module.normalized_shape[0])
     if not isinstance(module, ShardedNorm):

@@ -109,7 +109,8 @@ def weights_for(model: Any, state: Mapping[str, Any], prefix: str | None) -> tup
     _check(wanted, state, start, model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for name, tensor in wanted.items() if name not in ignored}
-    stored = _rules("remove_tied_weights_from_state_dict", "modeling_utils")(kept, model)  # without tied names
+    untie = import_module("transformers.modeling_utils").remove_tied_weights_from_state_dict
+    stored = untie(kept, model)
     for name in wanted.keys() - stored.keys():
         _check_tied(name, stored, state, start, model)
     own = {name: state[start + name] for name in stored}
@@ -132,17 +133,6 @@ def _transformers() -> Any:
         return import_module("transformers")
     except ModuleNotFoundError:
         raise UnsupportedError("Hugging Face's format needs transformers: pip install transformers") from None
-
-
-def _rules(name: str, module: str) -> Any:
-    """A function that save_pretrained of transformers uses, too."""
-    found = getattr(import_module(f"transformers.{module}"), name, None)
-    if found is None:
-        raise UnsupportedError(
-            f"this version of transformers, {_transformers().__version__}, doesn't say how its models are saved "
-            f"({name}). Install a newer one: pip install --upgrade transformers"
-        )
-    return found
 
 
 def _prefix(wanted: Mapping[str, Tensor], state: Mapping[str, Any], model: Any) -> str:
@@ -186,7 +176,7 @@ def _check_tied(name: str, stored: Mapping[str, Tensor], state: Mapping[str, Any
 
 def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename and convert the tensors as save_pretrained does; none is read before it is used."""
-    revert = _rules("revert_weight_conversion", "core_model_loading")
+    revert = import_module("transformers.core_model_loading").revert_weight_conversion
     on_meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()}
     sources_of = {id(tensor): name for name, tensor in on_meta.items()}  # what is only renamed is the same object
     on_disk = revert(model, dict(on_meta))
@@ -371,10 +361,7 @@ def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _transformers_match(prefix: str, module: Any, names: Collection[str]) -> Iterator[NameMatch]:
-    try:
-        mapping, loading = map(import_module, ("transformers.conversion_mapping", "transformers.core_model_loading"))
-    except ModuleNotFoundError:  # before version 5, where names that agree are all that is understood
-        return
+    mapping, loading = map(import_module, ("transformers.conversion_mapping", "transformers.core_model_loading"))
     transforms = mapping.get_model_conversion_mapping(module)
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]

@@ -296,12 +296,7 @@ class DeviceLink(LinkQueue):
 
 def _unplanned(plan: Order, numbers: defaultdict[int, int]) -> str:
     planned, started = ([sum(one == slot for one, _ in plan) for slot in (0, 1)], [numbers[slot] for slot in (0, 1)])
-    if planned == started:
-        return (
-            f"two actions that ran at once started their collectives, {started[0]} and {started[1]}, in another order "
-            f"than planned. Blocks whose collectives depend on their data can't run in pairs: pairs=False."
-        )
     return (
-        f"two actions that ran at once were planned with {planned[0]} and {planned[1]} collectives, but started "
-        f"{started[0]} and {started[1]}. Blocks that start collectives only sometimes can't run in pairs: pairs=False."
+        f"two actions that ran at once were planned with {planned} collectives in an order, and started {started}. "
+        f"Blocks whose collectives depend on their data can't run in pairs: pairs=False."
     )

@@ -380,16 +380,12 @@ def _of_several(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> 
 
 def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The children with their qualified names; a module that is there twice is there twice."""
-    return [(_joined(name, key), child) for key, child in module._modules.items() if child is not None]
+    return [(f"{name}.{key}".removeprefix("."), child) for key, child in module._modules.items() if child is not None]
 
 
 def _has_no_forward(module: nn.Module) -> bool:
     """Whether it only holds others, as a ModuleList; but a DenseNet's block is a ModuleDict with a forward."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
-
-
-def _joined(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
 
 
 def _check(stack: Stack) -> None:

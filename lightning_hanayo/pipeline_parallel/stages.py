@@ -6,14 +6,14 @@ LastStage     blocks (none, if the schedule has a loss stage), and user code aft
 SingleStage   the whole step, on one pipeline rank
 
 With tensor parallelism several ranks run a stage together. Outside the stack each has its own samples, with all
-features; inside it has shards. `tensor_parallel` implements `StageHooks`; other stages use `NoHooks`.
+features; inside it has shards. a `StageContext` is called around it; other stages have `NoHooks`.
 """
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,43 +35,22 @@ from lightning_hanayo.schedule import Kind
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard
-
-
-class StageHooks(Protocol):
-    """Called before each forward and backward of a stage's blocks, and around batches."""
-
-    def begin_batch(self) -> None:
-        """Called when a batch begins."""
-
-    @property
-    def allows_twins(self) -> bool:
-        """Whether two forwards, or two backwards, of the stage may run at once now."""
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether layers gather their weights once a batch, so that its first and last actions differ from others."""
-
-    def expect_last_gradients(self) -> None:
-        """Called before the stage's action that makes its last weight gradients."""
-
-    def finish_gradients(self) -> None:
-        """Called when the stage's last weight gradient has been made: sums that are under way must end."""
-
-    def end_batch(self) -> None:
-        """Called when a batch has ended."""
-
-    def before_forward(self, *sequence_lengths: int) -> None:
-        """Called before a forward of the blocks on a micro-batch, whose whole sequences have these lengths."""
-
-    def before_backward(self, *sequence_lengths: int) -> None:
-        """Called before the backward of a micro-batch, with the lengths that its forward had."""
+    from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
 class NoHooks:
-    """The hooks of a stage on a single rank: they do nothing."""
+    """The hooks of a stage on a single rank: they do nothing. In a cube its `StageContext` has the same methods.
+
+    `begin_batch`, `end_batch`    around batches
+    `before_forward`, `before_backward`    of a micro-batch, whose whole sequences had these lengths in its forward
+    `expect_last_gradients`    before the stage's action that makes its last weight gradients
+    `finish_gradients`    when the last one has been made: sums that are under way must end
+    """
 
     allows_twins = True
+    """whether two forwards, or two backwards, of the stage may run at once now"""
     keeps_weights = False
+    """whether layers gather their weights once a batch, so that its first and last actions differ from others"""
 
     def before_forward(self, *sequence_lengths: int) -> None:
         """Do nothing."""
@@ -116,7 +95,7 @@ class Stage(ABC):
 
     queue: WeightGradientQueue
     """where the stage's layers leave their weight gradients while the backward is split"""
-    hooks: StageHooks = field(default_factory=NoHooks)
+    hooks: "NoHooks | StageContext" = field(default_factory=NoHooks)
     """called before each forward and backward of the blocks"""
     carriers: Carriers = NO_CARRIERS
     """carry values that the step and the blocks store for each other"""

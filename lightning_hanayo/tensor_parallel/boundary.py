@@ -275,7 +275,6 @@ class MicrobatchReshard:
     """by micro-batch: those of their arguments that have no rows of samples"""
     _made: dict[Hashable, list[Rows | Literal["same", "mean"]]] = field(default_factory=dict, init=False)
     """by what the ranks share, and the number of tensors: what generic blocks have made of it"""
-    _has_warned: bool = field(default=False, init=False)
     _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
     """by micro-batch: the different lengths of its residual streams"""
     _compared: set[tuple[int, tuple[int, ...]]] = field(default_factory=set, init=False)
@@ -400,19 +399,14 @@ class MicrobatchReshard:
             )
             is_handed_on = set(digests) <= set(whole)
             if rows is None and not is_handed_on and len(set(digests)) > 1:
-                self._warn_of(x)
+                gets = "the mean over" if x.is_floating_point() else "those of one of"
+                warnings.warn(
+                    f"blocks return or store a tensor of the shape {tuple(x.shape)}, without an entry for each sample. "
+                    f"The step gets {gets} the ranks of the cube, which is right for a mean over samples.",
+                    stacklevel=2,
+                )
             found.append("same" if is_handed_on else rows or ("mean" if x.is_floating_point() else "same"))
         return found
-
-    def _warn_of(self, x: Tensor) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            gets = "the mean over" if x.is_floating_point() else "those of one of"
-            warnings.warn(
-                f"blocks return or store a tensor of the shape {tuple(x.shape)}, without an entry for each sample. The "
-                f"step gets {gets} the ranks of the cube, whose samples differ: right if it is a mean over samples.",
-                stacklevel=2,
-            )
 
     def sequence_lengths(self, microbatch: int) -> tuple[int, ...]:
         """Returns the different lengths of the micro-batch's sequences in this pass; none if blocks don't need them."""

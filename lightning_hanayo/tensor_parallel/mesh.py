@@ -9,7 +9,7 @@ x, y, z = 2, 2, 2        rank = (x * 2 + y) * 2 + z
   y=1    6     7
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -182,9 +182,9 @@ class MeshAxis:
         """Start to send and receive pairs of (sent, received) tensors: one collective."""
         for out, into in exchanges:
             into[self.rank].copy_(out[self.rank])
-        return self._start(lambda: Transfers([self._send_and_receive(out, into) for out, into in exchanges]))
+        return self._start(lambda: Transfers([work for pair in exchanges for work in self._send_and_receive(*pair)]))
 
-    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Sequence[Tensor] | Tensor) -> Work:
+    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Sequence[Tensor] | Tensor) -> Iterator[Work]:
         """Send `out[i]` to rank i and receive `into[i]` from it, unless they are empty. Receives are posted first.
 
         gloo's own all-gather and all-to-all post sends first. A receive is announced in the same stream as the data
@@ -194,9 +194,8 @@ class MeshAxis:
         assert self.group is not None
         steps = range(1, self.size)  # from its neighbour on, so that no rank is the first peer of all others
         sources, targets = ([(self.rank + sign * step) % self.size for step in steps] for sign in (-1, 1))
-        works = [self.group.recv([into[peer]], peer, self.tag) for peer in sources if into[peer].numel()]
-        works += [self.group.send([out[peer]], peer, self.tag) for peer in targets if out[peer].numel()]
-        return Transfers(works)
+        yield from (self.group.recv([into[peer]], peer, self.tag) for peer in sources if into[peer].numel())
+        yield from (self.group.send([out[peer]], peer, self.tag) for peer in targets if out[peer].numel())
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """The sum over all ranks. `tensor` is overwritten."""

@@ -18,7 +18,7 @@ from lightning_hanayo.weight_gradients import WeightGradients
 
 
 class StageContext:
-    """Given to the constructor of each layer. It implements the runtime's `StageHooks`.
+    """Given to the constructor of each layer. The runtime calls it around batches and actions, as its `NoHooks`.
 
     The lengths of sequences are the one thing here that changes between runs. An all-gather needs them to drop the
     padding. The stage has them as an argument, but the layers are called by the user's own block code, which can't pass

@@ -50,7 +50,6 @@ from lightning_hanayo.pipeline_parallel.stages import (
     NoReshard,
     SingleStage,
     Stage,
-    StageHooks,
 )
 from lightning_hanayo.pipeline_parallel.tp_stages import TensorParallelFirstStage
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
@@ -246,8 +245,9 @@ class RankBuilder:
             # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
             run.attributes.set(encoder, "use_nested_tensor", False)
         carriers = NO_CARRIERS if is_single else self.carriers()
+        hooks_of: Any = (lambda stage: NoHooks()) if cube is None else cube.stage_hooks
         common: dict[int, dict[str, Any]] = {
-            stage: {"queue": queues[stage], "hooks": self._hooks(stage), "carriers": carriers} for stage in self.numbers
+            stage: {"queue": queues[stage], "hooks": hooks_of(stage), "carriers": carriers} for stage in self.numbers
         }
         stages: dict[int, Stage] = {
             stage: MiddleStage(blocks=ownership.blocks(stage), **own) for stage, own in common.items()
@@ -273,9 +273,6 @@ class RankBuilder:
             whole = WholeStep(stack.blocks, 0, stack.name, **around)
             ends[True] = Ends(whole, stages | self._ends(whole, common, tied))
         return dict(next(iter(ends.values())).stages), ends
-
-    def _hooks(self, stage: int) -> StageHooks:
-        return NoHooks() if self.cube is None else self.cube.stage_hooks(stage)
 
     def _without_values(self, block: nn.Module) -> tuple[nn.Module, Mapping[torch.Tensor, tuple[int, ...]]]:
         """A copy of a block without values, and the whole shapes of the parameters of which ranks have parts."""

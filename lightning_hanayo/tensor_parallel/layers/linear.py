@@ -25,7 +25,6 @@ from lightning_hanayo.tensor_parallel.product import (
     AxisCollective,
     ParallelStyle,
     ProductArgs,
-    SequenceParts,
     products,
 )
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
@@ -62,18 +61,14 @@ class ShardedProduct:
     def __post_init__(self) -> None:
         size = self.context.mesh.size
         self._num_gathered, self._num_scattered = size(self.all_gather.axis), size(self.reduce_scatter.axis)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._args: tuple[SequenceParts | None, ProductArgs] | None = None
         self._handle = new_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_args", "_handle")}
+        return {name: value for name, value in vars(self).items() if name != "_handle"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin()
+        self._handle = new_handle(self)
 
     def __deepcopy__(self, memo: Any) -> "ShardedProduct":
         twin = memo[id(self)] = copy(self)
@@ -90,13 +85,10 @@ class ShardedProduct:
 
     def args(self) -> ProductArgs:
         """How it runs now: for sequences of the lengths that the stage runs."""
-        self.context.check_open()
-        parts = self.context.sequence_parts
-        if self._args is None or self._args[0] is not parts:
-            before, after = self.context.bind(self.all_gather), self.context.bind(self.reduce_scatter)
-            keep, num_pieces, has_pairs = self.context.keep, self.context.num_pieces, self.context.has_pairs
-            self._args = parts, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
-        return self._args[1]
+        context = self.context
+        context.check_open()
+        before, after = context.bind(self.all_gather), context.bind(self.reduce_scatter)
+        return ProductArgs(self.weight, before, after, context.keep, context.num_pieces, context.has_pairs)
 
     def following(self) -> Sequence[ShardedWeight]:
         """The weights to gather ahead. Called once per product."""

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from operator import ge
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -410,8 +410,7 @@ _MAY_BE_ALL = 0.01
 """a list with a smaller share of the parameters isn't what a step calls in place of the largest one"""
 
 
-@dataclass(frozen=True)
-class UncutStack:
+class UncutStack(NamedTuple):
     """A stack that stays whole, while the pipeline cuts another one."""
 
     stack: Stack
@@ -438,47 +437,23 @@ def uncut_stacks(model: nn.Module, cut: Stack, called: Collection[str] | None = 
     return sorted((one for one in found if one.share >= _WORTH_SAYING), key=lambda one: -one.num_parameters)
 
 
-def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int, called: Collection[str] | None = None) -> str:
+def describe_uncut(model: nn.Module, cut: Stack, called: Collection[str] | None = None) -> str:
     """A message about the stacks that stay whole, with the way out; empty if there is none.
 
     Example:
-        T5Model has 2 stacks of blocks, of which one is cut: decoder.block (6 blocks, 25.2 M parameters). Whole on
-        pipeline rank 0: encoder.block (6 blocks, 18.9 M parameters, 43% of those in blocks). If each parameter costs
-        the same computation, 4 pipeline ranks are at most 2.3 times as fast as one, since rank 0 computes all that is
-        whole. HanayoStrategy(blocks='encoder.block') cuts that stack instead.
+        T5Model has 2 stacks of blocks, of which one is cut: decoder.block (6 blocks: T5Block). Whole on pipeline rank
+        0: encoder.block (43% of the parameters in blocks). HanayoStrategy(blocks='encoder.block') cuts it instead.
     """
     uncut = uncut_stacks(model, cut, called)
     if not uncut:
         return ""
-    size = sum(parameter.numel() for parameter in cut.parameters)
-    described, share, are_trained = [], sum(one.share for one in uncut), True
-    for one in uncut:
-        trained = [p.requires_grad for p in one.stack.parameters]
-        are_trained &= all(trained)
-        described.append(
-            f"{one.stack.name} ({len(one.stack)} blocks, {_count(one.num_parameters)} parameters, "
-            f"{one.share:.0%} of those in blocks{'' if any(trained) else ', frozen'})"
-        )
-    limit = ""
-    if are_trained and share * num_pipeline_ranks > 1:
-        limit = (
-            f" If each parameter costs the same computation, {num_pipeline_ranks} pipeline ranks are at most "
-            f"{1 / share:.1f} times as fast as one, since rank 0 computes all that is whole."
-        )
+    whole = ", ".join(f"{one.stack.name} ({one.share:.0%} of the parameters in blocks)" for one in uncut)
     beside = [one for one in (cut, *(one.stack for one in uncut)) if len(one) == len(cut)]
     rows = [one.name for one in beside if one.name.rpartition(".")[0] == cut.name.rpartition(".")[0]]
-    return (
-        f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut.name} "
-        f"({len(cut)} blocks, {_count(size)} parameters). Whole on pipeline rank 0: {', '.join(described)}."
-        f"{limit} HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
-        + f" If a loop calls them in turn, blocks={rows}, in the order of its calls, cuts them all."
-        * (len(rows) > 1)
+    text = (
+        f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut}. Whole on pipeline "
+        f"rank 0: {whole}. HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
     )
-
-
-def _count(number: int) -> str:
-    """A number of parameters, in a unit that suits it: 34.6 M."""
-    for factor, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
-        if number >= factor:
-            return f"{number / factor:.1f}{unit}"
-    return str(number)
+    if len(rows) > 1:
+        text += f" If a loop calls them in turn, blocks={rows}, in the order of its calls, cuts them all."
+    return text

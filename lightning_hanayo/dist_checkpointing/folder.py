@@ -457,27 +457,7 @@ def verify_file(path: str, rank: int = 0, num_ranks: int = 1) -> None:
                     while data.read(CHUNK):
                         pass
     except _ZIP_ERRORS as error:
+        problem = f"is truncated or damaged, {os.path.getsize(path)} bytes: {error}"
         if isinstance(error, zipfile.BadZipFile) and record is not None:
-            raise CheckpointError(
-                f"{path} is damaged: {_meaning(path, record.filename.partition('/')[2])} has other bytes than were "
-                f"written (CRC-32). Load another checkpoint."
-            ) from None
-        raise CheckpointError(
-            f"{path} is truncated or damaged, {os.path.getsize(path)} bytes: {error}. Load another checkpoint."
-        ) from None
-
-
-def _meaning(path: str, record: str) -> str:
-    """The name of the tensor that a record holds, else that of the record."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import keystr, tree_flatten_with_path
-
-    try:
-        offset = torch._C.PyTorchFileReader(path).get_record_offset(record)  # type: ignore[attr-defined]
-        with FakeTensorMode():  # torch notes where a tensor's memory begins in the file when it loads it without data
-            leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
-        tensors = ((keys, leaf) for keys, leaf in leaves if isinstance(leaf, torch.Tensor))
-        return next(keystr(keys) for keys, one in tensors if one.untyped_storage()._checkpoint_offset == offset)
-    except Exception:  # the rest may be damaged, too, or the record is no tensor
-        return f"its record {record}"
+            problem = f"is damaged: its record {record.filename} has other bytes than were written (CRC-32)"
+        raise CheckpointError(f"{path} {problem}. Load another checkpoint.") from None

@@ -11,7 +11,7 @@ features; inside it has shards. a `StageContext` is called around it; other stag
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -64,14 +64,6 @@ class NoReshard:
     def shard_arguments(self, microbatch: int, tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
         """The tensors themselves."""
         return list(tensors)
-
-    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors themselves."""
-        return list(tensors)
-
-    def agrees(self, microbatch: int, value: Hashable) -> bool:
-        """True: there are no other ranks."""
-        return True
 
     def unshard_outputs(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors themselves."""

@@ -52,7 +52,8 @@ class ShardedCalls:
     _is_dry_run: bool = False
 
     def __post_init__(self) -> None:
-        self.user, self.boundary, self.arguments = self.stage.user, self.stage.boundary, self.stage.arguments
+        self.user, self.arguments = self.stage.user, self.stage.arguments
+        self.boundary: Any = self.stage.boundary
 
     def first(self) -> Message:
         """The first block's call."""

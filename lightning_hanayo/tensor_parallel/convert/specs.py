@@ -73,17 +73,10 @@ class BlockSpec:
     containers: tuple[type, ...] = ()
 
 
-def attribute(module: Any, path: str) -> Any:
-    """Returns the attribute at a dotted path. Raises an `AttributeError` if there is none."""
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
-
-
 def set_attribute(module: Any, path: str, value: Any) -> None:
     """Set the attribute at a dotted path."""
     *owners, name = path.split(".")
-    setattr(attribute(module, ".".join(owners)) if owners else module, name, value)
+    setattr(attrgetter(".".join(owners))(module) if owners else module, name, value)
 
 
 def joined(*names: str) -> str:

@@ -167,13 +167,7 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
             if parameter is not None and removed:
                 rows = len(parameter) - (removed if "in_proj" in name else removed // 2)
                 parameter.data = parameter.data[:rows].clone()
-        for name in ("in_proj_weight", *SEPARATE):
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                nn.init.xavier_uniform_(parameter)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-            nn.init.zeros_(self.out_proj.bias)
+        super()._reset_parameters()
 
     def forward(
         self,

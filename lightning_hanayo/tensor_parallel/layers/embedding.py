@@ -57,15 +57,6 @@ class Embedding3D(ShardedModule, nn.Embedding):
         super().__init__(*args, **kwargs)
         parallelize_embedding(self, context, style)
 
-    def reset_parameters(self) -> None:
-        """Called while the layer is constructed, before it is sharded."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        nn.init.normal_(weight)
-        if self.padding_idx is not None:
-            with torch.no_grad():
-                weight[self.padding_idx].fill_(0)
-
     def forward(self, ids: Tensor) -> Tensor:
         """[batch/x, seq] to [batch/x, seq/y, H/z]. Called by all ranks; ids are the same along y and z."""
         mesh, along_y = self.context.mesh, self.style.all_gather

@@ -5,7 +5,6 @@ Several layers that read one input gather it once, and are one product:
 x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z] times (Wq, Wk, Wv)^T  -->  q, k, v [batch/x, seq, N/(y z)]
 """
 
-import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -27,7 +26,13 @@ from lightning_hanayo.tensor_parallel.product import (
     ProductArgs,
     products,
 )
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
+from lightning_hanayo.tensor_parallel.sharding import (
+    DimShard,
+    Shard,
+    ShardedModule,
+    shard_parameters,
+    sharded_class,
+)
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StoredWeight
 
@@ -40,7 +45,7 @@ def guarded_weight(module: Any, name: str = "weight") -> Tensor:
     parameter = module._parameters.get(name)
     if parameter is None:
         raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
-    if isinstance(parameter, PartialParameter):
+    if isinstance(parameter, PartialParameter) or "_shards" not in vars(module):  # until the constructor shards it
         return parameter
     return partial_alias(parameter, vars(parameter).get("_part")).requires_grad_(parameter.requires_grad)
 
@@ -224,8 +229,12 @@ class ShardedLinear(ShardedModule):
     """The base class of all 3-D linear layers, whichever class they were converted from."""
 
     sharding: LinearSharding
-    weight = property(lambda self: self.sharding.parameter(self, "weight"))
-    bias = property(lambda self: self.sharding.parameter(self, "bias"))
+    weight = property(lambda self: self._of_sharding("weight"))
+    bias = property(lambda self: self._of_sharding("bias"))
+
+    def _of_sharding(self, name: str) -> Tensor | None:
+        sharding = vars(self).get("sharding")  # None: until the constructor shards it
+        return nn.Module.__getattr__(self, name) if sharding is None else sharding.parameter(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
         """Called by all ranks of the mesh, in the same order."""
@@ -289,15 +298,6 @@ class Linear3D(ShardedLinear, nn.Linear):
     def shard(self, context: StageContext, style: ParallelStyle, **options: Any) -> None:
         """Shard the whole layer. Called once, by the constructor."""
         parallelize_linear(self, context, style, **options)
-
-    def reset_parameters(self) -> None:
-        """Called while the layer is constructed, before it is sharded."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        if (bias := self._parameters["bias"]) is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(bias, -bound, bound)
 
 
 def parallelize_linear(

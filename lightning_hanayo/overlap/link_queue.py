@@ -64,13 +64,6 @@ class Ticket:
             self._work.wait()
             self._work = None
 
-    def post_now(self) -> None:
-        """Put it on the wire, and let `block` wait for it itself."""
-        post, self.post = self.post, None
-        assert post is not None
-        self._work = post()
-        self._done.set()
-
     def carry(self) -> None:
         """Put it on the wire, and wait for it. Called by the queue's thread."""
         begin = perf_counter()
@@ -290,7 +283,8 @@ class DeviceLink(LinkQueue):
     @override
     def start(self, post: Callable[[], Work]) -> Ticket:
         ticket = Ticket(self, post)
-        ticket.post_now()
+        ticket.post, ticket._work = None, post()  # which `block` waits for itself
+        ticket._done.set()
         return ticket
 
 

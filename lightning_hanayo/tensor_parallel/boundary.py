@@ -127,9 +127,8 @@ class SharedReshard(_Reshard):
             return x
         sizes = self._sizes(shares)
         plane = self.mesh.unqueued_axis("yz")  # masks, for instance, come only with samples that need them
-        return _join_valid(
-            collectives.all_gather(collectives.padded(x, 0, max(sizes)).unsqueeze(0), plane, 0), 0, sizes
-        )
+        parts = collectives.all_gather(collectives.padded(x, 0, max(sizes)).unsqueeze(0), plane, 0)
+        return _join_valid(parts, 0, sizes)
 
     def _sizes(self, shares: Sequence[Share]) -> list[int]:
         """How many samples each rank of the plane has."""
@@ -391,12 +390,10 @@ class MicrobatchReshard:
         """
         found: list[Rows | Literal["same", "mean"]] = []
         gathered = self.all_gather_in_cube([(tuple(x.shape), _digest(x)) for x in tensors])
+        candidates = *(replace(of, length=1) for of in rows_of_args), *rows_of_args
         for x, of_ranks in zip(tensors, zip(*gathered, strict=True), strict=True):
             shapes, digests = zip(*of_ranks, strict=True)
-            rows = next(
-                (one for one in (*(replace(of, length=1) for of in rows_of_args), *rows_of_args) if one.fit(shapes)),
-                None,
-            )
+            rows = next((one for one in candidates if one.fit(shapes)), None)
             is_handed_on = set(digests) <= set(whole)
             if rows is None and not is_handed_on and len(set(digests)) > 1:
                 gets = "the mean over" if x.is_floating_point() else "those of one of"

@@ -51,13 +51,13 @@ class BatchWeights:
     """which of two actions runs now"""
     is_open: bool = field(default=False, init=False)
     """whether a batch runs that keeps weights"""
-    _gathered: dict[tuple[ShardedWeight, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = field(
-        default_factory=dict, init=False
-    )
-    """with the versions of the parameters that were gathered"""
-    _sums: dict[ShardedWeight, GradientSum] = field(default_factory=dict, init=False)
-    _last: tuple[int, int] | None = field(default=None, init=False)
-    """the action whose gradients are the last ones"""
+
+    def __post_init__(self) -> None:
+        self._gathered: dict[Hashable, tuple[Sequence[int], Pending[list[Tensor]]]] = {}
+        """by weight and dtype, with the versions of the parameters that were gathered"""
+        self._sums: dict[ShardedWeight, GradientSum] = {}
+        self._last: tuple[int, int] | None = None
+        """the action whose gradients are the last ones"""
 
     def begin_batch(self) -> None:
         """Forget all that a failure in the batch before may have left."""

@@ -235,10 +235,7 @@ class CheckpointFolder:
                 f"file of it, python -m lightning.pytorch.utilities.consolidate_checkpoint {self.path}, and load that."
             )
         if self._storage.is_folder():
-            return (
-                f"{self.path} has no {MANIFEST}: it is no checkpoint of HanayoStrategy, or the save that was "
-                f"writing it was interrupted. Use an earlier checkpoint."
-            )
+            return f"{self.path} has no {MANIFEST}: it is no checkpoint of HanayoStrategy, or the save was interrupted."
         if self._storage.is_file():
             return f"{self.path} is a file, and not the folder of a checkpoint."
         return f"There is no checkpoint {self.path}. Give a path that all ranks see."

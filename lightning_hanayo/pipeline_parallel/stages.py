@@ -220,8 +220,9 @@ class LastStage(Stage):
         lengths = stage_input.sequence_lengths
         self.hooks.before_forward(*lengths)
         made = stage_input.run(self.blocks, self.carriers).message
-        whole = tuple(self.boundary.unshard_outputs(microbatch, made.tensors))
-        sequence_number = self._resume(batch, microbatch, cut, Message(made.skeleton, whole))
+        whole = self.boundary.unshard_outputs(microbatch, made.tensors)
+        after = StageInput.from_message(Message(made.skeleton, tuple(map(cut.cut, whole))))  # its graph begins anew
+        sequence_number = self.first.user.resume(batch, microbatch, after.output, after.trees)
         if torch.is_grad_enabled():
             self._under_way[microbatch].append((inputs, cut, sequence_number, lengths))
 
@@ -241,11 +242,6 @@ class LastStage(Stage):
         self.hooks.before_backward(*sequence_lengths)
         cut.backward(always=not isinstance(self.boundary, NoReshard))  # the ranks of a cube run the same backward
         return gradient_message(inputs.gradients)
-
-    def _resume(self, batch: Batch, microbatch: int, cut: GraphCut, made: Message) -> int:
-        """Resume the step with the stack's output, cut off its graph; return autograd's sequence number there."""
-        after = StageInput.from_message(Message(made.skeleton, tuple(map(cut.cut, made.tensors))))
-        return self.first.user.resume(batch, microbatch, after.output, after.trees)
 
     def _loss_backward(self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int) -> None:
         """Run the backward of the weighted loss up to the stack, and drop the graph of the step's result.

@@ -43,17 +43,26 @@ arguments that it had in another version (torch 2.13)"""
 _library = torch.library.Library(_NAMESPACE, "DEF")
 
 
-def _define(schema: str, shapes: Callable[..., Any]) -> Any:
-    """Define an operator, whose results have these shapes. The function after it computes; its graph follows."""
+def _define(schema: str, shapes: Callable[..., Any], backward: Any = None) -> Any:
+    """Define an operator, whose results have these shapes, and whose backward needs the handle alone.
+
+    The function after it computes.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)
 
     def register(function: Any) -> Any:
         torch.library.impl(_library, name, "CompositeExplicitAutograd")(torch.no_grad()(function))
         torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)
+        if backward is not None:
+            torch.library.register_autograd(f"{_NAMESPACE}::{name}", backward, setup_context=_save_handle, lib=_library)
         return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     return register
+
+
+def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
 
 
 def _target(handle: Tensor) -> Any:
@@ -105,9 +114,7 @@ def _product_backward(*given: Any) -> tuple[Tensor, Tensor]:
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
     dim = args.reduce_scatter.dim % len(gathered)  # of which the outputs were summed, to these true sizes
     sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
-    dx, of_weights = run_backward(
-        args, x, matrices or None, gradients, sizes, of_x, dtype=saved.dtype, is_used=is_used, needs_x=True
-    )
+    dx, of_weights = run_backward(args, x, matrices or None, gradients, sizes, of_x, is_used=is_used, needs_x=True)
     assert dx is not None
     if torch.autograd._is_checkpoint_valid():
         for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):
@@ -140,7 +147,11 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
 torch.library.register_autograd(f"{_NAMESPACE}::product", _backward, setup_context=_save, lib=_library)
 
 
-@_define("all_reduce(Tensor x, Tensor handle) -> Tensor", lambda x, handle: x.new_empty(x.shape))
+@_define(
+    "all_reduce(Tensor x, Tensor handle) -> Tensor",
+    lambda x, handle: x.new_empty(x.shape),
+    lambda ctx, dy: (compiled_all_reduce(dy, ctx.saved_tensors[0]), None),
+)
 def compiled_all_reduce(x: Tensor, handle: Tensor) -> Tensor:
     """The sum over all ranks of an axis, each of which computes its own part with it."""
     axis: MeshAxis = _target(handle)
@@ -148,7 +159,9 @@ def compiled_all_reduce(x: Tensor, handle: Tensor) -> Tensor:
 
 
 @_define(
-    "all_gather(Tensor x, Tensor handle, int size) -> Tensor", lambda x, handle, size: x.new_empty([size, *x.shape])
+    "all_gather(Tensor x, Tensor handle, int size) -> Tensor",
+    lambda x, handle, size: x.new_empty([size, *x.shape]),
+    lambda ctx, dy: (_reduce_scatter(dy, ctx.saved_tensors[0]), None, None),
 )
 def compiled_all_gather(x: Tensor, handle: Tensor, size: int) -> Tensor:
     """[...] on each of an axis's `size` ranks to [size, ...], for ranks that compute different things with it."""
@@ -160,21 +173,3 @@ def compiled_all_gather(x: Tensor, handle: Tensor, size: int) -> Tensor:
 def _reduce_scatter(parts: Tensor, handle: Tensor) -> Tensor:
     axis: MeshAxis = _target(handle)
     return axis.reduce_scatter(parts).wait()
-
-
-def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-torch.library.register_autograd(
-    f"{_NAMESPACE}::all_reduce",
-    lambda ctx, dy: (compiled_all_reduce(dy, ctx.saved_tensors[0]), None),
-    setup_context=_save_handle,
-    lib=_library,
-)
-torch.library.register_autograd(
-    f"{_NAMESPACE}::all_gather",
-    lambda ctx, dy: (_reduce_scatter(dy, ctx.saved_tensors[0]), None, None),
-    setup_context=_save_handle,
-    lib=_library,
-)

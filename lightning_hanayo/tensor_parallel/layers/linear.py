@@ -42,7 +42,7 @@ def guarded_weight(module: Any, name: str = "weight") -> Tensor:
 
     User code gets the parameter itself, which is guarded while user code runs; other code an alias.
     """
-    parameter = module._parameters.get(name)
+    parameter: Tensor | None = module._parameters.get(name)
     if parameter is None:
         raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
     if isinstance(parameter, PartialParameter) or "_shards" not in vars(module):  # until the constructor shards it
@@ -232,7 +232,7 @@ class ShardedLinear(ShardedModule):
     weight = property(lambda self: self._of_sharding("weight"))
     bias = property(lambda self: self._of_sharding("bias"))
 
-    def _of_sharding(self, name: str) -> Tensor | None:
+    def _of_sharding(self, name: str) -> Any:
         sharding = vars(self).get("sharding")  # None: until the constructor shards it
         return nn.Module.__getattr__(self, name) if sharding is None else sharding.parameter(self, name)
 

@@ -95,12 +95,7 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
         if folder.is_local:
             remove_next_to(path, "tmp")
         with folder.create(new) as file:
-            try:
-                write(file)
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch's archive writer raises one of its own instead
-                    raise error.__context__ from None
-                raise
+            write(file)
         if is_folder:
             os.rename(path, old)
         folder.replace(new, name)
@@ -111,11 +106,12 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
             folder.remove(new)
             if os.path.isdir(old) and not os.path.lexists(path):
                 os.rename(old, path)
-        if not isinstance(error, OSError | CheckpointError):
+        # torch's archive writer raises an error of its own instead
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(cause, OSError | CheckpointError):
             raise
-        raise CheckpointError(
-            f"{path} was not saved: {problem_of(error, path)}. What was there before is untouched."
-        ) from error
+        problem = problem_of(cause, path)
+        raise CheckpointError(f"{path} was not saved: {problem}. What was there before is untouched.") from cause
 
 
 def gather_module_state(

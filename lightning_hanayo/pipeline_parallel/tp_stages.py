@@ -122,7 +122,7 @@ class ShardedCalls:
         dims = None
         if isinstance(self.user, WholeStep):
             dims = self.user.dims_of_parts(self.batch, [calls.tensors[i] for i in new])
-        inside = self.boundary.shard_arguments(self.microbatch, outside, streams, masks, calls.skeleton, dims)
+        inside = self.boundary.shard_arguments(self.microbatch, outside, (streams, masks), calls.skeleton, dims)
         if inside is None:
             return None
         for i, tensor in zip(new, inside, strict=True):
@@ -201,7 +201,7 @@ class DryFirstBlock:
         """Run it, and return its output outside."""
         stage, boundary = self.stage, self.boundary
         boundary.begin([boundary.shares_of(num_samples)])
-        inside = boundary.shard_arguments(0, call.tensors, *stage.arguments(call), call.skeleton)
+        inside = boundary.shard_arguments(0, call.tensors, stage.arguments(call), call.skeleton)
         assert inside is not None
         lengths = boundary.sequence_lengths(0)
         stage.hooks.before_forward(*lengths)

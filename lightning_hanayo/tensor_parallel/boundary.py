@@ -231,6 +231,12 @@ def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
+Named = tuple[Sequence[int], Sequence[int]]
+"""the numbers of residual streams among blocks' arguments, and of tensors that are the same for all samples"""
+
+Dims = Sequence[int | None]
+"""the dimension of each tensor that grows with the samples"""
+
 AllGatherObject = Callable[[Any], list[Any]]
 """called by all ranks of a group, each with a picklable object; returns the objects of all, in rank order"""
 
@@ -291,17 +297,10 @@ class MicrobatchReshard:
         return sample_shares(num_samples, self.reshard.mesh.sizes)
 
     def shard_arguments(
-        self,
-        microbatch: int,
-        tensors: Sequence[Tensor],
-        streams: Collection[int],
-        masks: Collection[int],
-        structure: Hashable,
-        dims: Sequence[int | None] | None = None,
+        self, microbatch: int, tensors: Sequence[Tensor], named: Named, structure: Hashable, dims: Dims | None = None
     ) -> list[Tensor] | None:
         """Reshard the arguments of blocks. Returns None, on all ranks, where their structures or shapes differ.
 
-        `streams` and `masks` are the numbers of residual streams, and of tensors that are the same for all samples.
         `dims`: the dimension of each that grows with the samples; None: that isn't known.
         """
         if self.reshard.stream_dims is None:
@@ -316,9 +315,10 @@ class MicrobatchReshard:
                 self._rows.setdefault(microbatch, []).extend(filter(None, rows))
                 self._whole.setdefault(microbatch, []).extend(x for x, of in pairs if of is None)
                 return [x if of is None else self.reshard.rows_in(x, of.shares, of.dim) for x, of in pairs]
-        is_batch = self._find_batch_tensors(microbatch, tensors, streams, masks, structure)
+        is_batch = self._find_batch_tensors(microbatch, tensors, named, structure)
         if is_batch is None:
             return None
+        streams, _ = named
         resharded = dict(zip(streams, self.shard_streams(microbatch, [tensors[i] for i in streams]), strict=True))
         shares = self._shares[microbatch]
         return [
@@ -413,14 +413,9 @@ class MicrobatchReshard:
         return sequence_parts(self.sequence_lengths(microbatch), self.reshard.mesh.size("y"))
 
     def _find_batch_tensors(
-        self,
-        microbatch: int,
-        tensors: Sequence[Tensor],
-        streams: Collection[int],
-        masks: Collection[int],
-        structure: Hashable,
+        self, microbatch: int, tensors: Sequence[Tensor], named: Named, structure: Hashable
     ) -> list[bool] | None:
-        """Returns which tensors have something for each sample: as long as the share on all ranks, and no `masks`.
+        """Returns which tensors have something for each sample: as long as the share on all ranks, and no mask.
 
         None if structures or shapes differ between ranks.
 
@@ -428,10 +423,10 @@ class MicrobatchReshard:
             HanayoError: lengths of streams differ between ranks.
             UnsupportedError: which streams have a gradient does, or values of an argument that has no samples.
         """
-        shares, dims = self._shares[microbatch], self.reshard.stream_dims
+        (streams, masks), shares, dims = named, self._shares[microbatch], self.reshard.stream_dims
         if isinstance(self.reshard, ReplicatedReshard):
             if dims is not None and streams:
-                rows = tensors[next(iter(streams))].shape[dims.batch_dim]
+                rows = tensors[streams[0]].shape[dims.batch_dim]
                 shares = self._shares[microbatch] = sample_shares(rows, self.reshard.mesh.sizes)
             dims_of_samples = [self.reshard.sample_dim(tensor, shares) for tensor in tensors]
             return [dim is not None and i not in masks for i, dim in enumerate(dims_of_samples)]
@@ -445,7 +440,7 @@ class MicrobatchReshard:
         if streams:
             # with as many rows as the residual stream has on each rank: user code may make several of one sample
             assert dims is not None
-            stream, first = next(iter(streams)), self.reshard.mesh.index("x") * self.reshard.mesh.size("yz")
+            stream, first = streams[0], self.reshard.mesh.index("x") * self.reshard.mesh.size("yz")
             counted = list(shares)
             for rank, other in enumerate(of_all_ranks, first):
                 counted[rank] = replace(counted[rank], stop=counted[rank].start + other[stream][dims.batch_dim])

@@ -49,13 +49,8 @@ def shard(kind: str) -> list[tuple[int, ...]] | str:
     structure = ("mask", "plain") if kind == "structures differ" and rank else ("plain",)
     arguments = [table, stream] if kind == "structures differ" and rank else [stream, table]
     try:
-        made = boundary.shard_arguments(
-            0,
-            arguments,
-            [next(i for i, one in enumerate(arguments) if one is stream)],
-            [1] if kind == "a mask of sequences" else [],
-            structure,
-        )
+        streams = [next(i for i, one in enumerate(arguments) if one is stream)]
+        made = boundary.shard_arguments(0, arguments, (streams, [1] if "sequences" in kind else []), structure)
     except HanayoError as error:
         return str(error)
     return [] if made is None else [tuple(one.shape) for one in made]

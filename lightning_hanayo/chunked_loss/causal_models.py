@@ -51,10 +51,10 @@ def chunk_loss(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
     check_chunk(chunk)
     head, loss = _head_and_loss(model)
     if not _is_causal(head, loss) or "forward" in vars(head):
+        name = getattr(loss, "__name__", type(loss).__name__)
         raise UnsupportedError(
-            f"chunk_loss: {type(model).__name__} has the head {type(head).__name__} and the loss "
-            f"{getattr(loss, '__name__', type(loss).__name__)}; expected a causal model of transformers with an "
-            f"nn.Linear head and {_LOSS}. Call lightning_hanayo.chunked_cross_entropy in your step instead."
+            f"chunk_loss: {type(model).__name__} has the head {type(head).__name__} and the loss {name}; expected "
+            f"nn.Linear and {_LOSS}. Call lightning_hanayo.chunked_cross_entropy in your step instead."
         )
     _chunk_loss(head, model, loss, chunk, object.__setattr__)
     return model
@@ -177,20 +177,13 @@ class ChunkedLoss:
         self.__name__ = original.__name__
 
     def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
+        self, logits: Tensor, labels: Tensor | None = None, vocab_size: int | None = None, **given: Any
     ) -> Tensor:
         """The mean over the labels that count, or their sum divided by `num_items_in_batch`."""
         if not isinstance(logits, Logits) or logits.is_made or vocab_size not in (None, logits.weight.shape[0]):
-            named = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
-            return self.original(_made(logits), labels, vocab_size, shift_labels=shift_labels, **named)
-        if shift_labels is None:
+            return self.original(_made(logits), labels, vocab_size, **given)
+        ignore_index, count = given.get("ignore_index", -100), given.get("num_items_in_batch")
+        if (shift_labels := given.get("shift_labels")) is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = chunked_cross_entropy(
@@ -200,6 +193,6 @@ class ChunkedLoss:
             logits.bias,
             chunk=self.chunk,
             ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            reduction="mean" if count is None else "sum",
         )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return loss if count is None else loss / count

@@ -228,10 +228,5 @@ class _TokenLosses(torch.autograd.Function):
                 dweight += low.t().mm(hidden[rows])
             if own_dbias is not None:
                 own_dbias += dlogits.sum(0)
-        return (
-            dhidden,
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(bias.dtype),
-            None,
-            None,
-        )
+        sums = ((dweight, weight), (dbias, bias))
+        return dhidden, *(None if one is None else one.to(own.dtype) for one, own in sums), None, None

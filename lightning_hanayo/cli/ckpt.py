@@ -125,12 +125,9 @@ def run_export(options: Namespace) -> int:
         print(json.dumps(asdict(written)))
         return 0
     print(f"wrote {written.path}: {written.num_tensors} tensors of the model")
-    if written.files:
-        print(f"files: {', '.join(written.files)}")
-    if written.left_out:
-        print(f"left out: {', '.join(written.left_out)}")
-    for note in written.notes:
-        print(f"note: {note}")
+    for what, names in (("files", written.files), ("left out", written.left_out), ("note", written.notes)):
+        if names:
+            print(f"{what}: {', '.join(names)}")
     return 0
 
 

@@ -36,7 +36,6 @@ from datetime import UTC, datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 from warnings import warn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from xxhash import xxh3_128
@@ -121,16 +120,6 @@ class SavingRanks:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` on rank 0, and nothing on the others."""
         return self._call(gather_objects, value) if self.num_ranks > 1 else [value]
-
-    def largest(self, number: int) -> int:
-        """Return the largest number of all ranks. Cheap enough for each batch: one all-reduce of eight bytes."""
-
-        def reduced(group: dist.ProcessGroup, value: int) -> int:
-            largest = torch.tensor(value)  # in host memory
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            return int(largest)
-
-        return self._call(reduced, number) if self.num_ranks > 1 else number
 
     def close(self) -> None:
         """Let go of the process group: ranks that wait for this one are woken once nobody holds it."""

@@ -124,11 +124,6 @@ class OpenedCheckpoint:
     folder: CheckpointFolder | None = None
     """None for a plain file"""
 
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """What the manifest of a folder says."""
-        return {} if self.folder is None else self.folder.manifest.about
-
 
 def tied_in_memory(state: Mapping[str, Any]) -> dict[str, str]:
     """Names of tensors that are an earlier one, or share its memory and have its shape: that one's name."""

@@ -71,7 +71,10 @@ def write_torch_file(file: BinaryIO, value: Any) -> None:
         archive.write_record("data.pkl", text.getvalue(), text.tell())
         archive.write_record("byteorder", b"little", len(b"little"))
         for number, tensor in enumerate(pickler.tensors):
-            _write_record(archive, f"data/{number}", bytes_of(tensor))
+            data = bytes_of(tensor)
+            values = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else b""
+            archive.write_record(f"data/{number}", values, len(data))
+            del data, values  # before the next one is read
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,6 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, _Values):
             return None
         return ("storage", torch.UntypedStorage, str(value.number), "cpu", value.num_bytes)
-
-
-def _write_record(archive: Any, name: str, data: memoryview) -> None:
-    """Write a tensor's bytes. They are held by nothing but this call."""
-    values = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else b""
-    archive.write_record(name, values, len(data))
 
 
 MAX_SHARD_SIZE = 5 * 10**9
@@ -335,7 +332,8 @@ def _to_huggingface(
 
 def _stored_model(opened: OpenedCheckpoint, module: str | None, *, needed: bool) -> Mapping[str, Any]:
     """What the checkpoint says of its model of transformers."""
-    listed, kinds = opened.about.get("huggingface"), {"prefix": str, "class": str, "config": dict}
+    listed = None if opened.folder is None else opened.folder.manifest.about.get("huggingface")
+    kinds = {"prefix": str, "class": str, "config": dict}
     models = [
         one
         for one in (listed if isinstance(listed, list) else ())

@@ -18,7 +18,7 @@ import re
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -59,8 +59,6 @@ _TEMPORARY = ".tmp-"
 """stands between the name of a checkpoint and the id of the save that is writing it"""
 _HEADER_BYTES = 2**16
 """Most headers are shorter, and take one request."""
-_Range = tuple[int, int, str]
-"""where a part begins and ends in its file, in bytes, and its key"""
 
 
 class PartOf(NamedTuple):
@@ -185,10 +183,13 @@ class CheckpointFolder:
                 continue
             self._headers.pop(file, None)  # so that it is read again
             header = self.header(file)
-            ranges = sorted((entry.start, entry.stop, key) for key, entry in header.items() if key in wanted)
-            for parts in _adjacent(ranges):
+            for key in sorted(wanted, key=lambda key: header[key].start):
+                hashed, one = xxh3_128(), self.parts[file][key]
                 with self._readable(file):
-                    self._verify_adjacent(file, parts)
+                    for chunk in self._storage.chunks(file, header[key].start, header[key].stop):
+                        hashed.update(chunk)
+                if hashed.hexdigest() != one.part.xxh3_128:
+                    raise damaged(self.where(file), f"the values of {one.name} aren't those that were saved")
 
     def header(self, file: str) -> Mapping[str, HeaderEntry]:
         """Returns where a file has its tensors, by key, in order. Its hash is checked before it is looked at."""
@@ -196,20 +197,6 @@ class CheckpointFolder:
             with self._readable(file):
                 self._headers[file] = self._read_header(file)
         return self._headers[file]
-
-    def _verify_adjacent(self, file: str, parts: Sequence[_Range]) -> None:
-        """Read parts that follow each other in a file at one go, and compare the hash of each."""
-        chunks = self._storage.chunks(file, parts[0][0], parts[-1][1])
-        chunk = memoryview(b"")
-        for start, stop, key in parts:
-            hashed, missing = xxh3_128(), stop - start
-            while missing:
-                chunk = chunk or next(chunks)
-                hashed.update(chunk[:missing])
-                chunk, missing = chunk[missing:], max(0, missing - len(chunk))
-            one = self.parts[file][key]
-            if hashed.hexdigest() != one.part.xxh3_128:
-                raise damaged(self.where(file), f"the values of {one.name} aren't those that were saved")
 
     def _part_bytes(self, part: StoredPart, start: int, stop: int) -> memoryview:
         """A range of a part's bytes, counted from its first one."""
@@ -248,10 +235,7 @@ class CheckpointFolder:
                 f"file of it, python -m lightning.pytorch.utilities.consolidate_checkpoint {self.path}, and load that."
             )
         if self._storage.is_folder():
-            return (
-                f"{self.path} has no {MANIFEST}: it is no checkpoint of HanayoStrategy, or the save that was "
-                f"writing it was interrupted. Use an earlier checkpoint."
-            )
+            return f"{self.path} has no {MANIFEST}: it is no checkpoint of HanayoStrategy, or the save was interrupted."
         if self._storage.is_file():
             return f"{self.path} is a file, and not the folder of a checkpoint."
         return f"There is no checkpoint {self.path}. Give a path that all ranks see."
@@ -275,17 +259,6 @@ def header_bytes(storage: Storage, file: str, num_bytes: int) -> bytes:
     data = bytes(storage.read(file, 0, min(_HEADER_BYTES, num_bytes)))
     length = header_length(data, num_bytes)
     return data[:length] if length <= len(data) else bytes(storage.read(file, 0, length))
-
-
-def _adjacent(ranges: Iterable[_Range]) -> list[list[_Range]]:
-    """Ranges in order, those together that follow each other without a gap."""
-    groups: list[list[_Range]] = []
-    for one in ranges:
-        if groups and groups[-1][-1][1] == one[0]:
-            groups[-1].append(one)
-        else:
-            groups.append([one])
-    return groups
 
 
 def share(folder: CheckpointFolder, rank: int, num_ranks: int) -> dict[str, set[str]]:
@@ -481,27 +454,7 @@ def verify_file(path: str, rank: int = 0, num_ranks: int = 1) -> None:
                     while data.read(CHUNK):
                         pass
     except _ZIP_ERRORS as error:
+        problem = f"is truncated or damaged, {os.path.getsize(path)} bytes: {error}"
         if isinstance(error, zipfile.BadZipFile) and record is not None:
-            raise CheckpointError(
-                f"{path} is damaged: {_meaning(path, record.filename.partition('/')[2])} has other bytes than were "
-                f"written (CRC-32). Load another checkpoint."
-            ) from None
-        raise CheckpointError(
-            f"{path} is truncated or damaged, {os.path.getsize(path)} bytes: {error}. Load another checkpoint."
-        ) from None
-
-
-def _meaning(path: str, record: str) -> str:
-    """The name of the tensor that a record holds, else that of the record."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import keystr, tree_flatten_with_path
-
-    try:
-        offset = torch._C.PyTorchFileReader(path).get_record_offset(record)  # type: ignore[attr-defined]
-        with FakeTensorMode():  # torch notes where a tensor's memory begins in the file when it loads it without data
-            leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
-        tensors = ((keys, leaf) for keys, leaf in leaves if isinstance(leaf, torch.Tensor))
-        return next(keystr(keys) for keys, one in tensors if one.untyped_storage()._checkpoint_offset == offset)
-    except Exception:  # the rest may be damaged, too, or the record is no tensor
-        return f"its record {record}"
+            problem = f"is damaged: its record {record.filename} has other bytes than were written (CRC-32)"
+        raise CheckpointError(f"{path} {problem}. Load another checkpoint.") from None

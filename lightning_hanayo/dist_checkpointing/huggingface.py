@@ -109,7 +109,8 @@ def weights_for(model: Any, state: Mapping[str, Any], prefix: str | None) -> tup
     _check(wanted, state, start, model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for name, tensor in wanted.items() if name not in ignored}
-    stored = _rules("remove_tied_weights_from_state_dict", "modeling_utils")(kept, model)  # without tied names
+    untie = import_module("transformers.modeling_utils").remove_tied_weights_from_state_dict
+    stored = untie(kept, model)
     for name in wanted.keys() - stored.keys():
         _check_tied(name, stored, state, start, model)
     own = {name: state[start + name] for name in stored}
@@ -132,17 +133,6 @@ def _transformers() -> Any:
         return import_module("transformers")
     except ModuleNotFoundError:
         raise UnsupportedError("Hugging Face's format needs transformers: pip install transformers") from None
-
-
-def _rules(name: str, module: str) -> Any:
-    """A function that save_pretrained of transformers uses, too."""
-    found = getattr(import_module(f"transformers.{module}"), name, None)
-    if found is None:
-        raise UnsupportedError(
-            f"this version of transformers, {_transformers().__version__}, doesn't say how its models are saved "
-            f"({name}). Install a newer one: pip install --upgrade transformers"
-        )
-    return found
 
 
 def _prefix(wanted: Mapping[str, Tensor], state: Mapping[str, Any], model: Any) -> str:
@@ -186,7 +176,7 @@ def _check_tied(name: str, stored: Mapping[str, Tensor], state: Mapping[str, Any
 
 def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename and convert the tensors as save_pretrained does; none is read before it is used."""
-    revert = _rules("revert_weight_conversion", "core_model_loading")
+    revert = import_module("transformers.core_model_loading").revert_weight_conversion
     on_meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()}
     sources_of = {id(tensor): name for name, tensor in on_meta.items()}  # what is only renamed is the same object
     on_disk = revert(model, dict(on_meta))
@@ -209,9 +199,8 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 result |= _converted(model, revert, {name: own[name] for name in sources}, targets)
             return result
     raise UnsupportedError(
-        f"transformers converts {listed(rest)} of {type(model).__name__} together when it saves "
-        f"them, so they can't be written one after another. Load the checkpoint into the model, and save it there: "
-        f"hanayo ckpt export --to file, then model.save_pretrained(folder)."
+        f"transformers converts {listed(rest)} of {type(model).__name__} together, so they can't be written one after "
+        f"another. Load the checkpoint into the model, and save it there: --to file, then model.save_pretrained."
     )
 
 
@@ -321,9 +310,8 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
     most = max((len(one.sources) + len(one.split) for one in candidates), default=0)
     if not most:
         raise HanayoError(
-            f"init_from: no tensor of {folder} has the name of one in {type(model).__name__}: {listed(names)} are in "
-            f"the folder, {listed(name for name, _ in named_values(model))} in the model. Build the model "
-            f"of the folder's config.json."
+            f"init_from: no tensor of {folder} ({listed(names)}) has the name of one in {type(model).__name__} "
+            f"({listed(name for name, _ in named_values(model))}). Build the model of the folder's config.json."
         )
     best = [one for one in candidates if len(one.sources) + len(one.split) == most]
     first = best[0]  # transformers' own rules before equal names
@@ -343,10 +331,8 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
         )
     if first.split:
         raise UnsupportedError(
-            f"init_from: transformers splits {listed(first.split)} of {folder} while it loads them, so a "
-            f"rank can't read its part alone. Save the model once as it is in memory: safetensors.torch.save_model("
-            f"{type(model.get_submodule(first.prefix)).__name__}.from_pretrained(folder), new_folder + "
-            f"'/model.safetensors')."
+            f"init_from: transformers splits {listed(first.split)} of {folder}, so a rank can't read its part. Save "
+            f"the loaded model once: safetensors.torch.save_model(model, new_folder + '/model.safetensors')."
         )
     return first
 
@@ -375,10 +361,7 @@ def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _transformers_match(prefix: str, module: Any, names: Collection[str]) -> Iterator[NameMatch]:
-    try:
-        mapping, loading = map(import_module, ("transformers.conversion_mapping", "transformers.core_model_loading"))
-    except ModuleNotFoundError:  # before version 5, where names that agree are all that is understood
-        return
+    mapping, loading = map(import_module, ("transformers.conversion_mapping", "transformers.core_model_loading"))
     transforms = mapping.get_model_conversion_mapping(module)
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
@@ -492,8 +475,7 @@ def _refuse(path: Path) -> None:
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")) for name in found):
         raise UnsupportedError(
             f"init_from: {path} has no safetensors, but other files ({', '.join(found)}). Convert them once, with the "
-            f"model's own class: GPT2LMHeadModel.from_pretrained(folder).save_pretrained(new_folder), with "
-            f"safe_serialization=True before version 5 of transformers."
+            f"model's own class: GPT2LMHeadModel.from_pretrained(folder).save_pretrained(new_folder)."
         )
     raise HanayoError(
         f"init_from: {path} has neither {_FILE} nor {_INDEX}, but {', '.join(found) or 'no files'}. Save a model "

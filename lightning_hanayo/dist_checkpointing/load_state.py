@@ -415,13 +415,10 @@ class OptimizerState:
         for name, number in own.items():
             shared.setdefault((number, saved[name]), name)
         for ((here, there), one), ((here_too, there_too), other) in combinations(shared.items(), 2):
-            problem = ""
-            if here == here_too:
-                problem = f"in different param groups of its optimizer, in this {self._name} they are in one"
-            elif there == there_too:
-                problem = f"in one param group of its optimizer, in this {self._name} they are in different ones"
-            if problem:
-                self._refuse(f"has {one} and {other} {problem}", "Build the same groups; their order may be another")
+            if here == here_too or there == there_too:
+                groups = "different param groups" if here == here_too else "one param group"
+                what = f"has {one} and {other} in {groups} of its optimizer, unlike this {self._name}"
+                self._refuse(what, "Build the same groups; their order may be another")
         return dict(shared.keys())
 
     def _check_states(self) -> None:

@@ -59,11 +59,10 @@ def reading(path: str | Path) -> Iterator[None]:
         classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     if not classes:
         raise CheckpointError(f"{path} can't be read as a checkpoint: {reason}. Load another one.") from None
+    names = ", ".join(one.rpartition(".")[2] for one in classes)
     raise CheckpointError(
-        f"{path} holds objects of {', '.join(classes)}, which only code can rebuild: reading a file never runs code. "
-        f"If you trust the file, allow {'the classes' if len(classes) > 1 else 'the class'} before the Trainer runs, "
-        f"torch.serialization.add_safe_globals([{', '.join(one.rpartition('.')[2] for one in classes)}]), or give the "
-        f"Trainer weights_only=False."
+        f"{path} holds objects of {', '.join(classes)}, which only code can rebuild. If you trust it, allow them, "
+        f"torch.serialization.add_safe_globals([{names}]), or give the Trainer weights_only=False."
     ) from None
 
 
@@ -96,12 +95,7 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
         if folder.is_local:
             remove_next_to(path, "tmp")
         with folder.create(new) as file:
-            try:
-                write(file)
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch's archive writer raises one of its own instead
-                    raise error.__context__ from None
-                raise
+            write(file)
         if is_folder:
             os.rename(path, old)
         folder.replace(new, name)
@@ -112,11 +106,12 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
             folder.remove(new)
             if os.path.isdir(old) and not os.path.lexists(path):
                 os.rename(old, path)
-        if not isinstance(error, OSError | CheckpointError):
+        # torch's archive writer raises an error of its own instead
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(cause, OSError | CheckpointError):
             raise
-        raise CheckpointError(
-            f"{path} was not saved: {problem_of(error, path)}. What was there before is untouched."
-        ) from error
+        problem = problem_of(cause, path)
+        raise CheckpointError(f"{path} was not saved: {problem}. What was there before is untouched.") from cause
 
 
 def gather_module_state(
@@ -212,9 +207,8 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
     if lacking or strange:
         what = f"lacks {lacking[0]!r}" if lacking else f"has {strange[0]!r} where torch's have numbers of parameters"
         raise UnsupportedError(
-            f"the state_dict() of {name} {what}, so that it isn't known which rank's states are whose. Let it return "
-            f"what torch's do: an optimizer around several can share its states with them (one.state = self.state). Or "
-            f"save weights alone, with save_weights_only=True."
+            f"the state_dict() of {name} {what}: it isn't known which states are whose. Let it return what torch's "
+            f"do (around several: one.state = self.state), or save weights alone, with save_weights_only=True."
         )
     apart = [{key: value for key, value in state.items() if key not in ("state", "param_groups")}]
     apart += [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -224,10 +218,8 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
                               for leaf in tree_leaves(value))]  # fmt: skip
     if lost:
         raise UnsupportedError(
-            f"the state_dict() of {name} has tensors under {lost[0]!r}, next to those of each parameter: "
-            f"each rank has those of its own parameters, and only rank 0's would be saved. Keep them in "
-            f"self.state[parameter]; an optimizer around another can save the inner one's state_dict(), with values of "
-            f"its own in inner.state[parameter]. Or save weights alone, with save_weights_only=True."
+            f"the state_dict() of {name} has tensors under {lost[0]!r}, of which only rank 0's would be saved. Keep "
+            f"them in self.state[parameter], or save weights alone, with save_weights_only=True."
         )
     return state
 

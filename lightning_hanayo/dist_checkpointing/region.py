@@ -140,7 +140,7 @@ def _overlaps(own: Runs, wanted: Runs) -> tuple[Overlap, ...]:
             i += 1
         else:
             j += 1
-    return _joined(sorted(found, key=lambda overlap: overlap.target))
+    return tuple(sorted(found, key=lambda overlap: overlap.target))
 
 
 def _located(runs: Runs) -> list[tuple[int, int, int]]:
@@ -150,14 +150,3 @@ def _located(runs: Runs) -> list[tuple[int, int, int]]:
         located.append((start, stop, position))
         position += stop - start
     return sorted(located)
-
-
-def _joined(overlaps: Iterable[Overlap]) -> tuple[Overlap, ...]:
-    """The overlaps, with those joined that follow each other in both parts."""
-    joined: list[Overlap] = []
-    for one in overlaps:
-        if joined and tuple(joined[-1][:2]) == (one.source - joined[-1].length, one.target - joined[-1].length):
-            joined[-1] = joined[-1]._replace(length=joined[-1].length + one.length)
-        else:
-            joined.append(one)
-    return tuple(joined)

@@ -115,9 +115,6 @@ class HostBuffers:
         return wait
 
 
-_DONE, _WRITES, _FAILED = range(3)
-"""states of a save in flight: on all ranks together it is in the largest of theirs"""
-
 ABANDON_WITHIN = 2.0
 """seconds for a save in flight to end by itself after a failure, and as many for it to stop"""
 
@@ -177,16 +174,15 @@ class Saver:
         if not isinstance(error, CheckpointError | None):
             own = f"{type(error).__name__}: {error}"
         try:
-            state = self._peers.largest(_FAILED if own else _DONE if is_idle else _WRITES)
-            texts = self._peers.all_gather(own) if state == _FAILED else ()
+            states = self._peers.all_gather((own, is_idle))
         except RanksLost as lost:
             unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
             raise CheckpointError(own or unknown) from lost
-        if state == _FAILED:
+        if texts := [text for text, _ in states if text]:
             self._tasks.wait(ABANDON_WITHIN)  # the save ends on other ranks, too: they have agreed on its failure
             self._start_afresh()
-            raise CheckpointError(next(text for text in texts if text)) from error
-        if state == _DONE:
+            raise CheckpointError(texts[0]) from error
+        if all(is_done for _, is_done in states):
             self._in_flight = None
 
     def wait(self) -> None:

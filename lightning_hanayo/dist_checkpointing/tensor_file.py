@@ -96,21 +96,15 @@ def write_tensors(
     file.write(header)
     num_bytes, hashes = len(header), {}
     for key in keys:
-        hashes[key], length = _write(file, tensors[key], check)
-        num_bytes += length
+        data, hashed = bytes_of(tensors[key]), xxh3_128()
+        for start in range(0, len(data), _CHUNK):
+            check()
+            chunk = data[start : start + _CHUNK]
+            hashed.update(chunk)
+            file.write(chunk)
+        hashes[key], num_bytes = hashed.hexdigest(), num_bytes + len(data)
+        data = chunk = memoryview(b"")  # freed before the next one is read
     return StoredFile(num_bytes, xxh3_128(header).hexdigest()), hashes
-
-
-def _write(file: BinaryIO, tensor: Tensor, check: Callable[[], object]) -> tuple[str, int]:
-    """Write a tensor, and return the hash and the number of its bytes."""
-    data = bytes_of(tensor)
-    hashed = xxh3_128()
-    for start in range(0, len(data), _CHUNK):
-        check()
-        chunk = data[start : start + _CHUNK]
-        hashed.update(chunk)
-        file.write(chunk)
-    return hashed.hexdigest(), len(data)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -64,13 +64,6 @@ class Ticket:
             self._work.wait()
             self._work = None
 
-    def post_now(self) -> None:
-        """Put it on the wire, and let `block` wait for it itself."""
-        post, self.post = self.post, None
-        assert post is not None
-        self._work = post()
-        self._done.set()
-
     def carry(self) -> None:
         """Put it on the wire, and wait for it. Called by the queue's thread."""
         begin = perf_counter()
@@ -290,18 +283,14 @@ class DeviceLink(LinkQueue):
     @override
     def start(self, post: Callable[[], Work]) -> Ticket:
         ticket = Ticket(self, post)
-        ticket.post_now()
+        ticket.post, ticket._work = None, post()  # which `block` waits for itself
+        ticket._done.set()
         return ticket
 
 
 def _unplanned(plan: Order, numbers: defaultdict[int, int]) -> str:
     planned, started = ([sum(one == slot for one, _ in plan) for slot in (0, 1)], [numbers[slot] for slot in (0, 1)])
-    if planned == started:
-        return (
-            f"two actions that ran at once started their collectives, {started[0]} and {started[1]}, in another order "
-            f"than planned. Blocks whose collectives depend on their data can't run in pairs: pairs=False."
-        )
     return (
-        f"two actions that ran at once were planned with {planned[0]} and {planned[1]} collectives, but started "
-        f"{started[0]} and {started[1]}. Blocks that start collectives only sometimes can't run in pairs: pairs=False."
+        f"two actions that ran at once were planned with {planned} collectives in an order, and started {started}. "
+        f"Blocks whose collectives depend on their data can't run in pairs: pairs=False."
     )

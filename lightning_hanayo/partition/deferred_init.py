@@ -61,8 +61,7 @@ class DeferredInit:
                     kind = type(module).__name__
                     raise UnsupportedError(
                         f"{f'{name}.{key}'.removeprefix('.')} of a {kind} was built on the meta device, but is neither "
-                        f"a parameter nor a buffer: nothing can give it values. Build the {kind} inside `with "
-                        f"torch.device('cpu')`."
+                        f"a parameter nor a buffer. Build the {kind} inside `with torch.device('cpu')`."
                     )
         self._copy = MetaCopy(model)
 
@@ -141,8 +140,7 @@ class DeferredInit:
         if num_writes < expected:
             raise UnsupportedError(
                 f"{name} of a {owner} was given values {expected} times when it was built on the meta device, but "
-                f"{num_writes} times by `reset_parameters` and `_init_weights`: the values that its __init__ sets "
-                f"would be lost. {_ADVICE}"
+                f"{num_writes} times by `reset_parameters` and `_init_weights`: values would be lost. {_ADVICE}"
             )
 
 
@@ -166,9 +164,8 @@ def _call_first(name: str, caller: str, methods: Iterable[Any], *arguments: obje
         method(*arguments)
     except RuntimeError as error:
         raise UnsupportedError(
-            f"{name} can't be initialized by itself: {method.__name__} of {caller or 'the whole model'} failed while "
-            f"all other modules were on the meta device ({error}). Let it read no values but the module's own, or "
-            f"build the model inside `with torch.device('cpu')`."
+            f"{name} can't be initialized by itself: {method.__name__} of {caller or 'the whole model'} failed with "
+            f"all other modules on the meta device ({error}). Build the model inside `with torch.device('cpu')`."
         ) from error
 
 

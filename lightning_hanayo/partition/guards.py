@@ -15,7 +15,7 @@ parameters as in hooks: sizes can be read, any other use is an error, until `rel
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
@@ -135,24 +135,18 @@ class ParameterGuard:
     @contextmanager
     def step(self) -> Iterator[None]:
         """While the user's step runs. Afterwards as before, as in `during`."""
-        before = self.scope, self.hook_name
-        self._enter("step", "")
-        try:
+        with self.during("step"):
             yield
-        finally:
-            self._enter(*before)
         self.after_step()
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """While code runs that user code has called, and that knows of parts and placeholders.
 
         Example:
             >>> with guard.off():
             ...     norm = norm_over_all_ranks(parameters)  # finds plain parameters and placeholders, and their `.grad`
         """
-        with self.during("off"):
-            yield
+        return self.during("off")
 
     def in_this_scope(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """The function, which runs with the same guards as now: user code that is called back when the guard is off."""
@@ -211,6 +205,9 @@ _NUMBERS = (0.03, 0.97)
 """in place of missing ones; they are probabilities, too, so that functions which draw by them take them"""
 
 
+_NEEDED = "its values are needed here"
+
+
 class Drawn:
     """The tensor without values that user code has filled with random numbers last, and these numbers."""
 
@@ -237,9 +234,8 @@ class Owner:
     device: torch.device
     way_out: str = (
         f"A hook that runs on all ranks calls {partial_values.FULL_PARAMETER} and uses what it returns; training_step "
-        f"uses what on_train_batch_start has got so, with its gradient. For weight decay there is the optimizer's "
-        f"weight_decay; for norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or "
-        f"Lightning's grad_norm"
+        f"uses what on_train_batch_start has got so. For norms over all gradients use torch.nn.utils.clip_grad_norm_, "
+        f"get_total_norm, or Lightning's grad_norm; for weight decay the optimizer's"
     )
     drawn: Drawn = field(default_factory=Drawn, compare=False)
     """the same of all owners of a run"""
@@ -390,19 +386,19 @@ def _owners(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owner]:
 
 def refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:
     """Raise the error of user code that needs values here, or runs where the owner can't do the same."""
-    where = "this code runs on pipeline rank 0 alone" if alone else "its values are needed here"
+    where = "this code runs on pipeline rank 0 alone" if alone else _NEEDED
     way_out = owner.way_out
     if alone and (module := _module_elsewhere()) is not None:
         way_out = (
-            f"It is code of {type(module).__name__}, reached by a call of a module inside a block, or of another "
-            f"method than forward. Only a call of the block itself runs on its rank: call the block, and do the rest "
-            f"in its forward; or let the modules of a list of Sequentials be the blocks: HanayoStrategy("
-            f"blocks='layers[*]'). Code that computes with parameters alone (a penalty) can use "
-            f"{partial_values.FULL_PARAMETER}"
+            f"It is code of {type(module).__name__}, inside a block or in another method than forward. Call the block, "
+            f"and do the rest in its forward; or let the modules of a list of Sequentials be the blocks: "
+            f"blocks='layers[*]'. Code that computes with parameters alone can use {partial_values.FULL_PARAMETER}"
         )
-    raise UnsupportedError(
-        f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). {way_out}."
-    ) from cause
+    raise UnsupportedError(_refusal(name, owner, where, way_out)) from cause
+
+
+def _refusal(name: str, owner: Owner, where: str, way_out: str) -> str:
+    return f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). {way_out}."
 
 
 def _module_elsewhere() -> nn.Module | None:
@@ -479,10 +475,7 @@ class GuardedPlaceholder(_OfOwner, partial_values.GuardedParameter, Placeholder)
 
     def refusal(self, name: str) -> str:
         """Says where the values are."""
-        owner = self._owner
-        return (
-            f"{owner.name} is on pipeline rank {owner.rank}, but its values are needed here ({name}). {owner.way_out}."
-        )
+        return _refusal(name, self._owner, _NEEDED, self._owner.way_out)
 
 
 WAY_OUT = (

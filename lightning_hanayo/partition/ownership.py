@@ -43,7 +43,7 @@ class Ownership:
         Its gradient is complete after that stage's backward. A parameter used outside the stack, or on several ranks,
         belongs to stage 0.
         """
-        users, shared = self._users(model), set(self.shared_parameters(model))
+        users, shared = self._users(model, self.kept), set(self.shared_parameters(model))
         found: dict[int, list[nn.Parameter]] = {stage: [] for stage in stages}
         for parameter in model.parameters():
             found.get(0 if parameter in shared else max(0, min(users[parameter])), []).append(parameter)
@@ -51,21 +51,17 @@ class Ownership:
 
     def shared_parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that code on several pipeline ranks uses. They belong to rank 0, and are lent to others."""
-        registered: dict[nn.Parameter, set[int]] = defaultdict(set)
-        for stage, rank in enumerate(self.stage_ranks):
-            for parameter in nn.ModuleList(self.blocks(stage)).parameters():
-                registered[parameter].add(rank)
-        for module in modules_outside(model, self.stack):
-            for parameter in module.parameters(recurse=False):
-                registered[parameter].add(0)
-        return [parameter for parameter, ranks in registered.items() if len(ranks) > 1]
+        ranks = {-1: 0, **dict(enumerate(self.stage_ranks))}
+        return [one for one, users in self._users(model).items() if len({ranks[stage] for stage in users}) > 1]
 
     def tied_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that two stages use, or a block and the code outside the stack."""
-        return {parameter for parameter, users in self._users(model).items() if len(users) > 1}
+        return {parameter for parameter, users in self._users(model, self.kept).items() if len(users) > 1}
 
-    def _users(self, model: nn.Module) -> dict[nn.Parameter, set[int]]:
-        """The stages that use each parameter; -1 stands for the code outside the stack."""
+    def _users(
+        self, model: nn.Module, kept: Iterable[tuple[nn.Parameter, int, str]] = ()
+    ) -> dict[nn.Parameter, set[int]]:
+        """The stages that have registered each parameter, or keep it; -1 stands for the code outside the stack."""
         users: dict[nn.Parameter, set[int]] = defaultdict(set)
         for stage in range(len(self.stages)):
             for parameter in nn.ModuleList(self.blocks(stage)).parameters():
@@ -73,7 +69,7 @@ class Ownership:
         for module in modules_outside(model, self.stack):
             for parameter in module.parameters(recurse=False):
                 users[parameter].add(-1)
-        for parameter, index, _ in self.kept:
+        for parameter, index, _ in kept:
             users[parameter].add(self._stage_of(index))
         return users
 
@@ -108,8 +104,7 @@ class Ownership:
             if name and self.stage_ranks[self._stage_of(index)] != ranks[name]:
                 raise UnsupportedError(
                     f"{place} is {name}, which belongs to pipeline rank {ranks[name]}, but the block runs on another "
-                    f"one. Pass it to the block as an argument, register it in the block, or give the block a "
-                    f"parameter of its own."
+                    f"one. Pass it to the block as an argument, or register it in the block."
                 )
 
     def check_cube(self, model: nn.Module) -> None:
@@ -118,7 +113,7 @@ class Ownership:
         Raises:
             UnsupportedError: a block uses another one's parameter, or blocks on several pipeline ranks share one.
         """
-        users, names = self._users(model), {parameter: name for name, parameter in model.named_parameters()}
+        users, names = self._users(model, self.kept), {parameter: name for name, parameter in model.named_parameters()}
         for parameter in self.shared_parameters(model):
             raise UnsupportedError(
                 f"{names[parameter]} belongs to blocks on several pipeline ranks, and each rank of a cube may hold a "

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from operator import ge
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -73,8 +73,7 @@ class Stack:
             if modules.get(name) is not block:
                 raise UnsupportedError(
                     f"the {type(block).__name__} that was {name} when training began was removed, replaced or renamed. "
-                    f"The blocks of {self.name} are assigned to ranks: change the modules inside them, append blocks, "
-                    f"or change the blocks before fit."
+                    f"Change the modules inside the blocks of {self.name}, append blocks, or change them before fit."
                 )
 
     @property
@@ -190,9 +189,8 @@ def find_stack(model: nn.Module, name: str | None = None, calls: Calls | None = 
         stack = best
     else:
         raise HanayoError(
-            f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class, or of few that repeat.{other_lists(model)} Else name modules that its step calls one after "
-            f"another, HanayoStrategy(blocks=['net.first', 'net.second', ...]), or build its layers as such a list."
+            f"{type(model).__name__} has no stack of blocks: no list of modules of one class, or of few that repeat."
+            f"{other_lists(model)} Else name modules that its step calls in turn: blocks=['first', 'second', ...]."
         )
     _check(stack)
     return stack
@@ -382,7 +380,7 @@ def _of_several(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> 
 
 def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The children with their qualified names; a module that is there twice is there twice."""
-    return [(_joined(name, key), child) for key, child in module._modules.items() if child is not None]
+    return [(f"{name}.{key}".removeprefix("."), child) for key, child in module._modules.items() if child is not None]
 
 
 def _has_no_forward(module: nn.Module) -> bool:
@@ -390,25 +388,19 @@ def _has_no_forward(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-def _joined(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
-
-
 def _check(stack: Stack) -> None:
     for name, block in zip(stack.block_names, stack.blocks, strict=True):
         if _has_no_forward(block):
             raise UnsupportedError(
-                f"{name} is a {type(block).__name__}, which has no forward, but a pipeline runs each block of "
-                f"{stack.name} by calling it. Make a module with a forward of it, or name another stack with "
-                f"HanayoStrategy(blocks=...)."
+                f"{name} is a {type(block).__name__}, which has no forward to run a block of {stack.name} by. Make a "
+                f"module with a forward of it, or name another stack with HanayoStrategy(blocks=...)."
             )
     for i, block in enumerate(stack.blocks):
         first = stack.blocks.index(block)
         if first < i:
             raise UnsupportedError(
-                f"{stack.name}[{first}] and {stack.name}[{i}] are the same module, used twice; a pipeline can't place "
-                f"it on two ranks. Use a separate module for each block, or name another stack with "
-                f"HanayoStrategy(blocks=...)."
+                f"{stack.name}[{first}] and {stack.name}[{i}] are the same module, used twice. Use a separate one for "
+                f"each block, or name another stack with HanayoStrategy(blocks=...)."
             )
 
 
@@ -418,8 +410,7 @@ _MAY_BE_ALL = 0.01
 """a list with a smaller share of the parameters isn't what a step calls in place of the largest one"""
 
 
-@dataclass(frozen=True)
-class UncutStack:
+class UncutStack(NamedTuple):
     """A stack that stays whole, while the pipeline cuts another one."""
 
     stack: Stack
@@ -446,47 +437,23 @@ def uncut_stacks(model: nn.Module, cut: Stack, called: Collection[str] | None = 
     return sorted((one for one in found if one.share >= _WORTH_SAYING), key=lambda one: -one.num_parameters)
 
 
-def describe_uncut(model: nn.Module, cut: Stack, num_pipeline_ranks: int, called: Collection[str] | None = None) -> str:
+def describe_uncut(model: nn.Module, cut: Stack, called: Collection[str] | None = None) -> str:
     """A message about the stacks that stay whole, with the way out; empty if there is none.
 
     Example:
-        T5Model has 2 stacks of blocks, of which one is cut: decoder.block (6 blocks, 25.2 M parameters). Whole on
-        pipeline rank 0: encoder.block (6 blocks, 18.9 M parameters, 43% of those in blocks). If each parameter costs
-        the same computation, 4 pipeline ranks are at most 2.3 times as fast as one, since rank 0 computes all that is
-        whole. HanayoStrategy(blocks='encoder.block') cuts that stack instead.
+        T5Model has 2 stacks of blocks, of which one is cut: decoder.block (6 blocks: T5Block). Whole on pipeline rank
+        0: encoder.block (43% of the parameters in blocks). HanayoStrategy(blocks='encoder.block') cuts it instead.
     """
     uncut = uncut_stacks(model, cut, called)
     if not uncut:
         return ""
-    size = sum(parameter.numel() for parameter in cut.parameters)
-    described, share, are_trained = [], sum(one.share for one in uncut), True
-    for one in uncut:
-        trained = [p.requires_grad for p in one.stack.parameters]
-        are_trained &= all(trained)
-        described.append(
-            f"{one.stack.name} ({len(one.stack)} blocks, {_count(one.num_parameters)} parameters, "
-            f"{one.share:.0%} of those in blocks{'' if any(trained) else ', frozen'})"
-        )
-    limit = ""
-    if are_trained and share * num_pipeline_ranks > 1:
-        limit = (
-            f" If each parameter costs the same computation, {num_pipeline_ranks} pipeline ranks are at most "
-            f"{1 / share:.1f} times as fast as one, since rank 0 computes all that is whole."
-        )
+    whole = ", ".join(f"{one.stack.name} ({one.share:.0%} of the parameters in blocks)" for one in uncut)
     beside = [one for one in (cut, *(one.stack for one in uncut)) if len(one) == len(cut)]
     rows = [one.name for one in beside if one.name.rpartition(".")[0] == cut.name.rpartition(".")[0]]
-    return (
-        f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut.name} "
-        f"({len(cut)} blocks, {_count(size)} parameters). Whole on pipeline rank 0: {', '.join(described)}."
-        f"{limit} HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
-        + f" If a loop calls them in turn, blocks={rows}, in the order of its calls, cuts them all."
-        * (len(rows) > 1)
+    text = (
+        f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut}. Whole on pipeline "
+        f"rank 0: {whole}. HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
     )
-
-
-def _count(number: int) -> str:
-    """A number of parameters, in a unit that suits it: 34.6 M."""
-    for factor, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
-        if number >= factor:
-            return f"{number / factor:.1f}{unit}"
-    return str(number)
+    if len(rows) > 1:
+        text += f" If a loop calls them in turn, blocks={rows}, in the order of its calls, cuts them all."
+    return text

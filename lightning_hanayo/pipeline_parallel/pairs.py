@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -149,13 +149,8 @@ class Pairs:
 
         queue.begin_pair(None if plan is None else plan.order)
         try:
-            return queue.turns.run(
-                lambda: act(0, run_first),
-                act_second,
-                by_turns=plan is None,
-                prefer=plan.prefer if plan else None,
-                are_twins=kinds[0].is_twin,
-            )
+            how: Any = {"by_turns": plan is None, "prefer": plan and plan.prefer, "are_twins": kinds[0].is_twin}
+            return queue.turns.run(lambda: act(0, run_first), act_second, **how)
         finally:
             queue.end_pair()
 

@@ -6,14 +6,14 @@ LastStage     blocks (none, if the schedule has a loss stage), and user code aft
 SingleStage   the whole step, on one pipeline rank
 
 With tensor parallelism several ranks run a stage together. Outside the stack each has its own samples, with all
-features; inside it has shards. `tensor_parallel` implements `StageHooks`; other stages use `NoHooks`.
+features; inside it has shards. a `StageContext` is called around it; other stages have `NoHooks`.
 """
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,43 +35,22 @@ from lightning_hanayo.schedule import Kind
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard
-
-
-class StageHooks(Protocol):
-    """Called before each forward and backward of a stage's blocks, and around batches."""
-
-    def begin_batch(self) -> None:
-        """Called when a batch begins."""
-
-    @property
-    def allows_twins(self) -> bool:
-        """Whether two forwards, or two backwards, of the stage may run at once now."""
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether layers gather their weights once a batch, so that its first and last actions differ from others."""
-
-    def expect_last_gradients(self) -> None:
-        """Called before the stage's action that makes its last weight gradients."""
-
-    def finish_gradients(self) -> None:
-        """Called when the stage's last weight gradient has been made: sums that are under way must end."""
-
-    def end_batch(self) -> None:
-        """Called when a batch has ended."""
-
-    def before_forward(self, *sequence_lengths: int) -> None:
-        """Called before a forward of the blocks on a micro-batch, whose whole sequences have these lengths."""
-
-    def before_backward(self, *sequence_lengths: int) -> None:
-        """Called before the backward of a micro-batch, with the lengths that its forward had."""
+    from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
 class NoHooks:
-    """The hooks of a stage on a single rank: they do nothing."""
+    """The hooks of a stage on a single rank: they do nothing. In a cube its `StageContext` has the same methods.
+
+    `begin_batch`, `end_batch`    around batches
+    `before_forward`, `before_backward`    of a micro-batch, whose whole sequences had these lengths in its forward
+    `expect_last_gradients`    before the stage's action that makes its last weight gradients
+    `finish_gradients`    when the last one has been made: sums that are under way must end
+    """
 
     allows_twins = True
+    """whether two forwards, or two backwards, of the stage may run at once now"""
     keeps_weights = False
+    """whether layers gather their weights once a batch, so that its first and last actions differ from others"""
 
     def before_forward(self, *sequence_lengths: int) -> None:
         """Do nothing."""
@@ -82,24 +61,9 @@ class NoHooks:
 class NoReshard:
     """The boundary of a stack that one rank per stage holds: nothing is converted."""
 
-    def shard_arguments(
-        self,
-        microbatch: int,
-        tensors: Sequence[Tensor],
-        streams: Collection[int],
-        structure: Hashable,
-        dims: Sequence[int | None] | None = None,
-    ) -> list[Tensor]:
+    def shard_arguments(self, microbatch: int, tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
         """The tensors themselves."""
         return list(tensors)
-
-    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors themselves."""
-        return list(tensors)
-
-    def agrees(self, microbatch: int, value: Hashable) -> bool:
-        """True: there are no other ranks."""
-        return True
 
     def unshard_outputs(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors themselves."""
@@ -123,7 +87,7 @@ class Stage(ABC):
 
     queue: WeightGradientQueue
     """where the stage's layers leave their weight gradients while the backward is split"""
-    hooks: StageHooks = field(default_factory=NoHooks)
+    hooks: "NoHooks | StageContext" = field(default_factory=NoHooks)
     """called before each forward and backward of the blocks"""
     carriers: Carriers = NO_CARRIERS
     """carry values that the step and the blocks store for each other"""
@@ -256,8 +220,9 @@ class LastStage(Stage):
         lengths = stage_input.sequence_lengths
         self.hooks.before_forward(*lengths)
         made = stage_input.run(self.blocks, self.carriers).message
-        whole = tuple(self.boundary.unshard_outputs(microbatch, made.tensors))
-        sequence_number = self._resume(batch, microbatch, cut, Message(made.skeleton, whole))
+        whole = self.boundary.unshard_outputs(microbatch, made.tensors)
+        after = StageInput.from_message(Message(made.skeleton, tuple(map(cut.cut, whole))))  # its graph begins anew
+        sequence_number = self.first.user.resume(batch, microbatch, after.output, after.trees)
         if torch.is_grad_enabled():
             self._under_way[microbatch].append((inputs, cut, sequence_number, lengths))
 
@@ -277,11 +242,6 @@ class LastStage(Stage):
         self.hooks.before_backward(*sequence_lengths)
         cut.backward(always=not isinstance(self.boundary, NoReshard))  # the ranks of a cube run the same backward
         return gradient_message(inputs.gradients)
-
-    def _resume(self, batch: Batch, microbatch: int, cut: GraphCut, made: Message) -> int:
-        """Resume the step with the stack's output, cut off its graph; return autograd's sequence number there."""
-        after = StageInput.from_message(Message(made.skeleton, tuple(map(cut.cut, made.tensors))))
-        return self.first.user.resume(batch, microbatch, after.output, after.trees)
 
     def _loss_backward(self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int) -> None:
         """Run the backward of the weighted loss up to the stack, and drop the graph of the step's result.

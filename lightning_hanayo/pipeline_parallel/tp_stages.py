@@ -10,7 +10,7 @@ ranks run the same backward, even a rank whose own samples do not count in the l
 """
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import GraphCut
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.carriers import merged
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput, carried_of, is_block
-from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.message import Message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.pytree import Flattener, tensor_indices, unflatten
@@ -44,20 +43,22 @@ class ShardedCalls:
     as a dry run on all samples that this rank's blocks work on.
     """
 
-    user: UserStep
-    boundary: "MicrobatchReshard | NoReshard"
+    stage: "TensorParallelFirstStage"
     batch: Batch
     microbatch: int
-    streams_of: Callable[[Message], list[int]]
     cut: GraphCut = field(default_factory=GraphCut)
     _inside: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """by id: a tensor outside (kept, so that its id stays its own), and the same inside"""
     _is_dry_run: bool = False
 
+    def __post_init__(self) -> None:
+        self.user, self.arguments = self.stage.user, self.stage.arguments
+        self.boundary: Any = self.stage.boundary
+
     def first(self) -> Message:
         """The first block's call."""
         call = self.user.begin_pass(self.batch, self.microbatch)
-        streams = self.streams_of(call)
+        streams, _ = self.arguments(call)
         sharded = self._shard(call)
         if sharded is not None:
             return Message(call.skeleton, tuple(sharded))
@@ -65,7 +66,7 @@ class ShardedCalls:
         inside = self.boundary.shard_streams(self.microbatch, outside)
         self._is_dry_run = True
         call = self._start_dry_run(call)
-        for i, tensor in zip(self.streams_of(call), inside, strict=True):
+        for i, tensor in zip(self.arguments(call)[0], inside, strict=True):
             self._inside[id(call.tensors[i])] = call.tensors[i], tensor
         return self._from_dry_run(call)
 
@@ -92,9 +93,8 @@ class ShardedCalls:
         """
         if not self.boundary.agrees(self.microbatch, carried_of(calls)):
             raise UnsupportedError(
-                "an attribute that blocks read is set in the step to different values on the ranks of a cube, which "
-                "have different samples. Pass it to the blocks as an argument, set it in on_train_batch_start, or set "
-                "cube_outside='replicate'."
+                "an attribute that blocks read is set in the step to different values on the ranks of a cube. Pass it "
+                "to the blocks as an argument, set it in on_train_batch_start, or set cube_outside='replicate'."
             )
         return _with_carried(self.user.start_dry_run(self.batch, self.microbatch), calls)
 
@@ -118,11 +118,11 @@ class ShardedCalls:
         new = [i for i, tensor in enumerate(calls.tensors) if id(tensor) not in self._inside]
         position = {index: i for i, index in enumerate(new)}
         outside = [self.cut.cut(calls.tensors[i]) for i in new]
-        positions = [position[i] for i in self.streams_of(calls) if i in position]
+        streams, masks = ([position[i] for i in found if i in position] for found in self.arguments(calls))
         dims = None
         if isinstance(self.user, WholeStep):
             dims = self.user.dims_of_parts(self.batch, [calls.tensors[i] for i in new])
-        inside = self.boundary.shard_arguments(self.microbatch, outside, positions, calls.skeleton, dims)
+        inside = self.boundary.shard_arguments(self.microbatch, outside, (streams, masks), calls.skeleton, dims)
         if inside is None:
             return None
         for i, tensor in zip(new, inside, strict=True):
@@ -142,12 +142,14 @@ class TensorParallelFirstStage(FirstStage):
     blocks: Sequence[nn.Module]
     boundary: "MicrobatchReshard | NoReshard"
     """converts the blocks' arguments to the layout inside the stack"""
-    streams: Collection[str]
+    streams: Collection[str] = ()
     """names of the blocks' arguments that are residual streams"""
+    masks: Collection[str] = ()
+    """and of masks, which with two dimensions have none of samples"""
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        calls = ShardedCalls(self.user, self.boundary, batch, microbatch, self.streams_of)
+        calls = ShardedCalls(self, batch, microbatch)
         first_call = calls.first()
         self.hooks.before_forward(*self.boundary.sequence_lengths(microbatch))
         is_last = self.user.num_blocks == 1  # calls of others come later
@@ -177,13 +179,15 @@ class TensorParallelFirstStage(FirstStage):
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         return graph_boundary.reachable(self._under_way[microbatch][-1][0].tensors)[1]
 
-    def streams_of(self, calls: Message) -> list[int]:
-        """The indices of the residual streams in calls of blocks, found by the names of their arguments."""
-        names, found = list(inspect.signature(type(self.blocks[0]).forward).parameters)[1:], list[int]()
+    def arguments(self, calls: Message) -> tuple[list[int], list[int]]:
+        """The indices of residual streams in calls of blocks, and of 2-D masks, found by the names of arguments."""
+        names, named = list(inspect.signature(type(self.blocks[0]).forward).parameters)[1:], list[tuple[str, int]]()
         for _, (_, *args), (_, *kwargs) in filter(is_block, calls.skeleton[1]):
-            named = [*zip(names, args, strict=False), *((key[2], value) for key, value in kwargs)]
-            found += [index for name, tree in named if name in self.streams for index in tensor_indices(tree)]
-        return list(dict.fromkeys(found))
+            trees = [*zip(names, args, strict=False), *((key[2], value) for key, value in kwargs)]
+            named += [(name, index) for name, tree in trees for index in tensor_indices(tree)]
+        streams = dict.fromkeys(i for name, i in named if name in self.streams)
+        masks = dict.fromkeys(i for name, i in named if name in self.masks and calls.tensors[i].dim() == 2)
+        return list(streams), list(masks)
 
 
 @dataclass(eq=False)
@@ -197,7 +201,7 @@ class DryFirstBlock:
         """Run it, and return its output outside."""
         stage, boundary = self.stage, self.boundary
         boundary.begin([boundary.shares_of(num_samples)])
-        inside = boundary.shard_arguments(0, call.tensors, stage.streams_of(call), call.skeleton)
+        inside = boundary.shard_arguments(0, call.tensors, stage.arguments(call), call.skeleton)
         assert inside is not None
         lengths = boundary.sequence_lengths(0)
         stage.hooks.before_forward(*lengths)

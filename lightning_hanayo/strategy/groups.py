@@ -356,7 +356,7 @@ class ProcessGroups:
         if is_cube:
             whole, place = control("x", "y", "z"), rank % prod(topology.cube)
             queue = (DeviceLink if factory.is_native else LinkQueue)() if pairs else None
-            mesh = Mesh.of(topology.cube, place, lambda axes: tensors(CUBE, *axes), control=whole, queue=queue)
+            mesh = Mesh(topology.cube, place, lambda axes: tensors(CUBE, *axes), control=whole, queue=queue)
             cube = CubeGroups(mesh, control("y", "z"), whole, queue)
             if replicates:
                 partial = [axes for axes in PARTIAL_AXES if mesh.size(axes) > 1]

@@ -88,6 +88,12 @@ class _Reshard:
     def __post_init__(self) -> None:
         self._plane = self.mesh.axis("yz")
 
+    @property
+    def _dims(self) -> tuple[int, int]:
+        """Of samples and positions in a residual stream."""
+        assert self.stream_dims is not None
+        return self.stream_dims.batch_dim, self.stream_dims.sequence_dim
+
 
 class SharedReshard(_Reshard):
     """How tensors are resharded where each rank works on its own share outside.
@@ -97,9 +103,7 @@ class SharedReshard(_Reshard):
 
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-        if self.stream_dims is None:
-            return x
-        batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
+        batch, sequence = self._dims
         sizes = self._sizes(shares)
         parts = collectives.padded(x, batch, max(sizes)).unsqueeze(0)
         for axis, dim in (("z", -1), ("y", sequence + 1)):  # [1, ..] to [y z, .., seq/y, .., h/z]
@@ -108,9 +112,7 @@ class SharedReshard(_Reshard):
 
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-        if self.stream_dims is None:
-            return x
-        batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
+        batch, sequence = self._dims
         sizes = self._sizes(shares)
         parts = torch.stack([collectives.padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
         received = collectives.all_to_all(parts, self._plane).unflatten(0, (self.mesh.size("y"), self.mesh.size("z")))
@@ -121,13 +123,12 @@ class SharedReshard(_Reshard):
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
         """Reshard another argument of a block, which has something for each sample, or is the same for all."""
-        if self.stream_dims is None or not is_batch or self._plane.size == 1:
+        if not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
         plane = self.mesh.unqueued_axis("yz")  # masks, for instance, come only with samples that need them
-        return _join_valid(
-            collectives.all_gather(collectives.padded(x, 0, max(sizes)).unsqueeze(0), plane, 0), 0, sizes
-        )
+        parts = collectives.all_gather(collectives.padded(x, 0, max(sizes)).unsqueeze(0), plane, 0)
+        return _join_valid(parts, 0, sizes)
 
     def _sizes(self, shares: Sequence[Share]) -> list[int]:
         """How many samples each rank of the plane has."""
@@ -142,20 +143,16 @@ class ReplicatedReshard(_Reshard):
 
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-        if self.stream_dims is None:
-            return self.rows_in(x, shares, self.sample_dim(x, shares) or 0)
-        x = self.rows_in(x, shares, self.stream_dims.batch_dim)
-        x = _own_part(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
+        batch, sequence = self._dims
+        x = _own_part(self.rows_in(x, shares, batch), self.mesh.axis("y"), sequence)
         return _own_part(x, self.mesh.axis("z"), -1)
 
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-        if self.stream_dims is None:
-            return x
+        batch, sequence = self._dims
         x = collectives.all_gather(x, self.mesh.axis("z"), -1)
-        x = collectives.all_gather(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
-        x = x.narrow(self.stream_dims.sequence_dim, 0, sequence_length)
-        return self.rows_out(x, shares, self.stream_dims.batch_dim)
+        x = collectives.all_gather(x, self.mesh.axis("y"), sequence)
+        return self.rows_out(x.narrow(sequence, 0, sequence_length), shares, batch)
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
         """Reshard another argument of a block, which has something for each sample, or is the same for all."""
@@ -234,6 +231,12 @@ def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
+Named = tuple[Sequence[int], Sequence[int]]
+"""the numbers of residual streams among blocks' arguments, and of tensors that are the same for all samples"""
+
+Dims = Sequence[int | None]
+"""the dimension of each tensor that grows with the samples"""
+
 AllGatherObject = Callable[[Any], list[Any]]
 """called by all ranks of a group, each with a picklable object; returns the objects of all, in rank order"""
 
@@ -277,7 +280,6 @@ class MicrobatchReshard:
     """by micro-batch: those of their arguments that have no rows of samples"""
     _made: dict[Hashable, list[Rows | Literal["same", "mean"]]] = field(default_factory=dict, init=False)
     """by what the ranks share, and the number of tensors: what generic blocks have made of it"""
-    _has_warned: bool = field(default=False, init=False)
     _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
     """by micro-batch: the different lengths of its residual streams"""
     _compared: set[tuple[int, tuple[int, ...]]] = field(default_factory=set, init=False)
@@ -295,12 +297,7 @@ class MicrobatchReshard:
         return sample_shares(num_samples, self.reshard.mesh.sizes)
 
     def shard_arguments(
-        self,
-        microbatch: int,
-        tensors: Sequence[Tensor],
-        streams: Collection[int],
-        structure: Hashable,
-        dims: Sequence[int | None] | None = None,
+        self, microbatch: int, tensors: Sequence[Tensor], named: Named, structure: Hashable, dims: Dims | None = None
     ) -> list[Tensor] | None:
         """Reshard the arguments of blocks. Returns None, on all ranks, where their structures or shapes differ.
 
@@ -318,9 +315,10 @@ class MicrobatchReshard:
                 self._rows.setdefault(microbatch, []).extend(filter(None, rows))
                 self._whole.setdefault(microbatch, []).extend(x for x, of in pairs if of is None)
                 return [x if of is None else self.reshard.rows_in(x, of.shares, of.dim) for x, of in pairs]
-        is_batch = self._find_batch_tensors(microbatch, tensors, streams, structure)
+        is_batch = self._find_batch_tensors(microbatch, tensors, named, structure)
         if is_batch is None:
             return None
+        streams, _ = named
         resharded = dict(zip(streams, self.shard_streams(microbatch, [tensors[i] for i in streams]), strict=True))
         shares = self._shares[microbatch]
         return [
@@ -336,7 +334,7 @@ class MicrobatchReshard:
         """
         dims, shares, resharded = self.reshard.stream_dims, self._shares[microbatch], []
         if dims is None:
-            return [self.reshard.stream_in(tensor, shares) for tensor in tensors]
+            return []  # generic blocks have none
         dim = dims.sequence_dim
         lengths = (*self.sequence_lengths(microbatch), *(tensor.shape[dim] for tensor in tensors))
         self._lengths[microbatch] = tuple(dict.fromkeys(lengths))
@@ -358,12 +356,13 @@ class MicrobatchReshard:
             UnsupportedError: a tensor has no longer the rows that it had before.
         """
         reshard, shares = self.reshard, self._shares[microbatch]
-        if reshard.stream_dims is not None or not isinstance(reshard, ReplicatedReshard):
-            dims, parts = reshard.stream_dims, self._parts(microbatch)
+        if reshard.stream_dims is not None:
+            parts, sizes = self._parts(microbatch), [x.shape[reshard.stream_dims.sequence_dim] for x in tensors]
             self._lengths.pop(microbatch, None)  # another pass may have others
-            sizes = [0 if dims is None else x.shape[dims.sequence_dim] for x in tensors]
             lengths = sizes if parts is None else [parts.length(size) for size in sizes]
             return [reshard.stream_out(x, shares, length) for x, length in zip(tensors, lengths, strict=True)]
+        if not isinstance(reshard, ReplicatedReshard):
+            return list(tensors)
         rows_of_args = self._rows.get(microbatch) or [Rows(dim, tuple(shares)) for dim in {reshard.batch_dim: 0, 0: 0}]
         key = tuple(rows_of_args), len(tensors)
         if key not in self._made:
@@ -375,9 +374,8 @@ class MicrobatchReshard:
                 own, dim = made.shares[rank].size, made.dim
                 if x.dim() <= dim or x.shape[dim] != own * made.length:
                     raise UnsupportedError(
-                        f"blocks return or store a tensor of the shape {tuple(x.shape)}, which had "
-                        f"{own * made.length} rows in dimension {dim} in an earlier batch of as many samples. Let it "
-                        f"have the same number of rows for each sample, or set cube=1."
+                        f"blocks return or store a tensor of the shape {tuple(x.shape)}, which had {own * made.length} "
+                        f"rows in dimension {dim} in an earlier batch of as many samples: it must always have them."
                     )
                 x = reshard.rows_out(x.unflatten(dim, (own, -1)), made.shares, dim).flatten(dim, dim + 1)
             outside.append(reshard.mean_out(x, rows_of_args[0].shares) if made == "mean" else x)
@@ -392,28 +390,20 @@ class MicrobatchReshard:
         """
         found: list[Rows | Literal["same", "mean"]] = []
         gathered = self.all_gather_in_cube([(tuple(x.shape), _digest(x)) for x in tensors])
+        candidates = *(replace(of, length=1) for of in rows_of_args), *rows_of_args
         for x, of_ranks in zip(tensors, zip(*gathered, strict=True), strict=True):
             shapes, digests = zip(*of_ranks, strict=True)
-            rows = next(
-                (one for one in (*(replace(of, length=1) for of in rows_of_args), *rows_of_args) if one.fit(shapes)),
-                None,
-            )
+            rows = next((one for one in candidates if one.fit(shapes)), None)
             is_handed_on = set(digests) <= set(whole)
             if rows is None and not is_handed_on and len(set(digests)) > 1:
-                self._warn_of(x)
+                gets = "the mean over" if x.is_floating_point() else "those of one of"
+                warnings.warn(
+                    f"blocks return or store a tensor of the shape {tuple(x.shape)}, without an entry for each sample. "
+                    f"The step gets {gets} the ranks of the cube, which is right for a mean over samples.",
+                    stacklevel=2,
+                )
             found.append("same" if is_handed_on else rows or ("mean" if x.is_floating_point() else "same"))
         return found
-
-    def _warn_of(self, x: Tensor) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            gets = "the mean over" if x.is_floating_point() else "those of one of"
-            warnings.warn(
-                f"blocks return or store a tensor of the shape {tuple(x.shape)}, without an entry for each sample. The "
-                f"step gets {gets} the ranks of the cube, which have different samples. The training depends on the "
-                f"cube, unless it is a mean over samples.",
-                stacklevel=2,
-            )
 
     def sequence_lengths(self, microbatch: int) -> tuple[int, ...]:
         """Returns the different lengths of the micro-batch's sequences in this pass; none if blocks don't need them."""
@@ -423,9 +413,9 @@ class MicrobatchReshard:
         return sequence_parts(self.sequence_lengths(microbatch), self.reshard.mesh.size("y"))
 
     def _find_batch_tensors(
-        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+        self, microbatch: int, tensors: Sequence[Tensor], named: Named, structure: Hashable
     ) -> list[bool] | None:
-        """Returns which tensors have something for each sample: as long as the share on all ranks.
+        """Returns which tensors have something for each sample: as long as the share on all ranks, and no mask.
 
         None if structures or shapes differ between ranks.
 
@@ -433,12 +423,13 @@ class MicrobatchReshard:
             HanayoError: lengths of streams differ between ranks.
             UnsupportedError: which streams have a gradient does, or values of an argument that has no samples.
         """
-        shares, dims = self._shares[microbatch], self.reshard.stream_dims
+        (streams, masks), shares, dims = named, self._shares[microbatch], self.reshard.stream_dims
         if isinstance(self.reshard, ReplicatedReshard):
             if dims is not None and streams:
-                rows = tensors[next(iter(streams))].shape[dims.batch_dim]
+                rows = tensors[streams[0]].shape[dims.batch_dim]
                 shares = self._shares[microbatch] = sample_shares(rows, self.reshard.mesh.sizes)
-            return [self.reshard.sample_dim(tensor, shares) is not None for tensor in tensors]
+            dims_of_samples = [self.reshard.sample_dim(tensor, shares) for tensor in tensors]
+            return [dim is not None and i not in masks for i, dim in enumerate(dims_of_samples)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         of_streams = [(shapes[i], tensors[i].requires_grad) for i in streams]
         gathered = self.all_gather_object((structure, shapes, of_streams))
@@ -449,14 +440,14 @@ class MicrobatchReshard:
         if streams:
             # with as many rows as the residual stream has on each rank: user code may make several of one sample
             assert dims is not None
-            stream, first = next(iter(streams)), self.reshard.mesh.index("x") * self.reshard.mesh.size("yz")
+            stream, first = streams[0], self.reshard.mesh.index("x") * self.reshard.mesh.size("yz")
             counted = list(shares)
             for rank, other in enumerate(of_all_ranks, first):
                 counted[rank] = replace(counted[rank], stop=counted[rank].start + other[stream][dims.batch_dim])
             shares = self._shares[microbatch] = counted
         sizes = [share.size for share in block_shares(tuple(shares), self.reshard.mesh)]
         is_batch = [
-            all(other[i][:1] == (size,) for other, size in zip(of_all_ranks, sizes, strict=True))
+            i not in masks and all(other[i][:1] == (size,) for other, size in zip(of_all_ranks, sizes, strict=True))
             for i in range(len(tensors))
         ]
         agree = all(
@@ -486,8 +477,7 @@ class MicrobatchReshard:
                 if one != other:
                     raise UnsupportedError(
                         f"an argument of the blocks, of the shape {tuple(new[i].shape)}, has other values on other "
-                        f"ranks of the cube, which have other samples, but no row for each sample. Give it the samples "
-                        f"as dimension 0, or set cube_outside='replicate'."
+                        f"ranks of the cube. Give it the samples as dimension 0, or set cube_outside='replicate'."
                     )
 
     def _check_streams(self, of_all_ranks: list[Any]) -> None:
@@ -502,9 +492,8 @@ class MicrobatchReshard:
         for one in zip(*of_all_ranks, strict=False):
             if len({has_gradient for _, has_gradient in one}) > 1:
                 raise UnsupportedError(
-                    "what the blocks get has a gradient on some ranks of the cube, and none on others, whose samples "
-                    "differ: code before the stack runs a trained module for some samples only. Run it for all (0 * "
-                    "module(x) for the others), or set cube_outside='replicate'."
+                    "what the blocks get has a gradient on some ranks of the cube, and none on others. Run the modules "
+                    "before the stack for all samples (0 * module(x)), or set cube_outside='replicate'."
                 )
             lengths = {shape[dims.sequence_dim] for shape, _ in one}
             if len(lengths) > 1:

@@ -101,35 +101,36 @@ class _Collective(torch.autograd.Function):
         return ctx.start_backward(gradient).wait(), None, None
 
 
-def _run(x: Tensor, axis: MeshAxis, start: Start, start_backward: Start) -> Tensor:
+def run(x: Tensor, axis: MeshAxis, start: Start, start_backward: Start) -> Tensor:
+    """Run one collective, and on the gradient another one."""
     return x if axis.size == 1 else _Collective.apply(x, start, start_backward)
 
 
 def all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
     """Gather dimension `dim` for ranks that compute different things with it."""
-    return _run(x, axis, lambda x: start_all_gather(x, axis, dim, size), lambda dy: start_reduce_scatter(dy, axis, dim))
+    return run(x, axis, lambda x: start_all_gather(x, axis, dim, size), lambda dy: start_reduce_scatter(dy, axis, dim))
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Sum over `axis`, and return this rank's part of dimension `dim` of the sum."""
     size = x.shape[dim]
-    return _run(x, axis, lambda x: start_reduce_scatter(x, axis, dim), lambda dy: start_all_gather(dy, axis, dim, size))
+    return run(x, axis, lambda x: start_reduce_scatter(x, axis, dim), lambda dy: start_all_gather(dy, axis, dim, size))
 
 
 def all_to_all(parts: Tensor, axis: MeshAxis) -> Tensor:
     """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
-    return _run(parts, axis, axis.all_to_all, axis.all_to_all)
+    return run(parts, axis, axis.all_to_all, axis.all_to_all)
 
 
 def all_gather_replicated(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
     """Gather dimension `dim` for ranks that all compute the same with it."""
-    return _run(x, axis, lambda x: start_all_gather(x, axis, dim, size), lambda dy: _own_part(dy, axis, dim))
+    return run(x, axis, lambda x: start_all_gather(x, axis, dim, size), lambda dy: _own_part(dy, axis, dim))
 
 
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
     """Sum over `axis` for ranks that all compute the same with the sum."""
     contiguous = torch.contiguous_format
-    return _run(x, axis, lambda x: axis.all_reduce(x.clone(memory_format=contiguous)), lambda dy: Pending.done(dy))
+    return run(x, axis, lambda x: axis.all_reduce(x.clone(memory_format=contiguous)), lambda dy: Pending.done(dy))
 
 
 def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Pending[Tensor]:
@@ -184,9 +185,8 @@ class CallOrder:
             own, others = ("calls no further layer" if n == END else f"calls {self._name(n)}" for n in (number, other))
             option = self._options.get(called, f"cube_exclude=({words[-1]!r},)")
             raise UnsupportedError(
-                f"this rank {own}, while another rank of its cube {others}. The ranks of a cube run a block on "
-                f"different samples, and must call the same layers in the same order. Leave those out that some "
-                f"samples skip: HanayoStrategy({option})."
+                f"this rank {own}, while another rank of its cube {others}. All must call the same layers in the same "
+                f"order. Leave those out that some samples skip: HanayoStrategy({option})."
             )
         return largest
 

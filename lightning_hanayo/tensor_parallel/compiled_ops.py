@@ -13,6 +13,7 @@ collectives in one order.
 import itertools
 import weakref
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,35 +43,46 @@ arguments that it had in another version (torch 2.13)"""
 _library = torch.library.Library(_NAMESPACE, "DEF")
 
 
-def _define(schema: str) -> Any:
-    """Define an operator. The function after it computes; its graph, if it has one, is registered below."""
+def _define(schema: str, shapes: Callable[..., Any], backward: Any = None) -> Any:
+    """Define an operator, whose results have these shapes, and whose backward needs the handle alone.
+
+    The function after it computes.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)
 
     def register(function: Any) -> Any:
         torch.library.impl(_library, name, "CompositeExplicitAutograd")(torch.no_grad()(function))
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)
+        if backward is not None:
+            torch.library.register_autograd(f"{_NAMESPACE}::{name}", backward, setup_context=_save_handle, lib=_library)
         return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     return register
+
+
+def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
 
 
 def _target(handle: Tensor) -> Any:
     return _found[int(handle.detach())]
 
 
+def _product_shapes(*given: Any) -> list[Tensor]:
+    x, _, gathers, _, gathered, outputs, rows = given
+    shapes = [gathered] if gathers else []
+    shapes += [outputs[i : i + x.dim()] for i in range(0, len(outputs), x.dim())]
+    shapes += [[count, gathered[-1]] for count in rows or ()]
+    return [x.new_empty(shape) for shape in shapes]
+
+
 @_define(
     "product(Tensor x, Tensor handle, bool gathers, bool keeps, SymInt[] gathered, SymInt[] outputs, int[]? rows)"
-    " -> Tensor[]"
+    " -> Tensor[]",
+    _product_shapes,
 )
-def compiled_product(
-    x: Tensor,
-    handle: Tensor,
-    gathers: bool,
-    keeps: bool,
-    gathered: list[int],
-    outputs: list[int],
-    rows: list[int] | None,
-) -> list[Tensor]:
+def compiled_product(*given: Any) -> list[Tensor]:
     """Returns the gathered X, if it `gathers`, the outputs, and the matrices, if there are any to keep.
 
     Args:
@@ -82,6 +94,7 @@ def compiled_product(
         outputs: the shapes of the outputs, one after the other.
         rows: of the gathered matrices, if they are kept.
     """
+    x, handle, gathers, _, _, _, rows = given
     layer = _target(handle)
     args = layer.args()
     ran = run_forward(x, args, layer.following())
@@ -89,61 +102,25 @@ def compiled_product(
     return [one.contiguous() for one in (*whole, *ran.outputs, *(ran.matrices if rows else []))]
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::product", lib=_library)
-def _product_shapes(
-    x: Tensor,
-    handle: Tensor,
-    gathers: bool,
-    keeps: bool,
-    gathered: list[int],
-    outputs: list[int],
-    rows: list[int] | None,
-) -> list[Tensor]:
-    shapes = [gathered] if gathers else []
-    shapes += [outputs[i : i + x.dim()] for i in range(0, len(outputs), x.dim())]
-    shapes += [[count, gathered[-1]] for count in rows or ()]
-    return [x.new_empty(shape) for shape in shapes]
-
-
 @_define(
     "product_backward(Tensor saved, Tensor[] matrices, Tensor[] gradients, bool[] is_used, Tensor? of_x,"
-    " Tensor handle, bool is_shard, SymInt[] gathered, SymInt[] shape) -> (Tensor, Tensor)"
+    " Tensor handle, bool is_shard, SymInt[] gathered, SymInt[] shape) -> (Tensor, Tensor)",
+    lambda *given: (given[0].new_empty(given[8]), torch.empty_like(given[5])),
 )
-def _product_backward(
-    saved: Tensor,
-    matrices: list[Tensor],
-    gradients: list[Tensor],
-    is_used: list[bool],
-    of_x: Tensor | None,
-    handle: Tensor,
-    is_shard: bool,
-    gathered: list[int],
-    shape: list[int],
-) -> tuple[Tensor, Tensor]:
+def _product_backward(*given: Any) -> tuple[Tensor, Tensor]:
     """Returns the gradient of x. Those of the parameters are added, or left for later, as without a compiler."""
+    saved, matrices, gradients, is_used, of_x, handle, is_shard, gathered, _ = given
     args = _target(handle).args()
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
     dim = args.reduce_scatter.dim % len(gathered)  # of which the outputs were summed, to these true sizes
     sizes = [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
-    dx, of_weights = run_backward(
-        args, x, matrices or None, gradients, sizes, of_x, dtype=saved.dtype, is_used=is_used, needs_x=True
-    )
+    dx, of_weights = run_backward(args, x, matrices or None, gradients, sizes, of_x, is_used=is_used, needs_x=True)
     assert dx is not None
     if torch.autograd._is_checkpoint_valid():
         for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):
             if gradient is not None:
                 torch.autograd.backward([parameter], [gradient])  # calls its hooks
     return dx.contiguous(), torch.zeros_like(handle)
-
-
-torch.library.register_fake(
-    f"{_NAMESPACE}::product_backward",
-    lambda saved, matrices, gradients, is_used, of_x, handle, is_shard, gathered, shape: (
-        saved.new_empty(shape),
-        torch.empty_like(handle),
-    ),
-    lib=_library,
-)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -170,46 +147,29 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
 torch.library.register_autograd(f"{_NAMESPACE}::product", _backward, setup_context=_save, lib=_library)
 
 
-@_define("all_reduce(Tensor x, Tensor handle) -> Tensor")
+@_define(
+    "all_reduce(Tensor x, Tensor handle) -> Tensor",
+    lambda x, handle: x.new_empty(x.shape),
+    lambda ctx, dy: (compiled_all_reduce(dy, ctx.saved_tensors[0]), None),
+)
 def compiled_all_reduce(x: Tensor, handle: Tensor) -> Tensor:
     """The sum over all ranks of an axis, each of which computes its own part with it."""
     axis: MeshAxis = _target(handle)
     return axis.all_reduce(x.clone(memory_format=torch.contiguous_format)).wait()
 
 
-@_define("all_gather(Tensor x, Tensor handle, int size) -> Tensor")
+@_define(
+    "all_gather(Tensor x, Tensor handle, int size) -> Tensor",
+    lambda x, handle, size: x.new_empty([size, *x.shape]),
+    lambda ctx, dy: (_reduce_scatter(dy, ctx.saved_tensors[0]), None, None),
+)
 def compiled_all_gather(x: Tensor, handle: Tensor, size: int) -> Tensor:
     """[...] on each of an axis's `size` ranks to [size, ...], for ranks that compute different things with it."""
     axis: MeshAxis = _target(handle)
     return axis.all_gather(x).wait()
 
 
-@_define("reduce_scatter(Tensor parts, Tensor handle) -> Tensor")
+@_define("reduce_scatter(Tensor parts, Tensor handle) -> Tensor", lambda x, handle: x.new_empty(x.shape[1:]))
 def _reduce_scatter(parts: Tensor, handle: Tensor) -> Tensor:
     axis: MeshAxis = _target(handle)
     return axis.reduce_scatter(parts).wait()
-
-
-torch.library.register_fake(f"{_NAMESPACE}::all_reduce", lambda x, handle: x.new_empty(x.shape), lib=_library)
-torch.library.register_fake(
-    f"{_NAMESPACE}::all_gather", lambda x, handle, size: x.new_empty([size, *x.shape]), lib=_library
-)
-torch.library.register_fake(f"{_NAMESPACE}::reduce_scatter", lambda x, handle: x.new_empty(x.shape[1:]), lib=_library)
-
-
-def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-torch.library.register_autograd(
-    f"{_NAMESPACE}::all_reduce",
-    lambda ctx, dy: (compiled_all_reduce(dy, ctx.saved_tensors[0]), None),
-    setup_context=_save_handle,
-    lib=_library,
-)
-torch.library.register_autograd(
-    f"{_NAMESPACE}::all_gather",
-    lambda ctx, dy: (_reduce_scatter(dy, ctx.saved_tensors[0]), None, None),
-    setup_context=_save_handle,
-    lib=_library,
-)

@@ -9,7 +9,7 @@ x, y, z = 2, 2, 2        rank = (x * 2 + y) * 2 + z
   y=1    6     7
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -159,13 +159,7 @@ class MeshAxis:
 
     def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
-        if self.size == 1:
-            return Pending.done(parts)
-        out, received = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
-        native = self._native
-        if native is not None:
-            return Pending(self._start(lambda: native.alltoall_base(received, out, [], [])), lambda: received)
-        return Pending(self._exchange([(out, received)]), lambda: received)
+        return self.exchange_rows(parts, [1] * self.size, [1] * self.size)
 
     def exchange_rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[Tensor]:
         """[sum(sent), ...], whose rows go to rank 0, rank 1, ..., to [sum(received), ...], by the ranks they came from.
@@ -177,9 +171,8 @@ class MeshAxis:
         out, into = tensor.contiguous(), tensor.new_empty(sum(received), *tensor.shape[1:])
         native = self._native
         if native is not None:
-            return Pending(
-                self._start(lambda: native.alltoall_base(into, out, list(received), list(sent))), lambda: into
-            )
+            work = self._start(lambda: native.alltoall_base(into, out, list(received), list(sent)))
+            return Pending(work, lambda: into)
         return Pending(self._exchange([(out.split(list(sent)), into.split(list(received)))]), lambda: into)
 
     def _start(self, post: Callable[[], Work]) -> Work:
@@ -189,9 +182,9 @@ class MeshAxis:
         """Start to send and receive pairs of (sent, received) tensors: one collective."""
         for out, into in exchanges:
             into[self.rank].copy_(out[self.rank])
-        return self._start(lambda: Transfers([self._send_and_receive(out, into) for out, into in exchanges]))
+        return self._start(lambda: Transfers([work for pair in exchanges for work in self._send_and_receive(*pair)]))
 
-    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Sequence[Tensor] | Tensor) -> Work:
+    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Sequence[Tensor] | Tensor) -> Iterator[Work]:
         """Send `out[i]` to rank i and receive `into[i]` from it, unless they are empty. Receives are posted first.
 
         gloo's own all-gather and all-to-all post sends first. A receive is announced in the same stream as the data
@@ -201,9 +194,8 @@ class MeshAxis:
         assert self.group is not None
         steps = range(1, self.size)  # from its neighbour on, so that no rank is the first peer of all others
         sources, targets = ([(self.rank + sign * step) % self.size for step in steps] for sign in (-1, 1))
-        works = [self.group.recv([into[peer]], peer, self.tag) for peer in sources if into[peer].numel()]
-        works += [self.group.send([out[peer]], peer, self.tag) for peer in targets if out[peer].numel()]
-        return Transfers(works)
+        yield from (self.group.recv([into[peer]], peer, self.tag) for peer in sources if into[peer].numel())
+        yield from (self.group.send([out[peer]], peer, self.tag) for peer in targets if out[peer].numel())
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """The sum over all ranks. `tensor` is overwritten."""
@@ -234,16 +226,15 @@ class _Started(NamedTuple):
             self.work.wait()
 
 
-class _LostGroup:
+class _LostGroup(NamedTuple):
     """Takes the place of a process group that can't be used any more: every use of it is an error."""
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    reason: str
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)  # copy and pickle look these up on every object
-        raise UnsupportedError(self._reason)
+        raise UnsupportedError(self.reason)
 
 
 MakeGroup = Callable[[str], "dist.ProcessGroup | None"]
@@ -253,50 +244,37 @@ MakeGroup = Callable[[str], "dist.ProcessGroup | None"]
 class Mesh:
     """A 3-D mesh of ranks as one of them sees it: its sizes, this rank's coordinates, and the axes.
 
+    All ranks make theirs, and their groups, in the same order. Without a `control` group the one of all axes takes its
+    place: then it must carry tensors in host memory.
+
     Args:
         sizes: the number of ranks along x, y and z.
-        coordinates: this rank's, along x, y and z.
-        axes: by name, one for each of `AXIS_NAMES`.
-        control: all ranks, for tensors in host memory (gloo); None where there is no other.
+        rank: this rank's number.
+        make_group: is called for each of `AXIS_NAMES` along which there are several ranks.
+        axis: the class of axes.
+        control: of all ranks, for tensors in host memory (gloo).
+        queue: through which all collectives go; None: there is none.
     """
 
     def __init__(
         self,
-        sizes: MeshSizes,
-        coordinates: tuple[int, int, int],
-        axes: Mapping[str, MeshAxis],
-        control: MeshAxis | None = None,
-    ) -> None:
-        self.sizes = sizes
-        self.coordinates = coordinates
-        self._axes = dict(axes)
-        self._unqueued: dict[str, MeshAxis] = {}
-        self._control = MeshAxis(None, 1, 0) if control is None else control
-
-    @staticmethod
-    def of(
         sizes: MeshSizes,
         rank: int,
         make_group: MakeGroup,
         axis: type[MeshAxis] = MeshAxis,
         control: dist.ProcessGroup | None = None,
         queue: LinkQueue | None = None,
-    ) -> "Mesh":
-        """Returns the mesh as its rank `rank` sees it. All ranks call it, and make their groups in the same order.
-
-        Without a `control` group the one of all axes takes its place: then it must carry tensors in host memory. All
-        collectives go through the `queue`, if there is one.
-        """
-        x, y, z = Topology(cube=sizes).coordinates(rank)[2:]
-        mesh = Mesh(sizes, (x, y, z), {}, MeshAxis(control, prod(sizes), rank, queue))
+    ) -> None:
+        self.sizes = sizes
+        self.coordinates = Topology(cube=sizes).coordinates(rank)[2:]
+        self._axes: dict[str, MeshAxis] = {}
+        self._unqueued: dict[str, MeshAxis] = {}
         for names in AXIS_NAMES:
-            group = make_group(names) if mesh.size(names) > 1 else None
-            mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names), queue=queue)
+            group = make_group(names) if self.size(names) > 1 else None
+            self._axes[names] = axis(group, self.size(names), self.index(names), queue=queue)
             if queue is not None:
-                mesh._unqueued[names] = MeshAxis(group, mesh.size(names), mesh.index(names), tag=1)
-        if control is None:
-            mesh._control = mesh._axes["xyz"]
-        return mesh
+                self._unqueued[names] = MeshAxis(group, self.size(names), self.index(names), tag=1)
+        self._control = self._axes["xyz"] if control is None else MeshAxis(control, prod(sizes), rank, queue)
 
     @staticmethod
     def create(sizes: MeshSizes, axis: type[MeshAxis] = MeshAxis, queue: LinkQueue | None = None) -> "Mesh":
@@ -322,12 +300,12 @@ class Mesh:
             return group
 
         control = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
-        return Mesh.of(sizes, rank, make, axis, control, queue)
+        return Mesh(sizes, rank, make, axis, control, queue)
 
     @staticmethod
     def single() -> "Mesh":
         """Returns the mesh of one rank, which needs no process group."""
-        return Mesh.of((1, 1, 1), 0, lambda names: None)
+        return Mesh((1, 1, 1), 0, lambda names: None)
 
     @property
     def num_ranks(self) -> int:

@@ -12,7 +12,7 @@ bytes, besides the shards    before the batch    whole values, and copies of one
                              during it           whole values, whole gradients
                              after it            whole gradients, copies of one bucket; freed bucket by bucket
 
-A bucket is one large parameter, which needs no copy unless its rows don't divide, or several small ones.
+A bucket is one large parameter, or several small ones. Those whose rows don't divide are copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,13 +69,12 @@ class OutsideParameters:
         chosen = [one for one in self.parameters if everything or one not in self.kept_sharded]
         for bucket in self._buckets(chosen):
             parts = [padded(p.data, 0, -(-self.shards[p].shape[0] // self._axis.size)) for p in bucket]
-            gathered = self._axis.all_gather(_joined([part.reshape(-1) for part in parts], 0)).wait()
-            columns = gathered.split([part.numel() for part in parts], 1)
-            for parameter, part, column in zip(bucket, parts, columns, strict=True):
-                whole = column.reshape(-1, *part.shape[1:])[: self.shards[parameter].shape[0]]
+            wholes = [part.new_empty(self._axis.size * len(part), *part.shape[1:]) for part in parts]
+            self._axis.gather_into(wholes, parts).wait()
+            for parameter, whole in zip(bucket, wholes, strict=True):
                 self._local[parameter] = parameter.data
                 parameter.grad = None
-                parameter.data = whole
+                parameter.data = whole[: self.shards[parameter].shape[0]]
 
     def is_whole(self, parameter: Tensor) -> bool:
         """Whether a batch is running, for which this parameter was gathered."""
@@ -137,15 +136,12 @@ class OutsideParameters:
             gradient = gradients.pop(parameter)
             if gradient is None:
                 gradient = parameter.new_zeros(self.shards[parameter].shape, dtype=gradient_dtype(parameter))
-            rows.append(split_dim(gradient, size, 0).flatten(1))
+            rows.append(split_dim(gradient, size, 0))
             del gradient
-        counts, joined = [row.shape[1] for row in rows], _joined(rows, 1)
+        pending = self._axis.reduce_scatter_each(rows)
         rows.clear()
-        pending = self._axis.reduce_scatter(joined)
-        del joined
-        for parameter, total in zip(bucket, pending.wait().split(counts), strict=True):
-            part = self._local[parameter]
-            yield total.view(-1, *part.shape[1:])[: len(part)]
+        for parameter, total in zip(bucket, pending.wait(), strict=True):
+            yield total[: len(self._local[parameter])]
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Yields parameters of one dtype that share a collective: the same on all ranks."""
@@ -161,7 +157,3 @@ class OutsideParameters:
                 room -= num_bytes
             if bucket:
                 yield bucket
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]

@@ -66,9 +66,8 @@ class SequenceParts:
             if own == size:
                 return length
         raise UnsupportedError(
-            f"a layer of a cube reads a tensor of {size} positions, but of the sequences of {list(self.sizes)} "
-            f"positions that enter the blocks each rank has {list(self.sizes.values())}. If the tensor is made of "
-            f"another argument of the blocks, such as a memory, name that in `streams` of their BlockSpec."
+            f"a layer of a cube reads a tensor of {size} positions, of none of the sequences of {list(self.sizes)} "
+            f"that enter the blocks. If it is made of another argument, name that in `streams` of their BlockSpec."
         )
 
     def size(self, length: int) -> int:
@@ -258,7 +257,6 @@ def run_backward(
     sizes: Sequence[int],
     of_x: Tensor | None,
     *,
-    dtype: torch.dtype,
     is_used: Sequence[bool],
     needs_x: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -271,7 +269,6 @@ def run_backward(
         gradients: of the outputs.
         sizes: the forward's.
         of_x: the gradient of other uses of the gathered input, if there are any.
-        dtype: of the input, in which matrices are gathered.
         is_used: whether each output has a gradient. A weight whose output has none gets none, as in one process.
         needs_x: whether the input's gradient is wanted.
     """
@@ -280,7 +277,7 @@ def run_backward(
     pending_gradients = [args.reduce_scatter.gather_each(piece, sizes) for piece in pieces]
     pending_matrices = Pending.done(matrices or [])
     if needs_x and matrices is None:
-        pending_matrices = Pending(None, cache(weight.start_all_gather(dtype).wait))
+        pending_matrices = Pending(None, cache(weight.start_all_gather(x.saved[0].dtype).wait))
     parameters, trained = weight.parameters, weight.trained(is_used)
     needs_weight = any(parameter.requires_grad for parameter in parameters)
     # whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block
@@ -334,7 +331,7 @@ class _Deferred:
         weight = self.weight
         if self.operands is not None:
             computed, self.operands = _compute(*self.operands), None
-            if weight.is_kept:
+            if weight.batch.keeps(weight):
                 weight.pending_gradients.add(weight, computed, self.trained)
             else:
                 self._summed = Pending(None, cache(weight.start_reduce_scatter(computed).wait))
@@ -350,7 +347,7 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ran = run_forward(x, args, prefetch)
         ctx.set_materialize_grads(False)
-        ctx.args, ctx.dtype, ctx.sizes, ctx.shapes = args, x.dtype, ran.sizes, [y.shape for y in ran.outputs]
+        ctx.args, ctx.sizes, ctx.shapes = args, ran.sizes, [y.shape for y in ran.outputs]
         ctx.num_matrices = len(ran.matrices) if args.keep == "gathered" else 0
         if args.keep == "gathered":
             ctx.save_for_backward(*ran.matrices, *ran.gathered)
@@ -376,9 +373,7 @@ class _Product(torch.autograd.Function):
             saved[0].new_zeros(shape) if one is None else one for one, shape in zip(of_outputs, ctx.shapes, strict=True)
         ]
         needs_x = ctx.needs_input_grad[0]
-        dx, of_weights = run_backward(
-            args, x, matrices, gradients, ctx.sizes, of_x, dtype=ctx.dtype, is_used=is_used, needs_x=needs_x
-        )
+        dx, of_weights = run_backward(args, x, matrices, gradients, ctx.sizes, of_x, is_used=is_used, needs_x=needs_x)
         return dx, None, None, *of_weights
 
 

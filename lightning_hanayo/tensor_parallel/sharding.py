@@ -8,7 +8,7 @@ A fused q, k, v with 2 heads over y has order = q0 k0 v0 q1 k1 v1, so that rank 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,11 +34,6 @@ class DimShard:
     order: tuple[int, ...] | None = None
     as_one: bool = False
 
-    @cached_property
-    def entries(self) -> Tensor:
-        """All entries in their order, [size]."""
-        return torch.arange(self.size) if self.order is None else torch.tensor(self.order)
-
     def span(self, mesh: Mesh, coordinates: Sequence[int] | None = None) -> tuple[int, int]:
         """Returns where a rank's part starts and stops in the order.
 
@@ -54,7 +49,7 @@ class DimShard:
     def entries_at(self, mesh: Mesh, coordinates: Sequence[int] | None = None) -> Tensor:
         """Returns the entries that the rank at `coordinates` holds, [local size]."""
         start, stop = self.span(mesh, coordinates)
-        return self.entries[start:stop]
+        return torch.arange(start, stop) if self.order is None else torch.tensor(self.order[start:stop])
 
 
 @lru_cache

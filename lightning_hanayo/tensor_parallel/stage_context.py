@@ -18,7 +18,7 @@ from lightning_hanayo.weight_gradients import WeightGradients
 
 
 class StageContext:
-    """Given to the constructor of each layer. It implements the runtime's `StageHooks`.
+    """Given to the constructor of each layer. The runtime calls it around batches and actions, as its `NoHooks`.
 
     The lengths of sequences are the one thing here that changes between runs. An all-gather needs them to drop the
     padding. The stage has them as an argument, but the layers are called by the user's own block code, which can't pass
@@ -101,15 +101,8 @@ class StageContext:
 
     def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
-        return weights.ShardedWeight(
-            parts,
-            self.mesh.axis(axis),
-            self.pending_gradients,
-            self.queue,
-            self._turns,
-            self.batch_weights,
-            self._pair_weights,
-        )
+        along, pending = self.mesh.axis(axis), self.pending_gradients
+        return weights.ShardedWeight(parts, along, pending, self.queue, self._pair_weights)
 
     def check_open(self) -> None:
         """Check that layers may be called.

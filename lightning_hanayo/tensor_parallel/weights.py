@@ -51,13 +51,13 @@ class BatchWeights:
     """which of two actions runs now"""
     is_open: bool = field(default=False, init=False)
     """whether a batch runs that keeps weights"""
-    _gathered: dict[tuple[ShardedWeight, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = field(
-        default_factory=dict, init=False
-    )
-    """with the versions of the parameters that were gathered"""
-    _sums: dict[ShardedWeight, GradientSum] = field(default_factory=dict, init=False)
-    _last: tuple[int, int] | None = field(default=None, init=False)
-    """the action whose gradients are the last ones"""
+
+    def __post_init__(self) -> None:
+        self._gathered: dict[Hashable, tuple[Sequence[int], Pending[list[Tensor]]]] = {}
+        """by weight and dtype, with the versions of the parameters that were gathered"""
+        self._sums: dict[ShardedWeight, GradientSum] = {}
+        self._last: tuple[int, int] | None = None
+        """the action whose gradients are the last ones"""
 
     def begin_batch(self) -> None:
         """Forget all that a failure in the batch before may have left."""
@@ -202,8 +202,7 @@ class StoredWeight:
         stored = self.parameter.detach()
         stored = stored if self.rows is None else stored[self.rows]
         stored = stored.t() if self.transposed else stored
-        if stored.dtype is not dtype:
-            stored = stored.to(dtype)
+        stored = stored.to(dtype)
         rows, columns = -(-self.shape[0] // num_ranks), self.shape[1]
         if stored.shape == (rows, columns):
             return stored
@@ -222,8 +221,7 @@ class StoredWeight:
         if gradient.shape != stored.shape:
             gradient = gradient[: stored.shape[0], : stored.shape[1]]
         dtype = gradient_dtype(stored)
-        if gradient.dtype is not dtype:
-            gradient = gradient.to(dtype)
+        gradient = gradient.to(dtype)
         return gradient.contiguous() if gradient.numel() else torch.empty_like(stored, dtype=dtype)
 
 
@@ -246,15 +244,13 @@ class ShardedWeight:
     """takes gradients whose reduce-scatter is under way while a backward runs"""
     queue: WeightGradients | None
     """takes the gradients that the stage's split backward leaves for later; None: it leaves none"""
-    turns: DeviceTurns
-    """which of two actions runs now; each prefetches for itself"""
-    batch: BatchWeights
-    """the weights that the stage keeps for all micro-batches"""
     pair: PairWeights
     """those that one action of a pair gathers for both"""
     _prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = field(default_factory=dict, init=False)
+    """by slot: of two actions at once each prefetches for itself"""
 
     def __post_init__(self) -> None:
+        self.turns, self.batch = self.pending_gradients.turns, self.pending_gradients.batch
         self.sizes = [part.shape[0] for part in self.parts]
         """the out-features of each part, once it is gathered"""
         divides = not any(size % self.axis.size for size in self.sizes)
@@ -272,8 +268,6 @@ class ShardedWeight:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that hold the parts, each once."""
-        if len(self.parts) == 1:
-            return [self.parts[0].parameter]
         return list(dict.fromkeys(part.parameter for part in self.parts))
 
     def trained(self, is_used: Sequence[bool]) -> list[bool]:
@@ -296,17 +290,12 @@ class ShardedWeight:
         """In which the gradients of several micro-batches are added up: that of the parameters' `.grad`."""
         return reduce(torch.promote_types, [gradient_dtype(part.parameter) for part in self.parts])
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether micro-batches share the gathered matrices, and add up their gradients before ranks do."""
-        return self.batch.keeps(self)
-
     def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         """Start to gather the matrices in `dtype`, or take those that are there. Called by all ranks of x."""
         if (kept := self.batch.gathered(self, dtype)) is not None:
             return kept
         prefetched = self._prefetched.get(self.turns.slot)
-        if prefetched is not None and prefetched[0] == self._key(dtype):
+        if prefetched is not None and prefetched[0] == (self.versions, dtype):
             del self._prefetched[self.turns.slot]
             matrices = prefetched[1]
         else:
@@ -319,7 +308,7 @@ class ShardedWeight:
         """Start to gather the weight for its next product, while another layer computes."""
         slot = self.turns.slot
         if slot not in self._prefetched and self.is_gathered and self.batch.gathered(self, dtype) is None:
-            self._prefetched[slot] = self._key(dtype), self._start(dtype)
+            self._prefetched[slot] = (self.versions, dtype), self._start(dtype)
 
     def drop_prefetched(self) -> None:
         """Free a prefetched weight, once its collective has ended."""
@@ -344,9 +333,6 @@ class ShardedWeight:
         parts = [pad(one, (0, 0, 0, -len(one) % size)) if len(one) % size else one for one in parts]
         pending = self.axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
         return Pending(None, lambda: self._as_stored(pending.wait()))
-
-    def _key(self, dtype: torch.dtype) -> _Key:
-        return self.versions, dtype
 
     def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         if self.axis.size == 1:
@@ -447,7 +433,7 @@ class PendingGradients:
 
     def __init__(self, turns: DeviceTurns, batch: BatchWeights) -> None:
         self.ends_late = False
-        self._batch, self._turns = batch, turns
+        self.batch, self.turns = batch, turns
         self._pending: dict[tuple[int, int], deque[_Sum]] = {}
         """by the pair and the slot of the action that has made them, in their order"""
         self._has_callback = False
@@ -457,14 +443,14 @@ class PendingGradients:
 
         Called inside a backward. They have been added at its end, or after `finish`.
         """
-        if (total := self._batch.add(weight, gradients, trained)) is None:
+        if (total := self.batch.add(weight, gradients, trained)) is None:
             return
         if not self._has_callback and not self.ends_late:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
             self._has_callback = True
         own_sum = _start_sum(weight, total)
-        action = self._turns.number, self._turns.slot
+        action = self.turns.number, self.turns.slot
         for earlier in [one for one in self._pending if one[0] != action[0]]:
             self._finish(self._pending.pop(earlier, deque()))  # the other action finishes some while this one waits
         own = self._pending.setdefault(action, deque())
@@ -475,7 +461,7 @@ class PendingGradients:
     def finish(self) -> None:
         """Wait for all, and add them to their parameters' gradients."""
         self._has_callback = False
-        sums = deque(_start_sum(weight, total) for weight, total in self._batch.take_sums().items())
+        sums = deque(_start_sum(weight, total) for weight, total in self.batch.take_sums().items())
         if sums:
             self._pending[-1, 0] = sums
         while self._pending:

@@ -78,8 +78,8 @@ class _CountingAxis(MeshAxis):
 
 def counting_mesh(sizes: MeshSizes, tally: Tally) -> Mesh:
     """The mesh as its rank 0 sees it, without other ranks."""
-    one = Mesh(sizes, (0, 0, 0), {})
-    return Mesh.of(sizes, 0, lambda names: CountingGroup(tally, one.size(names)), _CountingAxis)  # type: ignore[arg-type,return-value]
+    one = Mesh(sizes, 0, lambda names: None)
+    return Mesh(sizes, 0, lambda names: CountingGroup(tally, one.size(names)), _CountingAxis)  # type: ignore[arg-type,return-value]
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def test_verify_finds_a_flipped_bit_in_a_plain_file(capsys: Captured) -> None:
     position = Path("runs/best.ckpt").read_bytes().index(torch.arange(12.0).numpy().tobytes())
     flip("runs/best.ckpt", position + 5)
     assert run("verify runs/best.ckpt") == 1
-    assert "best.ckpt is damaged: ['state_dict']['net.0.weight'] has other bytes" in capsys.readouterr().err
+    assert "best.ckpt is damaged: its record best/data/0 has other bytes" in capsys.readouterr().err
 
 
 def test_verify_of_a_truncated_file(capsys: Captured) -> None:

@@ -51,6 +51,16 @@ class Classifier(models.Trained):
         return nn.functional.cross_entropy(self.head(hidden[:, 0]), batch["input_ids"][:, 1] % models.CLASSES)
 
 
+class CausalEncoder(Classifier):
+    """The same with a mask [seq, seq], which has as many rows as each rank has samples."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        length = batch["input_ids"].shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        hidden = self.encoder(self.embedding(batch["input_ids"]), mask)
+        return nn.functional.cross_entropy(self.head(hidden[:, -1]), batch["input_ids"][:, 1] % models.CLASSES)
+
+
 class MixerBlock(nn.Module):
     """Mixes tokens, then features. It is not a registered block."""
 
@@ -102,6 +112,7 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[..., list[Batch]
     "BERT": (partial(models.bert, 4, 2), models.padded, 1e-10),
     "Llama": (partial(models.llama, 4, 4, 2), models.padded, 1e-5),  # its norm computes in fp32
     "encoder": (Classifier, models.padded, 1e-10),
+    "causal": (CausalEncoder, models.texts, 1e-10),
     "mixer": (Mixer, models.texts, 1e-10),
 }
 SINGLE_AXES = [Layout(cube=cube) for cube in ((1, 2, 1), (2, 1, 1), (1, 1, 2))]
@@ -117,6 +128,13 @@ CASES = [  # that don't depend on the kind of block
     ("BERT", Layout(cube=(1, 1, 2), outside="replicate"), UNEVEN),
     ("Llama", Layout(cube=(1, 1, 2)), UNEVEN),
     pytest.param("encoder", Layout(cube=(2, 1, 2), num_microbatches=2), EVEN, marks=pytest.mark.thorough),
+    ("causal", Layout(cube=(1, 1, 2), num_microbatches=1), ((8, 8, 8), (4,))),
+    pytest.param(
+        "causal",
+        Layout(cube=(2, 1, 1), num_microbatches=1, outside="replicate"),
+        ((2, 2, 2), (2,)),
+        marks=pytest.mark.thorough,
+    ),
     pytest.param("mixer", Layout(cube=CUBE, num_microbatches=2), ((11, 3, 1), (8,)), marks=pytest.mark.thorough),
     ("mixer", Layout(cube=(1, 1, 2), outside="replicate"), ((5, 3, 1), (8,))),
 ]
@@ -127,7 +145,7 @@ def training(kind: str, data: tuple[tuple[int, ...], tuple[int, ...]]) -> Traini
     model, batches, _ = MODELS[kind]
     key = kind, data
     if key not in TRAININGS:
-        weight: Any = "samples" if kind == "encoder" else "tokens"
+        weight: Any = "samples" if kind in ("encoder", "causal") else "tokens"
         made = partial(batches, *data)
         TRAININGS[key] = Training(model, made, torch.float64, steps=3, clip=0.1, loss_weight=weight)
     return TRAININGS[key]

@@ -57,7 +57,7 @@ BAD = {  # options of the strategy, devices, model -> words of the message: the 
     "fewer blocks than stages": (
         {"pipeline_parallel_size": 4, "num_waves": 2}, 4, models.MLP, ["8", "16", "num_waves=1"],
     ),
-    "no stack": ({}, 2, NoStack, ["NoStack", "build its layers as such a list"]),
+    "no stack": ({}, 2, NoStack, ["NoStack", "name modules that its step calls in turn"]),
     "a wrong name of the stack": ({"blocks": "blcks"}, 2, models.MLP, ["'blcks'", "blocks"]),
     "unknown schedule": ({"schedule": "hanyo"}, 2, models.MLP, ["'hanyo'", "did you mean 'hanayo'"]),
     "waves without a wave": ({"schedule": "1f1b", "num_waves": 2}, 2, models.MLP, ["'1f1b' has no waves", "=2"]),

@@ -47,10 +47,6 @@ class ThreadPeers(SavingRanks):
         return gathered if self.rank == 0 else []
 
     @override
-    def largest(self, number: int) -> int:
-        return int(max(self.all_gather(number)))
-
-    @override
     def close(self) -> None:
         self._meeting.abort()
 

@@ -78,7 +78,7 @@ def test_other_collectives_than_planned_are_an_error_and_no_hang(
 
     first, second = (checked(slot, action(queue, name, wire, counts[slot])) for slot, name in enumerate("ab"))
     queue.begin_pair(plan)
-    with pytest.raises(HanayoError, match="planned with 2 and 2 collectives"):
+    with pytest.raises(HanayoError, match=r"planned with \[2, 2\] collectives"):
         queue.turns.run(first, second, by_turns=False)
     queue.end_pair()
 
@@ -94,7 +94,7 @@ def test_what_waits_behind_a_collective_that_never_starts_is_an_error_and_no_han
         queue.check_action(0)
 
     queue.begin_pair(plan)
-    with pytest.raises(HanayoError, match="started their collectives|but started"):
+    with pytest.raises(HanayoError, match="collectives in an order, and started"):
         queue.turns.run(checked, second, by_turns=False)
     queue.end_pair()
     assert action(queue, "again", [], 2)() == "again"

@@ -151,8 +151,7 @@ def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], 
     if len(states) != len(optimizers):
         raise CheckpointError(
             f"{source} has the states of {len(states)} optimizers, this {type(run.module).__name__} has "
-            f"{len(optimizers)}. Configure the same ones, or load its weights alone, with init_from or in "
-            f"configure_model."
+            f"{len(optimizers)}. Configure the same ones, or load its weights alone, with init_from."
         )
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     check = partial(OptimizerState, names=names, source=source, accept=run.options.load_anyway)

@@ -58,7 +58,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, plain_alias
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
-from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, run_entry, with_resume
+from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, with_resume
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
@@ -250,7 +250,7 @@ def rank_part(
     Raises:
         UnsupportedError: on all ranks, if one has something that can't be stored.
     """
-    checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
+    checkpoint = checkpoint if resume is None else {**checkpoint, KEY: {"run": dict(resume.document)}}
     run = steps.run
     optimizers = map(unwrapped, run.trainer.optimizers)
     named_optimizers = [(one, named_parameters_of(one, names)) for one in optimizers]

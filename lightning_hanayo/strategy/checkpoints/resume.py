@@ -250,10 +250,7 @@ class Resume:
         self._is_scheduled = resumed_loops.follow_accumulation_schedule(trainer)
         lines = list(_lines(run, saved, has_position=bool(self._loader_states)))
         if self._is_after_last_batch:
-            lines.append(
-                "the checkpoint was saved after the last batch of an epoch, before its end: its validation, "
-                "on_train_epoch_end and schedulers that wait for a metric are left out."
-            )
+            lines.append("the checkpoint was saved before the end of an epoch: its validation and hooks are left out.")
         if saved is not None:
             if "samples" not in run.options.load_anyway:
                 lines += self._keep_samples(saved)
@@ -296,9 +293,8 @@ class Resume:
         if scaled != trainer.accumulate_grad_batches:
             if self._is_scheduled:
                 raise HanayoError(
-                    f"an optimizer step took {before} samples when the checkpoint was saved; now it would take {now}, "
-                    f"and GradientAccumulationScheduler sets the accumulation of each epoch. Scale its numbers by "
-                    f"{scaled / now.accumulate:g}. {WAY_OUT}"
+                    f"an optimizer step took {before} samples when the checkpoint was saved, and now would take {now}. "
+                    f"Scale the numbers of GradientAccumulationScheduler by {scaled / now.accumulate:g}. {WAY_OUT}"
                 )
             trainer.accumulate_grad_batches = scaled
             yield (
@@ -312,10 +308,7 @@ class Resume:
             with self._run.guard.off():
                 AccumulatedGradients(self._run).restore(saved)
         elif before != now and saved.has_gradients:
-            yield (
-                f"the gradients of the batches since the last optimizer step are left out: accumulate_grad_batches was "
-                f"{before}, and is {now}."
-            )
+            yield f"accumulate_grad_batches was {before}, and is {now}: gradients since the last step are left out."
 
 
 def _lines(run: Run, saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
@@ -326,21 +319,13 @@ def _lines(run: Run, saved: SavedRun | None, *, has_position: bool) -> Iterator[
     if saved is None:
         yield "the checkpoint holds no random states: shuffled data and random numbers may differ from then on."
     elif (layout := saved.layout) != _layout(run):
-        yield (
-            f"the checkpoint was saved on {layout}, this is {_layout(run)}: values are added up in another order, "
-            f"so they agree within rounding errors."
-        )
+        yield f"the checkpoint was saved on {layout}, this is {_layout(run)}: values are added up in another order."
     if in_epoch:
-        yield (
-            f"{resumed_loops.num_batches(trainer)} batches of the epoch have been trained: metrics logged with "
-            f"on_epoch=True are of the rest alone, and on_train_epoch_start is not called again."
-        )
+        number = resumed_loops.num_batches(trainer)
+        yield f"{number} batches of the epoch have been trained: metrics of the epoch are of the rest alone."
     if in_epoch and not (has_position and has_state):
         missing = "state_dict() and load_state_dict()" if not has_state else "state in the checkpoint"
-        yield (
-            f"the training loader has no {missing}: the epoch is read from its start again, up to its usual number of "
-            f"batches. Save at the end of epochs, or with a loader that has them."
-        )
+        yield f"the training loader has no {missing}: the epoch is read from its start again. Save at its end."
     if has_persistent_workers(trainer):
         yield "the loader has persistent_workers: they draw other random numbers than workers that have gone on."
     if accumulated and (saved is None or not saved.has_gradients):
@@ -363,9 +348,8 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
     if saved.loader_states(0) or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
             f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
-            f"samples on {before.data} data ranks; with {now.batch or 'other'} samples on {now.data} data ranks the "
-            f"epoch can't go on there. Resume with the same sizes up to the end of the epoch, or from a checkpoint of "
-            f"the end of an epoch. {WAY_OUT}"
+            f"samples on {before.data} data ranks, which can't go on with {now.batch or 'other'} on {now.data}. Resume "
+            f"with the same sizes, or from a checkpoint of the end of an epoch. {WAY_OUT}"
         )
     if size == before.batch * before.data:
         return None
@@ -395,18 +379,13 @@ def _reads_data(run: Run) -> bool:
 
 
 def with_resume(part: RankPart, state: ResumeState) -> RankPart:
-    """What this rank writes into a folder, with what a resume needs; not the document of the run, `run_entry`.
+    """What this rank writes into a folder, with what a resume needs; not the document of the run.
 
     Raises:
         UnsupportedError: a loader's state can't be stored without pickle.
     """
     tensors, texts = data_parts(state.data)
     return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts={**part.texts, **texts})
-
-
-def run_entry(state: ResumeState) -> dict[str, Any]:
-    """The entry of Lightning's dictionary, under `KEY`, of a checkpoint that is a folder."""
-    return {"run": dict(state.document)}
 
 
 def gathered(state: ResumeState, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:

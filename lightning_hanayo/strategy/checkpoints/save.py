@@ -257,8 +257,7 @@ def _warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
         arguments = ", ".join(f"{name}=..." for name in left_out)
         rank_zero_warn(
             f"Checkpoints will not hold these hyperparameters of {owner}, as they can't be stored without pickle: "
-            f"{listed}. Give them when you load one, or they have the defaults of __init__: "
-            f"load_from_checkpoint(path, {arguments}). To leave them out yourself: "
+            f"{listed}. Give them when you load one, load_from_checkpoint(path, {arguments}), or leave them out: "
             f"save_hyperparameters(ignore={[*left_out]})."
         )
 

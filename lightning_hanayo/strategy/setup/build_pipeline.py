@@ -49,7 +49,6 @@ from lightning_hanayo.pipeline_parallel.stages import (
     NoReshard,
     SingleStage,
     Stage,
-    StageHooks,
 )
 from lightning_hanayo.pipeline_parallel.tp_stages import TensorParallelFirstStage
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
@@ -287,9 +286,9 @@ class RankBuilder:
         boundary = NoReshard() if cube is None else cube.whole_boundary if is_whole else cube.boundary
         first = FirstStage(user=step, tied=tied, **common[0])
         if cube is not None or is_whole:  # no block runs in the step
-            streams = () if cube is None else cube.plan.streams
+            names: dict[str, Any] = {} if cube is None else {"streams": cube.plan.streams, "masks": cube.plan.masks}
             first = TensorParallelFirstStage(
-                user=step, tied=tied, blocks=blocks(0), boundary=boundary, streams=streams, **common[0]
+                user=step, tied=tied, blocks=blocks(0), boundary=boundary, **names, **common[0]
             )
         last = LastStage(blocks=blocks(self.end), first=first, boundary=boundary, **common[self.end])
         return {0: first, self.end: last}

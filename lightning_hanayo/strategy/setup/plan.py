@@ -192,7 +192,7 @@ def report_plan(
             "pairs=True does nothing without a cube: sums and gathers over data ranks overlap with other stages' "
             "work anyway, and at the ends of a batch no second micro-batch is ready (docs/concepts/cube.md)."
         )
-    if topology.pipe > 1 and (text := describe_uncut(module, plan.stack, topology.pipe, called or None)):
+    if topology.pipe > 1 and (text := describe_uncut(module, plan.stack, called or None)):
         rank_zero_info(text)
 
 

@@ -26,13 +26,8 @@ class ParameterOwners:
     def __init__(
         self, blocks: Sequence[nn.Module], outside: Iterable[Tensor] = (), exclude: Collection[str] = ()
     ) -> None:
-        self._count: Counter[Tensor] = Counter(
-            parameter
-            for block in blocks
-            for module in block.modules()
-            for parameter in module._parameters.values()
-            if parameter is not None
-        )
+        own = (p for block in blocks for module in block.modules() for p in module._parameters.values())
+        self._count: Counter[Tensor] = Counter(parameter for parameter in own if parameter is not None)
         self._count.update(outside)
         paths = ((f".{path}.", part) for block in blocks for path, part in block.named_modules())
         self.excluded = {part for path, part in paths if any(f".{name}." in path for name in exclude)}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_hanayo.tensor_parallel.convert.specs import RMS_NORMS, class_name
-from lightning_hanayo.tensor_parallel.layers.attention import parallelize_attention
+from lightning_hanayo.tensor_parallel.layers.attention import attention_sizes, parallelize_attention
 from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
 from lightning_hanayo.tensor_parallel.layers.norm import parallelize_norm, parallelize_rms_norm
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
@@ -75,12 +75,6 @@ def _rms_norm_sizes(module: Any) -> LayerSizes:
     return (("features", module.weight.shape[-1], "z"),)
 
 
-def _attention_sizes(module: nn.MultiheadAttention) -> LayerSizes:
-    inputs = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
-    features = tuple((f"features of a {name}", size, "z") for name, size in inputs.items())
-    return (("heads", module.num_heads, "yz"), ("features", module.embed_dim, "xy"), *features)
-
-
 def _attention_ineligible(module: nn.MultiheadAttention) -> str | None:
     return "it adds keys of its own" if module.bias_k is not None or module.add_zero_attn else None
 
@@ -101,7 +95,7 @@ _LAYERS: dict[str, LayerSpec] = {
     class_name(nn.LayerNorm): LayerSpec(parallelize_norm, _layer_norm_sizes, _layer_norm_ineligible),
     class_name(nn.RMSNorm): LayerSpec(parallelize_norm, _layer_norm_sizes, _layer_norm_ineligible),
     class_name(nn.Dropout): LayerSpec(parallelize_dropout),
-    class_name(nn.MultiheadAttention): LayerSpec(parallelize_attention, _attention_sizes, _attention_ineligible),
+    class_name(nn.MultiheadAttention): LayerSpec(parallelize_attention, attention_sizes, _attention_ineligible),
     **{name: LayerSpec(parallelize_rms_norm, _rms_norm_sizes) for name in RMS_NORMS},
     **{class_name(activation): LayerSpec(elementwise) for activation in _ACTIVATIONS},
 }

@@ -37,6 +37,7 @@ class ParallelizePlan:
         """whether the blocks are registered, and parallelized whole"""
         self.streams = () if registered is None else registered.spec.streams
         """the names of the block forward's arguments that carry residual streams"""
+        self.masks = () if registered is None else registered.spec.masks
         self.batch_dim, self.sequence_dim = (0, 1) if registered is None or registered.batch_first else (1, 0)
 
     def products(self, block: nn.Module) -> list[tuple[tuple[str, ...], bool]]:
@@ -105,8 +106,7 @@ def plan_parallelize(
     if experts == "cube" and not any(isinstance(block, GenericBlock) and block.experts for block in found):
         raise HanayoError(
             f"experts='cube': the blocks of {name} have no experts that a cube's ranks could share: modules of "
-            f"transformers with the weights of all experts in one tensor, as in Mixtral, Qwen3-MoE and DeepSeek-V3. "
-            f"Leave experts='cube' out."
+            f"transformers with the weights of all experts in one tensor, as in Mixtral. Leave experts='cube' out."
         )
     rows = tuple(row for block in found for row in block.report_rows())
     return ParallelizePlan(found, conversion.ConversionReport(name, headline, rows))

@@ -10,6 +10,7 @@ Random numbers that the forward draws itself, as an attention for its dropout, c
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel.convert import conversion, layer_specs
-from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, attribute, joined, set_attribute
+from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, joined, set_attribute
 from lightning_hanayo.tensor_parallel.layers.dropout import rank_random_stream
 from lightning_hanayo.tensor_parallel.layers.linear import SharedInput, features, parallelize_linear
 from lightning_hanayo.tensor_parallel.layers.norm import replicate_norm
@@ -94,7 +95,7 @@ class RegisteredBlock:
                 what, size = "features", out // group.num_fused
                 if group.head_size is not None:
                     read: Any = group.head_size
-                    head_size = attribute(owner, read) if isinstance(read, str) else read(owner)
+                    head_size = attrgetter(read)(owner) if isinstance(read, str) else read(owner)
                     what, size = "heads", size // int(head_size)
                 yield Divisibility(self._named(layer), what, size, "yz")
                 yield Divisibility(self._named(layer), "in-features", in_, "z")
@@ -147,7 +148,7 @@ class RegisteredBlock:
 
     def _attribute(self, path: str) -> Any:
         try:
-            return attribute(self.block, path)
+            return attrgetter(path)(self.block)
         except AttributeError:
             raise SpecMismatch(f"{self.name} has no {path}") from None
 
@@ -186,7 +187,7 @@ def _parallelize_group(module: Any, group: ProjectionGroup, context: StageContex
     for path in group.replicated_norms:
         replicate_norm(module.get_submodule(path), context)
     for name in group.sharded_counts:
-        set_attribute(module, name, attribute(module, name) // ranks)
+        set_attribute(module, name, attrgetter(name)(module) // ranks)
     if shared_input is not None or group.dropout is not None:
         wrap_forward(module, context, shared_input, group.input, group.dropout)
 
@@ -220,7 +221,7 @@ def wrap_forward(
 def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the module's forward. A function of this module, so that pickle finds it by name."""
     wrapper: Any = module._gathered_forward
-    drops = wrapper.dropout is not None and module.training and bool(attribute(module, wrapper.dropout))
+    drops = wrapper.dropout is not None and module.training and bool(attrgetter(wrapper.dropout)(module))
     return (_run_with_dropout if drops else _run)(module, *args, **kwargs)
 
 

@@ -53,6 +53,8 @@ class BlockSpec:
         streams: the forward's arguments that carry residual streams, also a memory: each may have its own length.
         projections: the groups of column-parallel linear layers.
         row_parallel: the linear layers that lead back to the residual stream, paths in the block.
+        masks: the forward's arguments that are the same for all samples if they have two dimensions, [seq, seq]: their
+            first one may be as long as there are samples by chance.
         batch_first: whether a block's streams are [batch, seq, h]; None: all are.
         elementwise_functions: attributes with functions that are applied to sharded features.
         required_values: attributes that must have these values, or the block isn't the described one.
@@ -63,6 +65,7 @@ class BlockSpec:
     streams: tuple[str, ...]
     projections: tuple[ProjectionGroup, ...]
     row_parallel: tuple[str, ...]
+    masks: tuple[str, ...] = ()
     batch_first: Callable[[Any], bool] | None = None
     elementwise_functions: tuple[str, ...] = ()
     required_values: Mapping[str, Any] = field(default_factory=dict)
@@ -70,17 +73,10 @@ class BlockSpec:
     containers: tuple[type, ...] = ()
 
 
-def attribute(module: Any, path: str) -> Any:
-    """Returns the attribute at a dotted path. Raises an `AttributeError` if there is none."""
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
-
-
 def set_attribute(module: Any, path: str, value: Any) -> None:
     """Set the attribute at a dotted path."""
     *owners, name = path.split(".")
-    setattr(attribute(module, ".".join(owners)) if owners else module, name, value)
+    setattr(attrgetter(".".join(owners))(module) if owners else module, name, value)
 
 
 def joined(*names: str) -> str:
@@ -126,6 +122,7 @@ def _torch_layer(*streams: str, **options: Any) -> BlockSpec:
 
 _TORCH_ENCODER = _torch_layer(
     "src",
+    masks=("src_mask",),
     overrides={"activation_relu_or_gelu": 0},  # the fused kernel of evaluation reads all weights itself
 )
 
@@ -183,7 +180,9 @@ RMS_NORMS = tuple(f"transformers.models.{name}RMSNorm" for name in (*_LLAMA_LIKE
 
 _BLOCKS = {
     "torch.nn.modules.transformer.TransformerEncoderLayer": _TORCH_ENCODER,
-    "torch.nn.modules.transformer.TransformerDecoderLayer": _torch_layer("tgt", "memory"),
+    "torch.nn.modules.transformer.TransformerDecoderLayer": _torch_layer(
+        "tgt", "memory", masks=("tgt_mask", "memory_mask")
+    ),
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": _GPT2,
     "transformers.models.bert.modeling_bert.BertLayer": _BERT,
     **{f"transformers.models.{name}DecoderLayer": _llama() for name in _LLAMA_LIKE},

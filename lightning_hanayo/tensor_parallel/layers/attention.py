@@ -167,13 +167,7 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
             if parameter is not None and removed:
                 rows = len(parameter) - (removed if "in_proj" in name else removed // 2)
                 parameter.data = parameter.data[:rows].clone()
-        for name in ("in_proj_weight", *SEPARATE):
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                nn.init.xavier_uniform_(parameter)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-            nn.init.zeros_(self.out_proj.bias)
+        super()._reset_parameters()
 
     def forward(
         self,
@@ -246,19 +240,25 @@ def parallelize_attention(
         raise HanayoError(f"the style {style} is for batch_first={not module.batch_first}")
     if style.reduce_scatter.dim == 0 and not module.batch_first:
         raise UnsupportedError("attention whose batch is sharded along y and z needs batch_first=True")
-    num_kv_heads = module._kv_heads if isinstance(module, MultiheadAttention3D) else module.num_heads
+    num_kv_heads = vars(module).get("_kv_heads", module.num_heads)
     projections = AttentionProjections(module, context, style, num_kv_heads)
-    out_axes, in_axes, name = style.out_axes, style.in_axes, type(module).__name__
-    outs, ins = zip("qkv", projections.outs, strict=True), zip("qkv", projections.ins, strict=True)
-    required = [
-        Divisibility(name, "heads", module.num_heads, projections.axes),
-        Divisibility(name, "heads of k and v", num_kv_heads, projections.axes),
-        *(Divisibility(name, f"features of {one}", size, out_axes) for one, size in outs),
-        *(Divisibility(name, f"features into {one}", size, in_axes) for one, size in ins),
-    ]
+    required = [Divisibility(type(module).__name__, *one) for one in attention_sizes(module, style)]
     check_divisibility(required, context.mesh.sizes)
     if not isinstance(module, MultiheadAttention3D):
         module.__class__ = MultiheadAttention3D
     module.projections = projections  # type: ignore[assignment]
     shard_parameters(module, projections.shards, context.mesh)  # out_proj is a sharded module itself
     parallelize_linear(module.out_proj, context, style.row_parallel())
+
+
+def attention_sizes(module: Any, style: ParallelStyle = SEQUENCE) -> tuple[tuple[str, int, str], ...]:
+    """Sizes that must divide: what they count, how many, and the axes over which they are sharded."""
+    kv_heads, between = vars(module).get("_kv_heads", module.num_heads), style.between_axes
+    inputs = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
+    return (
+        ("heads", module.num_heads, between),
+        ("heads of k and v", kv_heads, between),
+        ("features", module.embed_dim, style.out_axes),
+        ("features of k and v", kv_heads * module.head_dim, style.out_axes),
+        *((f"features of a {name}", size, style.in_axes) for name, size in inputs.items()),
+    )

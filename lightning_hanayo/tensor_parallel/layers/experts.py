@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.made_once import once
+from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
@@ -110,7 +111,12 @@ class ExpertSharding:
             parameters = [one for one in module._parameters.values() if one is not None]
             out = rows + sum(one[:0].sum().to(rows.dtype) for one in parameters)
         # not index_add, which adds in any order on GPUs
-        back = _Combine.apply(out, axis, plan)
+        back = collectives.run(
+            out,
+            axis,
+            lambda out: axis.exchange_rows(out, plan.received, plan.sent),
+            lambda gradient: axis.exchange_rows(gradient, plan.sent, plan.received),
+        )
         return torch.zeros_like(x).index_put((plan.tokens,), back, accumulate=True)
 
     @torch.no_grad()
@@ -160,17 +166,3 @@ class _Dispatch(torch.autograd.Function):
             for one, needed in zip(gradients, ctx.needs_input_grad, strict=False)
         ]
         return *(one and one.wait() for one in pending), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Sends rows back to where they came from."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, axis: MeshAxis, plan: DispatchPlan) -> Tensor:
-        ctx.axis, ctx.plan = axis, plan
-        return axis.exchange_rows(out, plan.received, plan.sent).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.exchange_rows(gradient, ctx.plan.sent, ctx.plan.received).wait(), None, None

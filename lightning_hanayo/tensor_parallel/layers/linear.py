@@ -5,7 +5,6 @@ Several layers that read one input gather it once, and are one product:
 x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z] times (Wq, Wk, Wv)^T  -->  q, k, v [batch/x, seq, N/(y z)]
 """
 
-import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -25,10 +24,15 @@ from lightning_hanayo.tensor_parallel.product import (
     AxisCollective,
     ParallelStyle,
     ProductArgs,
-    SequenceParts,
     products,
 )
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
+from lightning_hanayo.tensor_parallel.sharding import (
+    DimShard,
+    Shard,
+    ShardedModule,
+    shard_parameters,
+    sharded_class,
+)
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StoredWeight
 
@@ -38,10 +42,10 @@ def guarded_weight(module: Any, name: str = "weight") -> Tensor:
 
     User code gets the parameter itself, which is guarded while user code runs; other code an alias.
     """
-    parameter = module._parameters.get(name)
+    parameter: Tensor | None = module._parameters.get(name)
     if parameter is None:
         raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
-    if isinstance(parameter, PartialParameter):
+    if isinstance(parameter, PartialParameter) or "_shards" not in vars(module):  # until the constructor shards it
         return parameter
     return partial_alias(parameter, vars(parameter).get("_part")).requires_grad_(parameter.requires_grad)
 
@@ -62,18 +66,14 @@ class ShardedProduct:
     def __post_init__(self) -> None:
         size = self.context.mesh.size
         self._num_gathered, self._num_scattered = size(self.all_gather.axis), size(self.reduce_scatter.axis)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._args: tuple[SequenceParts | None, ProductArgs] | None = None
         self._handle = new_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_args", "_handle")}
+        return {name: value for name, value in vars(self).items() if name != "_handle"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin()
+        self._handle = new_handle(self)
 
     def __deepcopy__(self, memo: Any) -> "ShardedProduct":
         twin = memo[id(self)] = copy(self)
@@ -90,13 +90,10 @@ class ShardedProduct:
 
     def args(self) -> ProductArgs:
         """How it runs now: for sequences of the lengths that the stage runs."""
-        self.context.check_open()
-        parts = self.context.sequence_parts
-        if self._args is None or self._args[0] is not parts:
-            before, after = self.context.bind(self.all_gather), self.context.bind(self.reduce_scatter)
-            keep, num_pieces, has_pairs = self.context.keep, self.context.num_pieces, self.context.has_pairs
-            self._args = parts, ProductArgs(self.weight, before, after, keep, num_pieces, has_empty_pieces=has_pairs)
-        return self._args[1]
+        context = self.context
+        context.check_open()
+        before, after = context.bind(self.all_gather), context.bind(self.reduce_scatter)
+        return ProductArgs(self.weight, before, after, context.keep, context.num_pieces, context.has_pairs)
 
     def following(self) -> Sequence[ShardedWeight]:
         """The weights to gather ahead. Called once per product."""
@@ -232,8 +229,12 @@ class ShardedLinear(ShardedModule):
     """The base class of all 3-D linear layers, whichever class they were converted from."""
 
     sharding: LinearSharding
-    weight = property(lambda self: self.sharding.parameter(self, "weight"))
-    bias = property(lambda self: self.sharding.parameter(self, "bias"))
+    weight = property(lambda self: self._of_sharding("weight"))
+    bias = property(lambda self: self._of_sharding("bias"))
+
+    def _of_sharding(self, name: str) -> Any:
+        sharding = vars(self).get("sharding")  # None: until the constructor shards it
+        return nn.Module.__getattr__(self, name) if sharding is None else sharding.parameter(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
         """Called by all ranks of the mesh, in the same order."""
@@ -247,9 +248,8 @@ class ShardedLinear(ShardedModule):
             x = x.view_as(x)  # whole, or refused
         if any(not isinstance(one, nn.Parameter | None) for one in self._parameters.values()):
             raise UnsupportedError(
-                f"a linear layer of a cube ({type(self).__name__}) is called with another weight or bias than its own "
-                f"parameter (torch.func.functional_call), of which each rank would need its part. Compute with "
-                f"torch.nn.functional.linear instead, or leave the layer out with HanayoStrategy(cube_exclude=...)."
+                f"a linear layer of a cube ({type(self).__name__}) is called with another weight or bias than its own. "
+                f"Use torch.nn.functional.linear, or leave the layer out with HanayoStrategy(cube_exclude=...)."
             )
         with torch._C.DisableTorchFunctionSubclass():  # the parameters are parts here, whatever block code sees
             return self.sharding.forward(x, self._parameters["bias"])
@@ -298,15 +298,6 @@ class Linear3D(ShardedLinear, nn.Linear):
     def shard(self, context: StageContext, style: ParallelStyle, **options: Any) -> None:
         """Shard the whole layer. Called once, by the constructor."""
         parallelize_linear(self, context, style, **options)
-
-    def reset_parameters(self) -> None:
-        """Called while the layer is constructed, before it is sharded."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        if (bias := self._parameters["bias"]) is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(bias, -bound, bound)
 
 
 def parallelize_linear(

@@ -118,9 +118,6 @@ class _Norm(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-_dtypes_of_norms: dict[tuple[torch.dtype, str, torch.dtype | None], torch.dtype] = {}
-
-
 class ShardedNorm(ShardedModule):
     """The base class of all 3-D norms. Arguments are those of the norm; gradients are partial sums over x and y.
 
@@ -155,15 +152,8 @@ class ShardedNorm(ShardedModule):
     def _normalization(self, x: Tensor) -> _Normalization:
         """As torch's norms: in fp32 at least, and to the dtype that they return, with autocast or without."""
         compute = torch.promote_types(x.dtype, torch.float32)
-        device = x.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = x.dtype, device, autocast
-        if torch.compiler.is_dynamo_compiling() or key not in _dtypes_of_norms:  # torch is asked once for each
-            made = layer_norm(torch.empty(0, 1, dtype=x.dtype, device=device), (1,))
-            out = _dtypes_of_norms.setdefault(key, made.dtype)
-        else:
-            out = _dtypes_of_norms[key]
-        return _Normalization(self._num_parts, self.eps, isinstance(self, nn.LayerNorm), compute, out)
+        made = layer_norm(torch.empty(0, 1, dtype=x.dtype, device=x.device), (1,))
+        return _Normalization(self._num_parts, self.eps, isinstance(self, nn.LayerNorm), compute, made.dtype)
 
 
 class LayerNorm3D(ShardedNorm, nn.LayerNorm):
@@ -206,8 +196,7 @@ def parallelize_norm(module: nn.Module, context: StageContext) -> None:
     if len(module.normalized_shape) > 1:
         raise UnsupportedError(
             f"{type(module).__name__} normalizes over the last {len(module.normalized_shape)} dimensions "
-            f"{tuple(module.normalized_shape)}; over the cube only the last one can be, as tokens are sharded along x "
-            f"and y"
+            f"{tuple(module.normalized_shape)}; over the cube only the last one can be"
         )
     _attach(module, context, module.normalized_shape[0])
     if not isinstance(module, ShardedNorm):

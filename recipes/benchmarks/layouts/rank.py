@@ -93,7 +93,7 @@ def work(rank: int, plan: Plan) -> Record:
 def _probe(groups: Groups, record: Record) -> None:
     world = dist.group.WORLD
     assert world is not None
-    axis = Mesh.of((HOSTS, 1, 1), dist.get_rank(), lambda _: world).axis("x")
+    axis = Mesh((HOSTS, 1, 1), dist.get_rank(), lambda _: world).axis("x")
     for size in PROBED:
         part = torch.zeros(size // 4)
         taken = []
@@ -153,7 +153,7 @@ class LayoutRunner:
         }
         cube_rank = rank % candidate.cube_size
         self._queue = LinkQueue() if pairs else None
-        mesh = Mesh.of(
+        mesh = Mesh(
             candidate.mesh, cube_rank, lambda names: axes[names] if len(names) == 1 else None, queue=self._queue
         )
         layout = self.layout_of(candidate, pairs=pairs)

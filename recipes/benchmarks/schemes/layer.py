@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.pipeline_parallel.stages import NoHooks, StageHooks
+from lightning_hanayo.pipeline_parallel.stages import NoHooks
 from lightning_hanayo.tensor_parallel import product as arithmetic
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from recipes.benchmarks.harness import sleep_until
 from recipes.benchmarks.schemes.log import Log
 
@@ -152,7 +153,7 @@ class Scheme(ABC):
     """A way to parallelize layers over hosts."""
 
     @property
-    def hooks(self) -> StageHooks:
+    def hooks(self) -> NoHooks | StageContext:
         """What a stage of such layers calls."""
         return NoHooks()
 

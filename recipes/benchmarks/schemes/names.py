@@ -94,7 +94,7 @@ def make(name: str, hosts: int, rank: int, find: Find, log: "Log", queue: "LinkQ
         return OneD(wire("all"), by_sequence=name == ONE_D[0])
     if name == TWO_D:
         return TwoD(wire("row"), wire("column"))
-    mesh = Mesh.of(mesh_of(name), rank, partial(_of_axis, along, find), wires(log), queue=queue)
+    mesh = Mesh(mesh_of(name), rank, partial(_of_axis, along, find), wires(log), queue=queue)
     return ThreeD(
         mesh,
         int(name.removesuffix(_KEPT).partition(" in ")[2] or 1),

@@ -18,7 +18,7 @@ CUBES: list[MeshSizes] = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (1, 2, 4),
 
 
 def mesh_of(sizes: MeshSizes) -> Mesh:
-    return Mesh(sizes, (0, 0, 0), {})
+    return Mesh(sizes, 0, lambda names: None)
 
 
 def shards_on(mesh: Mesh) -> dict[str, Shard]:

@@ -118,10 +118,10 @@ def test_memory_is_the_optimizers_own() -> None:
 
 def test_other_groups_are_refused() -> None:
     assert refusal(by_name(trained()), [["a.weight", "a.bias"], ["b.weight", "b.bias"]]) == (
-        "last.ckpt has a.weight and a.bias in different param groups of its optimizer, in this AdamW they are in one. "
+        "last.ckpt has a.weight and a.bias in different param groups of its optimizer, unlike this AdamW. "
         "Build the same groups; their order may be another."
     )
-    assert "has a.weight and b.weight in one param group of its optimizer, in this AdamW they are in different" in (
+    assert "has a.weight and b.weight in one param group of its optimizer, unlike this AdamW" in (
         refusal(by_name(trained()), [["a.weight"], ["b.weight"], ["a.bias", "b.bias"]])
     )
     assert "groups of [2, 2] parameters, this AdamW has groups of [4]" in refusal(trained(), [sum(BY_KIND, [])])

@@ -98,7 +98,7 @@ def adapter(path: Path) -> None:
         (lose_a_file, HanayoError, r"model-1\.safetensors can't be read"),
         (lose_a_tensor, HanayoError, r"model-1\.safetensors has no tensor b, which model\.safetensors\.index"),
         (break_index, HanayoError, r"model\.safetensors\.index\.json can't be read: 'weight_map'"),
-        (legacy, UnsupportedError, r"no safetensors, but other files \(pytorch_model\.bin\).*safe_serialization=True"),
+        (legacy, UnsupportedError, r"no safetensors, but other files \(pytorch_model\.bin\).*save_pretrained"),
         (adapter, HanayoError, r"has neither model\.safetensors nor .*, but adapter_model\.safetensors\. Save a model"),
         (Path.rmdir, HanayoError, r"there is no folder .*snapshot_download"),
     ],

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,12 +152,12 @@ def test_after_an_error_the_next_save_works(path: str) -> None:
 
 
 def test_ranks_talk_at_a_batch_only_while_a_save_is_in_flight(path: str) -> None:
-    calls: list[int] = []
+    calls: list[Any] = []
 
     class CountedPeers(SavingRanks):
-        def largest(self, number: int) -> int:
-            calls.append(number)
-            return number
+        def all_gather(self, value: Any) -> list[Any]:
+            calls.append(value)
+            return [value]
 
     saver = Saver(CountedPeers(), SavingRanks())
     saver.poll()

@@ -17,7 +17,6 @@ from lightning_hanayo.strategy.checkpoints.resume import (
     ResumeState,
     SavedRun,
     gathered,
-    run_entry,
     saved_run,
     with_resume,
 )
@@ -54,7 +53,7 @@ def of_folder(folder: Path) -> SavedRun:
     )
     opened = CheckpointFolder(folder)
     tensors_in = {name: opened.stored(name) for name in opened.manifest.tensors}
-    saved = saved_run({KEY: {**run_entry(state_of(0)), "data": DataDocuments(opened), "tensors": tensors_in}})
+    saved = saved_run({KEY: {"run": dict(state_of(0).document), "data": DataDocuments(opened), "tensors": tensors_in}})
     assert saved is not None
     return saved
 

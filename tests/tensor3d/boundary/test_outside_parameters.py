@@ -78,14 +78,14 @@ def test_after_a_batch_whole_gradients_go_one_by_one(outside: OutsideParameters)
 def test_gradients_whose_rows_do_not_divide_are_copied_one_at_a_time(outside: OutsideParameters) -> None:
     parameters = [nn.Parameter(torch.randn(rows, WIDTH)) for rows in (1003, 1001, 1002, 999)]
     odd, seen = OutsideParameters(outside._mesh), []
-    scatter = type(odd._axis).reduce_scatter
+    scatter = type(odd._axis).reduce_scatter_each
 
-    def watched(axis: Any, parts: Tensor) -> Any:
+    def watched(axis: Any, parts: list[Tensor]) -> Any:
         seen.append(live.num_bytes)
         return scatter(axis, parts)
 
     odd.shard(parameters)
-    with Peak() as live, patch.object(type(odd._axis), "reduce_scatter", watched):
+    with Peak() as live, patch.object(type(odd._axis), "reduce_scatter_each", watched):
         odd.all_gather()
         for parameter in odd.parameters:
             parameter.grad = torch.randn_like(parameter)
@@ -98,12 +98,12 @@ def test_gradients_whose_rows_do_not_divide_are_copied_one_at_a_time(outside: Ou
 
 def test_small_parameters_share_collectives_and_large_ones_have_their_own(outside: OutsideParameters) -> None:
     seen: list[int] = []
-    gather = type(outside._axis).all_gather
+    gather = type(outside._axis).gather_into
 
-    def counted(axis: Any, tensor: Tensor) -> Any:
-        seen.append(tensor.numel())
-        return gather(axis, tensor)
+    def counted(axis: Any, wholes: list[Tensor], tensors: list[Tensor]) -> Any:
+        seen.append(sum(one.numel() for one in tensors))
+        return gather(axis, wholes, tensors)
 
-    with patch.object(type(outside._axis), "all_gather", counted):
+    with patch.object(type(outside._axis), "gather_into", counted):
         outside.all_gather()
     assert seen == [1000 * WIDTH // 4] * 4 + [40 * WIDTH // 4]

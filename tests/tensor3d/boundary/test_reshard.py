@@ -44,13 +44,13 @@ def shard(kind: str) -> list[tuple[int, ...]] | str:
     boundary = MicrobatchReshard(SharedReshard(mesh, StreamDims()), all_gather, all_gather)
     boundary.begin([sample_shares(2, (1, 1, 2))])
     stream = torch.ones(1, 4, 6, requires_grad=kind != "a gradient on one rank" or rank == 0)
-    table = torch.full((3, 4, 4), float(rank if kind == "values of its own" else 7))
+    mask = torch.ones(1, 4)  # as many rows as this rank has samples
+    table = mask if "mask" in kind else torch.full((3, 4, 4), float(rank if kind == "values of its own" else 7))
     structure = ("mask", "plain") if kind == "structures differ" and rank else ("plain",)
     arguments = [table, stream] if kind == "structures differ" and rank else [stream, table]
     try:
-        made = boundary.shard_arguments(
-            0, arguments, [next(i for i, one in enumerate(arguments) if one is stream)], structure
-        )
+        streams = [next(i for i, one in enumerate(arguments) if one is stream)]
+        made = boundary.shard_arguments(0, arguments, (streams, [1] if "sequences" in kind else []), structure)
     except HanayoError as error:
         return str(error)
     return [] if made is None else [tuple(one.shape) for one in made]
@@ -60,6 +60,8 @@ def shard(kind: str) -> list[tuple[int, ...]] | str:
     ("kind", "expected"),
     [
         ("alike", [(2, 4, 3), (3, 4, 4)]),
+        ("a mask of samples", [(2, 4, 3), (2, 4)]),
+        ("a mask of sequences", [(2, 4, 3), (1, 4)]),
         ("structures differ", []),
         ("a gradient on one rank", "has a gradient on some ranks of the cube, and none on others"),
         ("values of its own", r"of the shape \(3, 4, 4\), has other values on other ranks of the cube"),

@@ -254,7 +254,7 @@ def test_options_that_are_refused() -> None:
         MultiheadAttention3D(E, HEADS, context=context, style=SEQUENCE)
     with pytest.raises(UnsupportedError, match="batch_first=True"):
         MultiheadAttention3D(E, HEADS, context=context, style=BATCH)
-    three = Mesh((1, 3, 1), (0, 0, 0), ALONE._axes)
+    three = Mesh((1, 3, 1), 0, lambda names: None)
     with pytest.raises(HanayoError, match=r"4 heads, which don't divide over y \* z = 3"):
         MultiheadAttention3D(E, HEADS, context=StageContext(three))
     module = MultiheadAttention3D(E, HEADS, context=context)

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from itertools import islice
 from os import PathLike, fspath
@@ -19,11 +18,11 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, Candidate, Choices
-from lightning_hanayo.planner.machine import KNOWN, Machine
+from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, BatchesOfStep, Candidate, Choices
+from lightning_hanayo.planner.machine import KNOWN
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import OF_BOTH, load_plan, strategy_options
-from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
+from lightning_hanayo.planner.ranking import bytes_of, make_plan
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
@@ -56,8 +55,17 @@ def plan_at_start(strategy: MeshParallelStrategy, trainer: "pl.Trainer", data: A
     # the data sheet of this device; a nominal CPU or an H100 for others
     machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
     machine = replace(machine, ranks_per_node=max(1, strategy.num_processes))
-    num_accumulated = num_samples * trainer.accumulate_grad_batches
-    plan = _best(facts, machine, options, strategy.topology.world_size, num_accumulated, num_samples)
+
+    def accept(one: Candidate) -> bool:
+        is_asked = one.recompute == (options.recompute == "blocks")
+        is_asked &= one.shard_optimizer == (options.shard_optimizer and one.data > 1)
+        return is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
+
+    once, batches = options.step == "batch", BatchesOfStep(num_samples, trainer.accumulate_grad_batches)
+    choices = Choices((options.cube_weights,), (options.pairs,), once, (options.experts,), (options.cube_outside,))
+    plan = make_plan(
+        facts, machine, num_devices=strategy.topology.world_size, step=batches, accept=accept, choices=choices
+    )
     first = plan.first
     rank_zero_info(
         f"layout='plan' takes {first.candidate}: {first.seconds:.3g} s per step of {plan.global_batch} samples and "
@@ -116,36 +124,6 @@ def given_layout(
     )
 
 
-def _best(
-    facts: ModelFacts, machine: Machine, options: Options, world_size: int, samples_per_rank: int, batch_size: int
-) -> Plan:
-    """The plan with the least time per sample, over all numbers of data ranks."""
-
-    def accept(data: int, one: Candidate) -> bool:
-        is_asked = one.recompute == (options.recompute == "blocks")
-        is_asked &= one.shard_optimizer == (options.shard_optimizer and data > 1)
-        return one.data == data and is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
-
-    choices = Choices(
-        (options.cube_weights,), (options.pairs,), options.step == "batch", (options.experts,), (options.cube_outside,)
-    )
-    plans, refused = [], None
-    for data in (size for size in range(1, world_size + 1) if world_size % size == 0):
-        try:
-            samples, own = data * samples_per_rank, partial(accept, data)
-            sizes: dict[str, Any] = {"num_devices": world_size, "global_batch": samples, "batch_size": batch_size}
-            plans.append(make_plan(facts, machine, top=3, choices=choices, accept=own, **sizes))
-        except HanayoError as error:
-            refused = refused or error
-    if not plans:
-        assert refused is not None
-        raise refused
-    return min(plans, key=lambda plan: plan.first.seconds / plan.global_batch)
-
-
-_BY_FILE = "Run `hanayo plan`, and give its file, layout='plan.yaml'; or give a loader in place of the DataModule"
-
-
 def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
     """A batch of the training loader, without an effect on what training will see."""
     if isinstance(data, pl.LightningDataModule):
@@ -187,6 +165,7 @@ def _unchanged(loaders: Sequence[Any]) -> Iterator[None]:
             generator.set_state(state)
 
 
+_BY_FILE = "Run `hanayo plan` once, and give its file: layout='plan.yaml'"
 AT_START = "plan"
 """makes a plan when training starts"""
 SIZES = ("pipeline_parallel_size", "num_waves", "cube", "data_parallel_size", "num_microbatches")

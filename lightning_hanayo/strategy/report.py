@@ -29,9 +29,9 @@ from lightning_hanayo.pipeline_parallel.comm.object_collectives import gather_ob
 from lightning_hanayo.pipeline_parallel.profiling.trace import (
     BatchTrace,
     RecordedBatch,
-    TraceGather,
     costs_of,
     exposed_communication,
+    gather_trace,
     median_batch,
     num_microbatches,
     on_one_clock,
@@ -51,41 +51,31 @@ _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.
 
 
 class BatchFigures:
-    """Gathers a batch's traces on pipeline rank 0 while later batches run, so that no rank waits.
+    """Gathers a batch's traces on pipeline rank 0.
 
     batch 50 ends       `start`  notes the batch: a device may still be running it
-    batch 51 ends       `read`   its times are known; the other ranks send theirs
-    batch 52 ends       `read`   pipeline rank 0 has received them
+    batch 51 ends       `read`   its times are known; pipeline rank 0 receives those of the other ranks
 
     All ranks of the pipeline call `start` after the same batches, and `read` after each batch, before `start`.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._trace = pipeline.engine.trace
-        self._table = pipeline.layout.table
-        self._gather = TraceGather(pipeline.relay.transport, self._table)
+        self._pipeline = pipeline
         self._noted: tuple[int, RecordedBatch] | None = None
-        self._step = 0
-        """that of the batch which is being gathered"""
 
     def start(self, step: int) -> None:
         """Choose the last batch. `step`: its number for loggers."""
-        if self._trace.recorded:
-            self._noted = step, self._trace.recorded[-1]
+        if recorded := self._pipeline.engine.trace.recorded:
+            self._noted = step, recorded[-1]
 
     def read(self) -> tuple[int, dict[str, float]] | None:
         """On rank 0, once for each batch that `start` was called for: its step and its figures."""
-        batch, step = self._gather.finish(), self._step
-        if self._noted is not None:
-            self._step, recorded = self._noted
-            self._gather.start(recorded.events)
-            self._noted = None
-        return None if batch is None else (step, figures(self._table(num_microbatches(batch[0])), batch))
-
-    def forget(self) -> None:
-        """Drop transfers under way, after a failure."""
-        self._gather.forget()
-        self._noted = None
+        if self._noted is None:
+            return None
+        (step, recorded), self._noted = self._noted, None
+        table = self._pipeline.layout.table
+        batch = gather_trace(self._pipeline.relay.transport, table, recorded.events)
+        return None if batch is None else (step, figures(table(num_microbatches(batch[0])), batch))
 
 
 def figures(schedule: Schedule, batch: BatchTrace) -> dict[str, float]:
@@ -155,11 +145,9 @@ class MeasuredBatches:
 
 def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
     """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
-    gathering, found = TraceGather(pipeline.relay.transport, pipeline.layout.table), list[BatchTrace]()
-    for events in pipeline.engine.trace.batches:
-        gathering.start(events)
-        found += filter(None, [gathering.finish()])
-    return found
+    transport, table = pipeline.relay.transport, pipeline.layout.table
+    traces = [gather_trace(transport, table, events) for events in pipeline.engine.trace.batches]
+    return [trace for trace in traces if trace is not None]
 
 
 def run_facts(trainer: "pl.Trainer", module: "pl.LightningModule", strategy: CheckpointingStrategy) -> dict[str, Any]:
@@ -420,8 +408,6 @@ class WaveReport(Callback):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        if self._figures is not None:
-            self._figures.forget()
         self._figures = self._throughput = None
 
     @override

@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import Ownership
@@ -50,26 +50,13 @@ OUTSIDE = -1
 """stands for a stage where parameters are meant that a cube gathers for a batch"""
 
 
-class FullParameters(Protocol):
-    """Whole tensors of parameters, for user code."""
-
-    def get(self, parameter: Tensor) -> Tensor:
-        """The whole of `parameter`."""
-
-    def end_batch(self, *, reduce: bool) -> None:
-        """Add the gradients of whole tensors to those of the parameters, summed over the data ranks if `reduce`."""
-
-    def forget(self) -> None:
-        """Drop all whole tensors, after a failure."""
-
-
 @dataclass
 class GradientSync:
     """Sums this rank's gradients over the ranks that share them, and holds parameters whole while a batch runs.
 
     Args:
         stages: all-reduces each stage's gradients as soon as the stage is done.
-        full_parameters: whole tensors that user code has asked for, and their gradients.
+        full_parameters: the `FullParameters`, whole tensors that user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
         outside_all_reduce: sums their shards, or shared weights', over the data ranks, after the batch.
         shards: of the optimizer, over the data ranks; None if it isn't sharded.
@@ -78,7 +65,7 @@ class GradientSync:
 
     stages: GradientAllReduce
     outside_all_reduce: GradientAllReduce
-    full_parameters: FullParameters
+    full_parameters: Any
     outside: OutsideParameters | None = None
     shards: OptimizerShards | None = None
     shared: SharedWeights | None = None
@@ -254,7 +241,7 @@ class Pipeline:
         if self.ends:
             ends = self.ends[batch.is_whole]
             self.user_step = ends.user_step
-            self.engine.use(ends.stages)
+            self.engine.stages = ends.stages
         self.gradients.begin_batch()
         with (
             self.random_streams.batch(key, has_shares=not batch.is_whole),
@@ -355,7 +342,8 @@ class Pipeline:
             self._backwards(batch, table, everything)
         elif last and not any(others):
             self._forwards(batch, table, rest, others)
-            self._run_program(replace(batch, pass_number=len(others)), table, without_forwards, done)
+            program = self._program(table, without_forwards, done, is_whole=batch.is_whole)
+            self.engine.run(program, replace(batch, pass_number=len(others)))
             self._end_pass(table, len(others))
         else:
             self._forwards(batch, table, rest, self._known)
@@ -368,9 +356,9 @@ class Pipeline:
         if max(weights) > 1.001 * min(weights) or num_microbatches != self._num_averaged:
             self._has_warned = True
             warnings.warn(
-                "gradients of auxiliary losses that blocks add on their own are averaged over micro-batches, and the "
-                "micro-batches of this optimizer step have different weights. Give all batches a number of samples "
-                "that num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
+                "gradients of auxiliary losses that blocks add on their own are averaged over micro-batches, which "
+                "in this optimizer step have different weights. Give batches a number of samples that "
+                "num_microbatches divides, or let blocks store the auxiliary loss, and add it to the step's.",
                 stacklevel=2,
             )
 
@@ -416,9 +404,9 @@ class Pipeline:
             if any(other != answer for other in answers):
                 raise UnsupportedError(
                     f"the steps on the ranks of a cube, whose samples differ, make different passes through "
-                    f"{self.user_step.name}: {answers}, by rank (micro-batches that go on; or whether the pass has "
-                    f"gradients, None at the end). Let all samples take equally many passes (generate with "
-                    f"min_new_tokens equal to max_new_tokens), or with registered blocks set cube_outside='replicate'."
+                    f"{self.user_step.name}: {answers}, by rank. Let all samples take equally many passes (generate "
+                    f"with min_new_tokens equal to max_new_tokens), or with registered blocks set "
+                    f"cube_outside='replicate'."
                 )
         return self.relay.broadcast("pass", answer)
 
@@ -429,30 +417,28 @@ class Pipeline:
 
     def _forward(self, batch: Batch, table: Schedule, microbatches: Sequence[int], *, has_gradients: bool) -> None:
         with nullcontext() if has_gradients else torch.no_grad():
-            self._run_program(batch, table, forward_only, microbatches)
+            self.engine.run(self._program(table, forward_only, microbatches, is_whole=batch.is_whole), batch)
 
     def _backwards(self, batch: Batch, table: Schedule, microbatches: Sequence[int]) -> None:
         """Run the backwards of all passes that have one, the last pass first."""
         numbers = [number for number, has_gradients in enumerate(self._known) if has_gradients]
+        part = without_forwards if numbers else last_backward_only
+        program = self._program(table, part, microbatches, is_whole=batch.is_whole)
         for number in reversed(numbers):
             reduces = batch.reduce_gradients and number == numbers[0]
-            has_loss = number == numbers[-1]
-            part = replace(batch, pass_number=number, has_loss=has_loss, reduce_gradients=reduces)
-            continues = batch.is_whole and self._known == (True,)
-            self._run_program(part, table, without_forwards, microbatches, continues=continues)
+            own = replace(batch, pass_number=number, has_loss=number == numbers[-1], reduce_gradients=reduces)
+            self.engine.run(program, own, continues=batch.is_whole and self._known == (True,))
         if not numbers:
-            self._run_program(replace(batch, reduce_gradients=False), table, last_backward_only, microbatches)
+            self.engine.run(program, replace(batch, reduce_gradients=False))
             for stage in reduction_order(table) if batch.reduce_gradients else ():
                 if stage in self.engine.stages:
                     self.engine.reduce_gradients(stage)
 
-    def _run_program(
-        self, batch: Batch, table: Schedule, part: Part, microbatches: Sequence[int], *, continues: bool = False
-    ) -> None:
-        key = (table.num_microbatches, batch.is_whole, part, tuple(microbatches))
+    def _program(self, table: Schedule, part: Part, microbatches: Sequence[int], *, is_whole: bool) -> Program:
+        key = (table.num_microbatches, is_whole, part, tuple(microbatches))
         if key not in self._programs:
             self._programs[key] = Program.from_schedule(part(table, microbatches), self.rank)
-        self.engine.run(self._programs[key], batch, continues=continues)
+        return self._programs[key]
 
     def _end_pass(self, table: Schedule, number: int) -> None:
         if len(self._known) > 1 and table.num_microbatches > 1:

@@ -303,13 +303,11 @@ class RankBuilder:
         stack, alike = self.ownership.stack, self.cube is None or self.cube.keeps_layout
         own = {i for stage in self.numbers for i in self.ownership.stages[stage]}
         state = ModuleState(self.model, stack.blocks, stack.name)
-        return Carriers(
-            [
-                StateCarrier(state, stack.blocks, own, has_tensors=alike),
-                RecordedOutputs(self.model, accepts=alike),
-                BlockLogs(self.model, rejects=not alike),
-                FilledArguments(),
-            ]
+        return (
+            StateCarrier(state, stack.blocks, own, has_tensors=alike),
+            RecordedOutputs(self.model, accepts=alike),
+            BlockLogs(self.model, rejects=not alike),
+            FilledArguments(),
         )
 
     def gradient_sync(self, full_parameters: FullParameters, shared: SharedWeights | None) -> GradientSync:

@@ -250,29 +250,16 @@ def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
     return map_leaves(skeleton, lambda leaf: ("tensor", new_index[leaf[1]]) if leaf[0] == "tensor" else leaf)
 
 
-def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
-    """The lists, dictionaries and functions in `tree`, without those in an output that it refers to."""
-    kind, *parts = skeleton
-    if kind == "shared":  # it may have another content than the skeleton by now
-        yield from _containers_in(tree)
-    if kind in ("list", "dict") or isinstance(tree, FunctionType):
-        yield tree
-    if kind == "object" and parts[0] != "cache":  # blocks fill caches where they run
-        yield from containers(parts[1], KINDS[parts[0]].to_tree(tree))
-    if kind == "dict":
-        for (_, part), value in zip(parts, tree.values(), strict=True):
-            yield from containers(part, value)
-    elif kind in ("tuple", "list"):
-        for part, value in zip(parts, tree, strict=True):
-            yield from containers(part, value)
-
-
-def _containers_in(tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
+def containers(tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
+    """The lists, dictionaries and functions in `tree`, without those in caches, which blocks fill where they run."""
     if isinstance(tree, list | dict | FunctionType):
         yield tree
-    if isinstance(tree, list | tuple | dict):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _containers_in(value)
+    parts: Any = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    kind = None if isinstance(tree, Tensor) else next((kind for kind in KINDS.values() if kind.matches(tree)), None)
+    if kind is not None and kind.name != "cache":
+        parts = (kind.to_tree(tree),)
+    for part in parts:
+        yield from containers(part)
 
 
 _NUMBERS = (bool, int, float)

@@ -442,9 +442,6 @@ class FilledElsewhere(Valueless):
     def __init__(self, index: int) -> None:
         self.index = index
 
-    def __repr__(self) -> str:
-        return f"FilledElsewhere({self.index})"
-
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code that uses the layer again."""
         raise _is_used(f"layer {self.index} of a key/value cache ({operation})")

@@ -161,9 +161,6 @@ class Unavailable(Valueless):
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def __repr__(self) -> str:
-        return f"Unavailable({self.why!r})"
-
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code that reads the value."""
         raise UnsupportedError(

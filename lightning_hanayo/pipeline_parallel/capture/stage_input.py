@@ -100,7 +100,7 @@ class StageInput(NamedTuple):
                     outputs.append(self._run_function(call, outputs))
                     call = next(calls)
                 args, kwargs = pytree.unflatten(call, self.tensors, partial(_output, outputs), shared)
-                watch = shared.watch(block, call, args, kwargs) if _changeable(call) else None
+                watch = shared.watch(block, (*args, *kwargs.values()), outputs) if _changeable(call) else None
                 with watch or _UNCHECKED:
                     outputs.append(block(*args, **kwargs))
                 if self.returned == pytree.ANYWHERE or run.is_last and block is blocks[-1]:
@@ -172,16 +172,15 @@ class _SharedDictionaries:
         return self._made[number]
 
     @contextmanager
-    def watch(
-        self, block: nn.Module, call: pytree.Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
-        """Note what the block puts into these dictionaries.
+    def watch(self, block: nn.Module, arguments: tuple[Any, ...], outputs: Sequence[Any]) -> Iterator[None]:
+        """Note what the block puts into these dictionaries. It may change outputs of other blocks among its arguments.
 
         Raises:
             UnsupportedError: it changes others, takes something out, or changes a list or a variable of a function.
         """
-        values = zip(_arguments(call), (*args, *kwargs.values()), strict=True)
-        before = [(found, _contents(found)) for part, value in values for found in pytree.containers(part, value)]
+        of_blocks = {id(found) for found in pytree.containers(outputs)}
+        given = [found for value in arguments for found in pytree.containers(value) if id(found) not in of_blocks]
+        before = [(found, _contents(found)) for found in given]
         yield
         numbers = {id(made): number for number, made in self._made.items()}
         for found, old in before:
@@ -210,12 +209,9 @@ def _same_in_all(calls: tuple[pytree.Skeleton, ...]) -> frozenset[int]:
 @lru_cache(maxsize=256)
 def _changeable(call: pytree.Skeleton) -> bool:
     """Whether a block gets something that it might change."""
-    return any(node[0] in ("list", "dict") for part in _arguments(call) for node in pytree.nodes(part))
-
-
-def _arguments(call: pytree.Skeleton) -> list[pytree.Skeleton]:
     _, (_, *args), (_, *kwargs) = call
-    return [*args, *(value for _, value in kwargs)]
+    parts = [*args, *(value for _, value in kwargs)]
+    return any(node[0] in ("list", "dict") for part in parts for node in pytree.nodes(part))
 
 
 def _contents(found: Any) -> dict[Any, Any]:

@@ -1,7 +1,7 @@
 """`WaveReport`: how the pipeline really ran, as figures for loggers, tables, files and pictures.
 
 at the start       `run_facts`          layout, sizes, samples, seed
-single batches     `BatchFigures`       bubble and times of stages, read without stopping the pipeline
+single batches     `BatchFigures`       bubble and times of stages
                    `Throughput`         samples, tokens and FLOPs per second (`step_flops`), by the host's clock
 at the end         `MeasuredBatches`    the last batches, as they ran: pictures, a trace, a profile of costs
 """

@@ -89,6 +89,8 @@ class Program:
 
 
 _MAKES_GRADIENTS = (Kind.B, Kind.W)
+_METHODS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
+"""of a stage, which run its actions"""
 
 
 def _paired(run: Sequence[Compute | Action], schedule: Schedule) -> Iterator[Compute | Pair | Action]:
@@ -165,14 +167,6 @@ class Engine:
     action: Action | None = field(default=None, init=False)
     """the latest one that began, until its program has ended: reports of hangs name it"""
 
-    def __post_init__(self) -> None:
-        self.use(self.stages)
-
-    def use(self, stages: Mapping[int, Stage]) -> None:
-        """Run these stages from the next batch on, which hold the same blocks as those before."""
-        self.stages = stages
-        self._actions = {(n, kind): run for n, stage in self.stages.items() for kind, run in stage.actions().items()}
-
     def begin_batch(self) -> None:
         """Called before the programs of each batch."""
         self._messages.clear()
@@ -192,19 +186,25 @@ class Engine:
             keeps_weights = any(stage.hooks.keeps_weights for stage in self.stages.values())
             edges = program.edges if keeps_weights else frozenset()
             self.pairs.begin_batch(mix(batch.signature, number), program.pairs, edges)
+        clock = self.trace.clock
         for step in program.steps:
             self.num_steps += 1
-            if isinstance(step, Compute):
-                self._compute(step, batch)
-            elif isinstance(step, Pair):
-                self._pair(step, batch)
-            elif isinstance(step, Communicate):
-                self._communicate(step)
-            else:
+            if isinstance(step, Communicate):
+                sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
+                self.channel.start_transfers(sends, step.receives)
+            elif isinstance(step, Action):
                 self.stages[step.stage].hooks.finish_gradients()
                 if batch.reduce_gradients:
                     self._copy_waiting_gradients()
                     self.reduce_gradients(step.stage)
+            elif isinstance(step, Pair) and self._may_run_at_once(step):
+                self._run_pair(step, batch)
+            else:
+                for one in (step.first, step.second) if isinstance(step, Pair) else (step,):
+                    # an event takes the host as long as a kernel
+                    reached = clock.mark() if one.input_key is not None and not one.is_local else None
+                    start, end = self._run_action(one, batch, self._receive(one))
+                    self.trace.add(one.action, start if reached is None else reached, start, end)
         self.action = None
         if program.is_whole or continues:
             self.trace.end()
@@ -214,27 +214,14 @@ class Engine:
         for stage in self.stages.values():
             stage.end_batch()
 
-    def _communicate(self, step: Communicate) -> None:
-        sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
-        self.channel.start_transfers(sends, step.receives)
-
     def _copy_waiting_gradients(self) -> None:
         """Copy gradients that wait here for their stage: one may also be a parameter's (`x + p`), reduced in place."""
         for key, message in self._messages.items():
             if key.direction == "backward":
                 self._messages[key] = Message(message.skeleton, tuple(tensor.clone() for tensor in message.tensors))
 
-    def _compute(self, step: Compute, batch: Batch) -> None:
-        waits = step.input_key is not None and not step.is_local
-        reached = self.trace.clock.mark() if waits else None  # an event takes the host as long as a kernel
-        start, end = self._run_action(step, batch, None if step.input_key is None else self._receive(step))
-        self.trace.add(step.action, start if reached is None else reached, start, end)
-
-    def _pair(self, pair: Pair, batch: Batch) -> None:
-        if self.pairs is None or not self._may_run_at_once(pair):
-            for one in (pair.first, pair.second):
-                self._compute(one, batch)
-            return
+    def _run_pair(self, pair: Pair, batch: Batch) -> None:
+        assert self.pairs is not None
         first, second = pair.first, pair.second
         reached = self.trace.clock.mark()
         received = [self._receive(one) for one in (first, second)]
@@ -248,6 +235,8 @@ class Engine:
             self.trace.add(step.action, reached, *marks)
 
     def _may_run_at_once(self, pair: Pair) -> bool:
+        if self.pairs is None:
+            return False
         actions = pair.first.action, pair.second.action
         if (actions[0].kind is Kind.F) != (actions[1].kind is Kind.F):
             return True
@@ -273,7 +262,7 @@ class Engine:
             self.stages[action.stage].hooks.expect_last_gradients()
         self.streams.begin_action(action.microbatch, action.kind, batch.pass_number)
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
-        run = self._actions[action.stage, action.kind]
+        run = getattr(self.stages[action.stage], _METHODS[action.kind])
         try:
             if is_profiling():
                 with action_range(action):

@@ -29,7 +29,7 @@ from lightning_hanayo.errors import UnsupportedError, listed
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
-from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, quiet
 from lightning_hanayo.pipeline_parallel.capture.state import undone
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
@@ -138,7 +138,7 @@ class FirstBatch:
         in_blocks: set[type] = set()
         for index in [index for index, call in calls.items() if call is not None and self.runs_blocks]:
             block, name = self.blocks[index], f"{type(self.blocks[index]).__name__} (block {index})"
-            with self.carriers.quiet(block), _undone(block, self.device), suppress(Exception):  # it can't run again
+            with quiet(self.carriers, block), _undone(block, self.device), suppress(Exception):  # it can't run again
                 run = _BlockRun(block, calls.pop(index), self._samples, self.device, is_cube=self.is_cube)
                 own = {type(node) for node in graph_boundary.foreign_functions(run.graph()[0])}
                 in_blocks |= own

@@ -176,8 +176,8 @@ def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
         return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     if gradient.is_sparse:
         raise UnsupportedError(
-            f"a parameter of shape {list(parameter.shape)} has a sparse gradient. Only weights of nn.Embedding and "
-            f"nn.EmbeddingBag with sparse=True may have one with several data ranks, which must know it beforehand."
+            f"a parameter of shape {list(parameter.shape)} has a sparse gradient. With several data ranks only weights "
+            f"of nn.Embedding and nn.EmbeddingBag with sparse=True may have one, which is known beforehand."
         )
     memory = gradient.untyped_storage().data_ptr()
     if gradient.stride() != parameter.stride() or memory in taken:
@@ -343,8 +343,7 @@ def _check(factor: Tensor) -> None:
     is_expected = (factor == 1.0) | ~factor.isfinite()
     message = (
         "While batches accumulate, the loss that Lightning runs backward on was multiplied by something else than "
-        "1 / accumulate_grad_batches. Scale it in training_step, or in an override of LightningModule.backward or "
-        "on_before_backward."
+        "1 / accumulate_grad_batches. Scale it in training_step, or in LightningModule.backward or on_before_backward."
     )
     if factor.device.type != "cpu":
         torch._assert_async(is_expected, message)

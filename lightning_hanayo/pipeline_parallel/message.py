@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
     def detached(self) -> "Message":
         """The same message outside the graph that made it, as if it had been received. Memory is shared."""
-        tensors = (t.detach().requires_grad_() if t.requires_grad else t for t in self.tensors)
+        tensors = [t.detach().requires_grad_() if t.requires_grad else t for t in self.tensors]
         return Message(self.skeleton, tuple(tensors))
 
 

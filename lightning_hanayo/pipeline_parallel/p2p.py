@@ -87,14 +87,9 @@ class Headers(ABC):
     def recycle(self, buffer: SendBuffer) -> None:  # noqa: B027
         """Take a buffer that has been sent."""
 
-    def drop_buffers(self) -> None:  # noqa: B027
-        """Drop unused buffers: their specs won't come again."""
-
-    def _post(self, peer: int, tag: int, buffer: SendBuffer | Tensor) -> PendingSend:
-        return buffer, self.transport.send(peer, tag, _flat(buffer))
-
-    def _post_on_host(self, peer: int, tag: int, buffer: SendBuffer | Tensor) -> PendingSend:
-        return buffer, self.transport.host.send(peer, tag, _flat(buffer))
+    def _post(self, peer: int, tag: int, buffer: SendBuffer | Tensor, *, on_host: bool = False) -> PendingSend:
+        flat = buffer.buffer if isinstance(buffer, SendBuffer) else buffer
+        return buffer, self.transport.send(peer, tag, flat, on_host=on_host)
 
     def _new_spec(self, key: MessageKey, message: Message) -> tuple[Spec, Tensor]:
         """The spec of `message`, which is agreed from now on, and its text, uint8 [n]."""
@@ -104,7 +99,7 @@ class Headers(ABC):
     def _receive_spec(self, key: MessageKey, peer: int, head: Tensor) -> Spec:
         """The spec behind the header in `head`, which is agreed from now on."""
         text = torch.empty(header(head), dtype=torch.uint8)
-        self.transport.host.receive(peer, key.tag + 1, text).wait()
+        self.transport.receive(peer, key.tag + 1, text, on_host=True).wait()
         self.agreement.specs[key] = spec = Spec.from_bytes(text.numpy().tobytes())
         return spec
 
@@ -112,7 +107,7 @@ class Headers(ABC):
         """The message behind the header in `head`, over the CPU."""
         spec = self._receive_spec(key, peer, head)
         buffer = spec.new_buffer(_CPU)
-        self.transport.host.receive(peer, key.tag + 1, buffer).wait()
+        self.transport.receive(peer, key.tag + 1, buffer, on_host=True).wait()
         return unpack(spec, buffer.to(self.transport.device))
 
 
@@ -158,10 +153,6 @@ class HeadersInBuffers(Headers):
         if len(spare := self._spare[buffer.spec]) < MAX_SPARE_BUFFERS:
             spare.append(buffer)
 
-    @override
-    def drop_buffers(self) -> None:
-        self._spare.clear()
-
     def _filled(self, spec: Spec, message: Message) -> SendBuffer:
         spare = self._spare.get(spec)
         buffer = spare.pop() if spare else SendBuffer(spec, self.transport.device)
@@ -179,23 +170,23 @@ class HeadersAhead(Headers):
     def send(self, key: MessageKey, peer: int, message: Message) -> list[PendingSend]:
         expected, spec, device = self._expected(key), self.agreement.specs.get(key), self.transport.device
         if spec is not None and spec.matches(message):
-            head = [self._post_on_host(peer, key.tag, self._unchanged)]
+            head = [self._post(peer, key.tag, self._unchanged, on_host=True)]
         else:
             spec, text = self._new_spec(key, message)
-            head = [self._post_on_host(peer, key.tag, header_buffer(text.numel()))]
+            head = [self._post(peer, key.tag, header_buffer(text.numel()), on_host=True)]
             if expected is not None:
                 self.agreement.varying.add(key)
                 payload = SendBuffer(spec, _CPU).fill(message.tensors)
                 head.append(self._post(peer, key.tag, expected.new_buffer(device)))
-                self.late += [self._post_on_host(peer, key.tag + 1, one) for one in (text, payload)]
+                self.late += [self._post(peer, key.tag + 1, one, on_host=True) for one in (text, payload)]
                 return head
-            head.append(self._post_on_host(peer, key.tag + 1, text))
+            head.append(self._post(peer, key.tag + 1, text, on_host=True))
         return [*head, self._post(peer, key.tag, SendBuffer(spec, device).fill(message.tensors))]
 
     @override
     def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
         head = header_buffer(0)
-        head_work = self.transport.host.receive(peer, key.tag, head)
+        head_work = self.transport.receive(peer, key.tag, head, on_host=True)
         expected = self._expected(key)
         if expected is not None:
             wait_expected = self._post_buffer(key, peer, expected)
@@ -229,10 +220,6 @@ class HeadersAhead(Headers):
         return wait
 
 
-def _flat(buffer: SendBuffer | Tensor) -> Tensor:
-    return buffer.buffer if isinstance(buffer, SendBuffer) else buffer
-
-
 MAX_SIGNATURES = 64
 """how many signatures' specs are kept: those of the latest batches"""
 MAX_IN_FLIGHT = 2
@@ -249,7 +236,7 @@ class PointToPointChannel:
     def __init__(self, transport: Transport, *, separate_headers: bool | None = None) -> None:
         self.transport = transport
         if separate_headers is None:
-            separate_headers = transport.device.type != "cpu" or transport.host is not transport
+            separate_headers = transport.device.type != "cpu" or transport.has_channels
         self._headers: Headers = (HeadersAhead if separate_headers else HeadersInBuffers)(transport)
         self._agreements: dict[int, Agreement] = {}
         self._receives: dict[MessageKey, Callable[[], Message]] = {}
@@ -268,7 +255,6 @@ class PointToPointChannel:
         self._headers.agreement = self._agreements[signature] = agreement
         if len(self._agreements) > MAX_SIGNATURES:
             self._agreements.pop(next(iter(self._agreements)))
-            self._headers.drop_buffers()
 
     def start_transfers(
         self, sends: Sequence[tuple[MessageKey, int, Message]], receives: Sequence[tuple[MessageKey, int]]

@@ -129,9 +129,7 @@ class Flattener:
 def _unsendable(value: Any, what: str) -> UnsupportedError:
     kind = type(value)
     if isinstance(value, Tensor):
-        shown = (
-            f"nested tensor of the layout {value.layout}" if value.is_nested else f"{kind.__name__} ({value.layout})"
-        )
+        shown = f"{'nested ' * value.is_nested}{kind.__name__} ({value.layout})"
         return UnsupportedError(
             f"{what} is a {shown}, which can't be sent to the next pipeline stage. Strided tensors can, and nested "
             f"ones of the layout torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)."
@@ -139,9 +137,8 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
     name = f" ({value.__module__}.{value.__qualname__})" if isinstance(value, (type, FunctionType)) else ""
     return UnsupportedError(
         f"{what} is a {kind.__module__}.{kind.__qualname__}{name}, which can't be sent to the next pipeline stage. "
-        f"Tensors, plain Python values, and tuples, lists and dictionaries of them can; as arguments of blocks also "
-        f"jagged nested tensors, BlockMasks, classes, and functions that refer to such values alone. A class or "
-        f"function must be found by its name in sys.modules, where importlib doesn't put a module by itself."
+        f"Tensors, plain values, and tuples, lists and dictionaries of them can; as arguments of blocks also jagged "
+        f"nested tensors, BlockMasks, and classes and functions of such values that sys.modules knows by name."
     )
 
 
@@ -183,35 +180,22 @@ def unflatten(
     return values if kind == "list" else tuple(values)
 
 
-VALUE: Skeleton = ("value",)
 NONE: Skeleton = ("plain", "NoneType", None)
+Paths = tuple[tuple[Any, ...], ...]
+ANYWHERE: Paths = ((),)
 
 
-def structure_of(tree: Any) -> Skeleton:
-    """The containers of `tree`, and where it holds None: all that code sees which gets proxies for its values."""
-    if type(tree) in (tuple, list):
-        return (type(tree).__name__, *[structure_of(item) for item in tree])
-    if isinstance(tree, dict):
-        return ("dict", *[(key, structure_of(item)) for key, item in tree.items()])
-    return NONE if tree is None else VALUE
+def value_paths(tree: Any) -> Paths:
+    """Where a tree has values other than None."""
+    found: list[tuple[Any, ...]] = []
+    map_tree(tree, lambda leaf, path: None if leaf is None else found.append(path))
+    return tuple(found)
 
 
-def hidden_part(structure: Skeleton, tree: Any, what: str) -> str:
-    """Where `tree` has a value that `structure` hasn't, so that nobody would look for it there; "" if nowhere."""
-    kind, *parts = structure
-    if kind == "value":
-        return ""
-    if tree is None or structure == NONE:
-        return "" if tree is None else what
-    if kind == "dict" and isinstance(tree, dict):
-        known = dict(parts)
-        found = (hidden_part(known.get(key, NONE), item, f"{what}[{key!r}]") for key, item in tree.items())
-    elif kind != "dict" and isinstance(tree, (tuple, list)):
-        known = dict(enumerate(parts))
-        found = (hidden_part(known.get(i, NONE), item, f"{what}[{i}]") for i, item in enumerate(tree))
-    else:
-        return what
-    return next(filter(None, found), "")
+def hidden_part(known: Paths, tree: Any, what: str) -> str:
+    """Where `tree` has a value that is neither at one of these paths nor below one; "" if nowhere."""
+    hidden = (path for path in value_paths(tree) if all(path[: len(one)] != one for one in known))
+    return next((what + "".join(f"[{key!r}]" for key in path) for path in hidden), "")
 
 
 def _parts(node: Skeleton) -> Sequence[Skeleton]:
@@ -266,29 +250,16 @@ def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
     return map_leaves(skeleton, lambda leaf: ("tensor", new_index[leaf[1]]) if leaf[0] == "tensor" else leaf)
 
 
-def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
-    """The lists, dictionaries and functions in `tree`, without those in an output that it refers to."""
-    kind, *parts = skeleton
-    if kind == "shared":  # it may have another content than the skeleton by now
-        yield from _containers_in(tree)
-    if kind in ("list", "dict") or isinstance(tree, FunctionType):
-        yield tree
-    if kind == "object" and parts[0] != "cache":  # blocks fill caches where they run
-        yield from containers(parts[1], KINDS[parts[0]].to_tree(tree))
-    if kind == "dict":
-        for (_, part), value in zip(parts, tree.values(), strict=True):
-            yield from containers(part, value)
-    elif kind in ("tuple", "list"):
-        for part, value in zip(parts, tree, strict=True):
-            yield from containers(part, value)
-
-
-def _containers_in(tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
+def containers(tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
+    """The lists, dictionaries and functions in `tree`, without those in caches, which blocks fill where they run."""
     if isinstance(tree, list | dict | FunctionType):
         yield tree
-    if isinstance(tree, list | tuple | dict):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _containers_in(value)
+    parts: Any = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    kind = None if isinstance(tree, Tensor) else next((kind for kind in KINDS.values() if kind.matches(tree)), None)
+    if kind is not None and kind.name != "cache":
+        parts = (kind.to_tree(tree),)
+    for part in parts:
+        yield from containers(part)
 
 
 _NUMBERS = (bool, int, float)

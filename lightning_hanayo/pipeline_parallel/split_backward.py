@@ -177,8 +177,8 @@ class SplitLinear:
         weight, _ = self.parameters
         if weight.data_ptr() != value.data_ptr():
             raise UnsupportedError(
-                f"a weight of shape {tuple(weight.shape)} in a compiled block has got new memory (param.data = ..., or "
-                f"module.to(...)) since the run began. Write into it instead: param.data.copy_(...)."
+                f"a weight of shape {tuple(weight.shape)} in a compiled block has got new memory since the run began "
+                f"(module.to(...), say). Write into it instead: param.data.copy_(...)."
             )
 
     def gradient(self, parameter: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
@@ -314,7 +314,7 @@ def patch_linear_layers(blocks: Iterable[nn.Module], queue: WeightGradients, *, 
         if is_linear(module) and is_free and module.weight not in keep:
             layer = SplitLinear(module, queue, transposed=type(module) is not nn.Linear)
             object.__setattr__(module, _LAYER, layer)
-            module.forward = MethodType(forward_transposed if layer.transposed else forward, module)
+            module.forward = MethodType(forward, module)
 
 
 def unpatch_linear_layers(blocks: Iterable[nn.Module]) -> None:
@@ -325,20 +325,9 @@ def unpatch_linear_layers(blocks: Iterable[nn.Module]) -> None:
                 del vars(module)[_LAYER], module.forward
 
 
-def forward(module: nn.Module, input: Tensor) -> Any:
-    """Replaces `nn.Linear.forward`. Pickle needs the name `forward`, and callers may use the argument's name."""
-    return _forward(module, input)
-
-
-def forward_transposed(module: nn.Module, x: Tensor) -> Any:
-    """Replaces `Conv1D.forward`."""
-    return _forward(module, x)
-
-
-forward_transposed.__name__ = "forward"  # pickle looks a method up by this name
-
-
-def _forward(module: Any, x: Tensor) -> Any:
+def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Any:
+    """Replaces the module's forward, whose one argument callers may name. Pickle needs the name `forward`."""
+    (x,) = (*args, *kwargs.values())
     layer: SplitLinear | None = module._split_linear
     if layer is None:
         return type(module).forward(module, x)

@@ -11,7 +11,7 @@ features; inside it has shards. a `StageContext` is called around it; other stag
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +31,6 @@ from lightning_hanayo.pipeline_parallel.capture.user_step import NONE_SKIPPED, U
 from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
 from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
-from lightning_hanayo.schedule import Kind
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard
@@ -74,10 +73,6 @@ class NoReshard:
         return ()
 
 
-RunAction = Callable[[Batch, int, Message | None], Message | None]
-"""Runs one action of a micro-batch: takes the message it needs, returns the message it makes."""
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class Stage(ABC):
     """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients."""
@@ -93,10 +88,6 @@ class Stage(ABC):
     """carry values that the step and the blocks store for each other"""
     _under_way: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list), init=False)
     """by micro-batch: the forward's state for its backward; of several passes, the backward of the last is first"""
-
-    def actions(self) -> dict[Kind, RunAction]:
-        """The method that runs each kind of action."""
-        return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward_input, Kind.W: self.backward_weight}
 
     @abstractmethod
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:

@@ -42,19 +42,16 @@ class Transport(ABC):
     rank: int
     num_ranks: int
     device: torch.device
-
-    @property
-    def host(self) -> "Transport":
-        """The transport for buffers in the host's memory: this one, unless messages have channels of their own."""
-        return self
+    has_channels: bool = False
+    """whether messages have channels of their own, and not those for buffers in host memory"""
 
     @abstractmethod
-    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        """Start to send `buffer` to pipeline rank `peer`."""
+    def send(self, peer: int, tag: int, buffer: Tensor, *, on_host: bool = False) -> Work:
+        """Start to send `buffer` to pipeline rank `peer`; `on_host`: past the messages' own channels."""
 
     @abstractmethod
-    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        """Start to fill `buffer` from pipeline rank `peer`."""
+    def receive(self, peer: int, tag: int, buffer: Tensor, *, on_host: bool = False) -> Work:
+        """Start to fill `buffer` from pipeline rank `peer`; `on_host` as for `send`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -101,7 +98,7 @@ class ProcessGroupTransport(Transport):
 
     NCCL runs the transfers of one communicator in the order in which they were posted. In one communicator for all
     ranks, or for both directions, messages would wait for each other. So on GPUs each ordered pair of ranks has a
-    communicator of its own. Where there are no channels, and in `host`, buffers go over the control group, where tags
+    communicator of its own. Where there are no channels, and `on_host`, buffers go over the control group, where tags
     distinguish them.
 
     Args:
@@ -128,47 +125,36 @@ class ProcessGroupTransport(Transport):
         self._control: dist.ProcessGroup | None = control
         self._channels = dict(channels)
         self._on_failure = on_failure
-        self._host: ProcessGroupTransport | None = None
+        self.has_channels = bool(channels)
         self._latest: dict[tuple[int, int, bool], Transfer] = {}
         """by peer, tag and whether this rank sends"""
-        if channels:
-            cpu = torch.device("cpu")
-            self._host = ProcessGroupTransport(ranks, control=control, channels={}, device=cpu, on_failure=on_failure)
 
     @property
     def started(self) -> list[Transfer]:
         """The latest transfers that were started: one for each peer, tag and direction. For any thread."""
-        own = list(self._latest.values())
-        return own if self._host is None else own + self._host.started
-
-    @property
-    @override
-    def host(self) -> Transport:
-        return self._host or self
+        return list(self._latest.values())
 
     @override
     def close(self) -> None:
-        if self._host is not None:
-            self._host.close()
         self._control = None
         self._channels.clear()
 
     @override
-    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        return self._post(peer, tag, buffer, sends=True)
+    def send(self, peer: int, tag: int, buffer: Tensor, *, on_host: bool = False) -> Work:
+        return self._post(peer, tag, buffer, sends=True, on_host=on_host)
 
     @override
-    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        return self._post(peer, tag, buffer, sends=False)
+    def receive(self, peer: int, tag: int, buffer: Tensor, *, on_host: bool = False) -> Work:
+        return self._post(peer, tag, buffer, sends=False, on_host=on_host)
 
-    def _post(self, peer: int, tag: int, buffer: Tensor, *, sends: bool) -> Work:
+    def _post(self, peer: int, tag: int, buffer: Tensor, *, sends: bool, on_host: bool) -> Work:
         try:
             earlier = self._latest.get((peer, tag, sends))
             number = 1 if earlier is None else earlier.number + 1
             transfer = self._latest[peer, tag, sends] = Transfer(self.ranks[peer], tag, sends, self.num_ranks, number)
             assert self._control is not None, "the transport is closed"
             group, group_rank = self._control, peer
-            if self._channels:  # each ordered pair of ranks has one
+            if self._channels and not on_host:  # each ordered pair of ranks has one
                 group = self._channels[(self.rank, peer) if sends else (peer, self.rank)]
                 group_rank = int(peer > self.rank)
             work = (group.send if sends else group.recv)([buffer], group_rank, tag)

@@ -98,7 +98,8 @@ class CheckpointingStrategy(MeshParallelStrategy):
             HanayoError: it is no parameter of the module.
             UnsupportedError: the parameter's pipeline rank doesn't run this code.
         """
-        return self.pipeline.gradients.full_parameters.get(parameter)  # type: ignore[no-any-return]
+        whole: Tensor = self.pipeline.gradients.full_parameters.get(parameter)
+        return whole
 
     def gather_model(self, module: "pl.LightningModule | None" = None) -> "pl.LightningModule | None":
         """Return a whole, ordinary copy of the module on global rank 0, in CPU memory; None on all other ranks.

@@ -89,7 +89,7 @@ def read_stack(thread: int) -> Stack:
     starts = [index for index, frame in enumerate(frames) if name_of(frame)[0] == _TRAINER]
     frames = frames[: starts[-1]] if starts else frames
     for frame in frames:
-        if frame.f_code is SuspendedCall._wait.__code__:
+        if frame.f_code is SuspendedCall.resume.__code__:
             step = frame.f_locals["self"].thread.ident
             threads, frames = [step, *threads], [*_outwards(stacks.get(step)), *frames]
             break

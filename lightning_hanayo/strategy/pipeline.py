@@ -231,7 +231,7 @@ class Pipeline:
         if self.ends:
             ends = self.ends[batch.is_whole]
             self.user_step = ends.user_step
-            self.engine.use(ends.stages)
+            self.engine.stages = ends.stages
         self.gradients.begin_batch()
         with (
             self.random_streams.batch(key, has_shares=not batch.is_whole),
@@ -340,7 +340,8 @@ class Pipeline:
             self._backwards(batch, table, everything)
         elif last and not any(others):
             self._forwards(batch, table, rest, others)
-            self._run_program(replace(batch, pass_number=len(others)), table, without_forwards, done)
+            program = self._program(table, without_forwards, done, is_whole=batch.is_whole)
+            self.engine.run(program, replace(batch, pass_number=len(others)))
             self._end_pass(table, len(others))
         else:
             self._forwards(batch, table, rest, self._known)
@@ -412,30 +413,28 @@ class Pipeline:
 
     def _forward(self, batch: Batch, table: Schedule, microbatches: Sequence[int], *, has_gradients: bool) -> None:
         with nullcontext() if has_gradients else torch.no_grad():
-            self._run_program(batch, table, forward_only, microbatches)
+            self.engine.run(self._program(table, forward_only, microbatches, is_whole=batch.is_whole), batch)
 
     def _backwards(self, batch: Batch, table: Schedule, microbatches: Sequence[int]) -> None:
         """Run the backwards of all passes that have one, the last pass first."""
         numbers = [number for number, has_gradients in enumerate(self._known) if has_gradients]
+        part = without_forwards if numbers else last_backward_only
+        program = self._program(table, part, microbatches, is_whole=batch.is_whole)
         for number in reversed(numbers):
             reduces = batch.reduce_gradients and number == numbers[0]
-            has_loss = number == numbers[-1]
-            part = replace(batch, pass_number=number, has_loss=has_loss, reduce_gradients=reduces)
-            continues = batch.is_whole and self._known == (True,)
-            self._run_program(part, table, without_forwards, microbatches, continues=continues)
+            own = replace(batch, pass_number=number, has_loss=number == numbers[-1], reduce_gradients=reduces)
+            self.engine.run(program, own, continues=batch.is_whole and self._known == (True,))
         if not numbers:
-            self._run_program(replace(batch, reduce_gradients=False), table, last_backward_only, microbatches)
+            self.engine.run(program, replace(batch, reduce_gradients=False))
             for stage in reduction_order(table) if batch.reduce_gradients else ():
                 if stage in self.engine.stages:
                     self.engine.reduce_gradients(stage)
 
-    def _run_program(
-        self, batch: Batch, table: Schedule, part: Part, microbatches: Sequence[int], *, continues: bool = False
-    ) -> None:
-        key = (table.num_microbatches, batch.is_whole, part, tuple(microbatches))
+    def _program(self, table: Schedule, part: Part, microbatches: Sequence[int], *, is_whole: bool) -> Program:
+        key = (table.num_microbatches, is_whole, part, tuple(microbatches))
         if key not in self._programs:
             self._programs[key] = Program.from_schedule(part(table, microbatches), self.rank)
-        self.engine.run(self._programs[key], batch, continues=continues)
+        return self._programs[key]
 
     def _end_pass(self, table: Schedule, number: int) -> None:
         if len(self._known) > 1 and table.num_microbatches > 1:

@@ -1,7 +1,7 @@
 """`WaveReport`: how the pipeline really ran, as figures for loggers, tables, files and pictures.
 
 at the start       `run_facts`          layout, sizes, samples, seed
-single batches     `BatchFigures`       bubble and times of stages, read without stopping the pipeline
+single batches     `BatchFigures`       bubble and times of stages
                    `Throughput`         samples, tokens and FLOPs per second (`step_flops`), by the host's clock
 at the end         `MeasuredBatches`    the last batches, as they ran: pictures, a trace, a profile of costs
 """
@@ -29,9 +29,9 @@ from lightning_hanayo.pipeline_parallel.comm.object_collectives import gather_ob
 from lightning_hanayo.pipeline_parallel.profiling.trace import (
     BatchTrace,
     RecordedBatch,
-    TraceGather,
     costs_of,
     exposed_communication,
+    gather_trace,
     median_batch,
     num_microbatches,
     on_one_clock,
@@ -51,41 +51,31 @@ _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.
 
 
 class BatchFigures:
-    """Gathers a batch's traces on pipeline rank 0 while later batches run, so that no rank waits.
+    """Gathers a batch's traces on pipeline rank 0.
 
     batch 50 ends       `start`  notes the batch: a device may still be running it
-    batch 51 ends       `read`   its times are known; the other ranks send theirs
-    batch 52 ends       `read`   pipeline rank 0 has received them
+    batch 51 ends       `read`   its times are known; pipeline rank 0 receives those of the other ranks
 
     All ranks of the pipeline call `start` after the same batches, and `read` after each batch, before `start`.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._trace = pipeline.engine.trace
-        self._table = pipeline.layout.table
-        self._gather = TraceGather(pipeline.relay.transport, self._table)
+        self._pipeline = pipeline
         self._noted: tuple[int, RecordedBatch] | None = None
-        self._step = 0
-        """that of the batch which is being gathered"""
 
     def start(self, step: int) -> None:
         """Choose the last batch. `step`: its number for loggers."""
-        if self._trace.recorded:
-            self._noted = step, self._trace.recorded[-1]
+        if recorded := self._pipeline.engine.trace.recorded:
+            self._noted = step, recorded[-1]
 
     def read(self) -> tuple[int, dict[str, float]] | None:
         """On rank 0, once for each batch that `start` was called for: its step and its figures."""
-        batch, step = self._gather.finish(), self._step
-        if self._noted is not None:
-            self._step, recorded = self._noted
-            self._gather.start(recorded.events)
-            self._noted = None
-        return None if batch is None else (step, figures(self._table(num_microbatches(batch[0])), batch))
-
-    def forget(self) -> None:
-        """Drop transfers under way, after a failure."""
-        self._gather.forget()
-        self._noted = None
+        if self._noted is None:
+            return None
+        (step, recorded), self._noted = self._noted, None
+        table = self._pipeline.layout.table
+        batch = gather_trace(self._pipeline.relay.transport, table, recorded.events)
+        return None if batch is None else (step, figures(table(num_microbatches(batch[0])), batch))
 
 
 def figures(schedule: Schedule, batch: BatchTrace) -> dict[str, float]:
@@ -113,11 +103,9 @@ class MeasuredBatches:
     @staticmethod
     def of(pipeline: Pipeline) -> "MeasuredBatches | None":
         """The recorded batches of full size, on rank 0 of a pipeline; None elsewhere. Called by all its ranks."""
-        layout, gathering = pipeline.layout, TraceGather(pipeline.relay.transport, pipeline.layout.table)
-        batches: list[BatchTrace] = []
-        for events in pipeline.engine.trace.batches:
-            gathering.start(events)
-            batches += filter(None, [gathering.finish()])
+        layout, transport = pipeline.layout, pipeline.relay.transport
+        gathered = [gather_trace(transport, layout.table, events) for events in pipeline.engine.trace.batches]
+        batches = [one for one in gathered if one is not None]
         if not batches:
             return None
         whole = [one for one in batches if num_microbatches(one[0]) == layout.num_microbatches] or batches[-1:]
@@ -415,8 +403,6 @@ class WaveReport(Callback):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        if self._figures is not None:
-            self._figures.forget()
         self._figures = self._throughput = None
 
     @override

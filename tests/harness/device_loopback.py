@@ -168,13 +168,13 @@ class DeviceTransport(LoopbackTransport):
             yield
 
     @override
-    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
+    def send(self, peer: int, tag: int, buffer: Tensor, **_: bool) -> Work:
         if buffer.device.type != self.device.type:
             return super().send(peer, tag, buffer)
         return self.hub.channel(self.rank, peer).send(tag, buffer)
 
     @override
-    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+    def receive(self, peer: int, tag: int, buffer: Tensor, **_: bool) -> Work:
         if buffer.device.type != self.device.type:
             return super().receive(peer, tag, buffer)
         return self.hub.channel(peer, self.rank).receive(tag, buffer)

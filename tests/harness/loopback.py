@@ -69,10 +69,10 @@ class LoopbackTransport(Transport):
         """Do nothing: there is no connection."""
 
     @override
-    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
+    def send(self, peer: int, tag: int, buffer: Tensor, **_: bool) -> Work:
         self.hub.queues[self.rank, peer, tag].put(buffer.clone())
         return _Sent()
 
     @override
-    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+    def receive(self, peer: int, tag: int, buffer: Tensor, **_: bool) -> Work:
         return _Receiving(self.hub.queues[peer, self.rank, tag], peer, tag, buffer, self.hub.timeout)

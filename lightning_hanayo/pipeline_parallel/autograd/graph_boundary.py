@@ -142,7 +142,7 @@ def reachable(roots: Iterable[Tensor | GradientEdge], stop: Iterable[Node] = ())
             leaves.add(leaf)
         else:
             nodes.add(node)
-        waiting.extend(child for child, _ in node.next_functions if child is not None)
+        waiting += [child for child, _ in node.next_functions if child is not None]
     return nodes, leaves
 
 

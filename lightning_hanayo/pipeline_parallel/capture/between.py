@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree, split_backward
@@ -109,16 +110,9 @@ class Value:
     """What the step knows of a tensor on another rank: that is changed in place; a view has the same `storage`."""
 
     spec: Spec
-    storage: object
+    storage: Any
     position: int = -1
     """of the call that has made it"""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Stands for a tensor in a tree."""
-
-    number: int
 
 
 @dataclass(frozen=True)
@@ -126,20 +120,21 @@ class Made:
     """What a function or a block makes of arguments of one kind."""
 
     tree: Any
-    """with a `Slot` for each tensor"""
-    specs: tuple[Spec, ...]
-    storages: tuple[int | None, ...]
-    """of each of them: the argument that it is a view of"""
+    """with a `Value` for each tensor, whose storage is the number of the argument that it is a view of, or None"""
+    has_tensors: bool
     changed: tuple[tuple[int, Spec], ...]
     """the arguments that are changed in place, and how they are then"""
 
     def values(self, arguments: Sequence[Value], position: int) -> Any:
         """The tree with a new value for each tensor."""
-        made = [
-            Value(spec, object() if i is None else arguments[i].storage, position)
-            for spec, i in zip(self.specs, self.storages, strict=True)
-        ]
-        return pytree.map_tree(self.tree, lambda leaf, _: made[leaf.number] if isinstance(leaf, Slot) else leaf)
+
+        def value(leaf: Any, _: Any) -> Any:
+            if not isinstance(leaf, Value):
+                return leaf
+            storage = object() if leaf.storage is None else arguments[leaf.storage].storage
+            return Value(leaf.spec, storage, position)
+
+        return pytree.map_tree(self.tree, value)
 
 
 @dataclass(eq=False, repr=False)
@@ -177,9 +172,9 @@ class StandIns:
                 if block is None:
                     raise
                 raise UnsupportedError(
-                    f"code between two blocks computes with the output of a {type(block).__name__} on "
-                    f"another rank, whose shape isn't known, as the block doesn't run without values "
-                    f"({type(error).__name__}: {error}). Move that code into the block."
+                    f"code between two blocks computes with the output of a {type(block).__name__} on another rank, "
+                    f"which doesn't run without values ({type(error).__name__}: {error}). Move that code into the "
+                    f"block."
                 ) from error
         return self._known[key], given
 
@@ -194,20 +189,17 @@ class StandIns:
             before = [one._version for one in given]
             run = function_of(named[0]) if copied is None else _faked(*copied, specs)
             made = run(*args, **kwargs)
-        tensors: list[Tensor] = []
+        storages = [one.untyped_storage()._cdata for one in given]
 
-        def slot(leaf: Any, _: Any) -> Any:
+        def value(leaf: Any, _: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            tensors.append(leaf)
-            return Slot(len(tensors) - 1)
+            own = leaf.untyped_storage()._cdata
+            return Value(Spec.of(leaf), storages.index(own) if own in storages else None)
 
-        tree = pytree.map_tree(made, slot)
-        known, own = ([one.untyped_storage()._cdata for one in some] for some in (given, tensors))
         return Made(
-            tree,
-            tuple(map(Spec.of, tensors)),
-            tuple(known.index(one) if one in known else None for one in own),
+            pytree.map_tree(made, value),
+            any(isinstance(leaf, Tensor) for leaf in tree_leaves(made)),
             tuple((i, Spec.of(one)) for i, one in enumerate(given) if one._version != before[i]),
         )
 

@@ -101,7 +101,7 @@ class BlockTracer:
         """trees that the step has got from the stack"""
         self.kept: dict[tuple[int, tuple[Any, ...]], Any] = {}
         """by number and path: outputs in the middle of the stack, once they are here"""
-        self._carriers = carriers
+        self.carriers = carriers
         self._trees: tuple[Any, ...] = ()
         self._caches: dict[int, CacheArgument] = {}
         self._begin_pass()
@@ -114,7 +114,7 @@ class BlockTracer:
         self.has_gradients = self._grad_mode
         self._output: Any = None
         self._structures: dict[type[nn.Module], Any] = {}
-        self._returned = pytree.VALUE
+        self._returned = pytree.ANYWHERE
         self._autocast = autocast_state()
         self._position = 0
         self._of_last_block = -1
@@ -151,8 +151,7 @@ class BlockTracer:
         if self._versions != [version_of(tensor) for tensor in self._flattener.tensors[: len(self._versions)]]:
             raise UnsupportedError(
                 f"the step changes a tensor in place that it has passed to a block of {self._stack.name} before, or "
-                f"has used between two blocks: they run later, on other ranks, and would see the change. Change a copy "
-                f"of it."
+                f"has used between two blocks, which run later, on other ranks. Change a copy of it."
             )
         recorded = tuple(self._call_of_block)
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
@@ -174,6 +173,37 @@ class BlockTracer:
         index = self._stack.index_of.get(id(block))
         if index is None:  # a copy of the model (an average, say) that user code calls in its step
             return run_block(block, *args, **kwargs)
+        self._check_call(index)
+        self.num_called += 1
+        position = self._of_last_block = self._position
+        self._position += 1
+        with patch_of(block).stream_of_call():  # also of one on another rank: the caller's stream advances everywhere
+            for cache in filter(pytree.is_cache, (*args, *kwargs.values())):
+                self._caches.setdefault(id(cache), CacheArgument(cache, self.pass_number)).check(self.pass_number)
+            if index < self._stack.num_local:
+                output = self._output = run_original(block, *args, **kwargs)
+                self._structures[type(block)] = _without_tensors(output)
+            else:
+                self._record_block(block, index, args, kwargs)
+                if index == 0:
+                    self._output = self._suspend()
+                    self._structures[type(block)] = _without_tensors(self._output)
+                if self.num_called < self._stack.num_blocks:
+                    output = self._output_of(block, position)
+            if self.num_called < self._stack.num_blocks:
+                return output
+            kept = self._keep(position)
+            self._described.clear()
+            self._values.clear()
+            self.sequence_number = current_sequence_number()
+            made = self._suspend()
+            if not kept:
+                return made
+            made, *values = made
+            self.kept.update(zip(kept, values, strict=True))
+            return made
+
+    def _check_call(self, index: int) -> None:
         if index == 0 and self.is_between_passes:
             self._enter_pass()
         if index != self.num_called:
@@ -182,52 +212,25 @@ class BlockTracer:
                 f"the stack, in order. {SKIPPED_BLOCKS}"
             )
         if torch.is_grad_enabled() != self.has_gradients:
+            now, before = ("off", "on") if self.has_gradients else ("on", "off")
             raise UnsupportedError(
-                f"{self._stack.name}[{index}] is called with grad mode {'off' if self.has_gradients else 'on'}, and "
-                f"the blocks before it with grad mode {'on' if self.has_gradients else 'off'}. A pipeline runs a whole "
-                f"pass in one grad mode. To freeze some blocks, call requires_grad_(False) on them."
+                f"{self._stack.name}[{index}] is called with grad mode {now}, and the blocks before it with grad mode "
+                f"{before}. Call all in one; to freeze some blocks, call requires_grad_(False) on them."
             )
-        self.num_called += 1
-        with patch_of(block).stream_of_call():  # also of one on another rank: the caller's stream advances everywhere
-            return self._run_or_record(block, index, args, kwargs)
 
-    def _run_or_record(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position, self._position = self._position, self._position + 1
-        self._of_last_block = position
-        for cache in filter(pytree.is_cache, (*args, *kwargs.values())):
-            self._caches.setdefault(id(cache), CacheArgument(cache, self.pass_number)).check(self.pass_number)
-        if index < self._stack.num_local:
-            output = self._output = run_original(block, *args, **kwargs)
-            self._structures[type(block)] = _without_tensors(output)
-        else:
-            if index == self._stack.num_local:
-                self._carriers.begin_recording(self._numbered)
-            name = f"{self._stack.name}[{index}]"
-            call = (
-                "tuple",
-                ("tuple", *(self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args))),
-                ("dict", *((("plain", "str", key), self._argument(index, arg, f"argument {key!r} of {name}"))
-                           for key, arg in kwargs.items())),
-            )  # fmt: skip
-            self._record(call)
-            self._described[position] = block, call, self._flattener.tensors
-            if index == 0:
-                self._output = self._suspend()
-                self._structures[type(block)] = _without_tensors(self._output)
-            if self.num_called < self._stack.num_blocks:
-                output = self._output_of(block, position)
-        if self.num_called < self._stack.num_blocks:
-            return output
-        kept = self._keep(position)
-        self._described.clear()
-        self._values.clear()
-        self.sequence_number = current_sequence_number()
-        made = self._suspend()
-        if not kept:
-            return made
-        made, *values = made
-        self.kept.update(zip(kept, values, strict=True))
-        return made
+    def _record_block(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index == self._stack.num_local:
+            for carrier in self.carriers:
+                carrier.begin_recording(self._numbered)
+        name = f"{self._stack.name}[{index}]"
+        call = (
+            "tuple",
+            ("tuple", *(self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args))),
+            ("dict", *((("plain", "str", key), self._argument(index, arg, f"argument {key!r} of {name}"))
+                       for key, arg in kwargs.items())),
+        )  # fmt: skip
+        self._record(call)
+        self._described[self._of_last_block] = block, call, self._flattener.tensors
 
     def _keep(self, position: int) -> list[tuple[int, tuple[Any, ...]]]:
         """Ask for the values of all outputs that the step still has, if it computes with them. Returns these."""
@@ -257,7 +260,7 @@ class BlockTracer:
             except UnsupportedError:
                 structure = self._output
         one_class = len({type(one) for one in self._stack.blocks}) == 1
-        self._returned = pytree.structure_of(self._output) if one_class else pytree.VALUE
+        self._returned = pytree.value_paths(self._output) if one_class else pytree.ANYWHERE
         return self._noted(proxies_like(structure, number) if made is None else made)
 
     def _noted(self, made: Any) -> Any:
@@ -306,7 +309,7 @@ class BlockTracer:
         for value, spec in changed:
             self._check_change(value, proxy, shown)
             value.spec = spec
-        if not made.specs and not changed:
+        if not made.has_tensors and not changed:
             return made.tree
         self._record(call)
         self._position += 1
@@ -351,11 +354,14 @@ class BlockTracer:
 
     def _suspend(self) -> Any:
         """Suspend the step; return the output with which the main thread resumes it. Carried trees come with it."""
-        self._trees, left = self._carriers.leave(self.delivered, begins_pass=not self._has_left)
-        self._has_left = True
+        begins_pass, self._has_left = not self._has_left, True
+        pairs = zip(self.carriers, self.delivered or (None,) * len(self.carriers), strict=True)
+        left = [carrier.leave(earlier, begins_pass=begins_pass) for carrier, earlier in pairs]
+        self._trees = tuple([tree for tree, _ in left])
         self._nested += self._flattener.nested
         output, trees = suspend()
-        self.delivered = self._carriers.deliver(trees, left)
+        rows = zip(self.carriers, trees, left, strict=True)
+        self.delivered = tuple([carrier.deliver(tree, own) for carrier, tree, (_, own) in rows])
         return pytree.with_ragged_dims_of(self._nested, output) if self._nested else output
 
     def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
@@ -368,8 +374,8 @@ class BlockTracer:
         ):
             raise UnsupportedError(
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
-                f"samples or features than the step. Pass tensors, set cube=1, or, where blocks aren't registered, "
-                f"cube_outside='share'."
+                f"samples or features than the step. Pass tensors, or set cube=1 or, for blocks that aren't "
+                f"registered, cube_outside='share'."
             )
         if skeleton[0] in ("tensor", "plain"):
             return skeleton
@@ -386,8 +392,8 @@ class BlockTracer:
         distance = self._first_number + position - 1 - leaf[1]
         if not 0 <= distance < position:
             raise UnsupportedError(
-                f"{what} is the output of a block in another pass or step, which is on another rank. Let "
-                f"the block store the value as an attribute (self.value = x.detach())."
+                f"{what} is the output of a block in another pass or step, which is on another rank. Let the block "
+                f"store the value as an attribute (self.value = x.detach())."
             )
         return ("proxy", distance, leaf[2])
 
@@ -403,10 +409,9 @@ class BlockTracer:
             if frame is not None:
                 kind = type(own).__name__.removesuffix("Backward")
                 raise UnsupportedError(
-                    f"{user_line()} calls {self._stack.name}[0] in the forward of an autograd.Function ({kind}). Its "
-                    f"backward may call the blocks again, when other ranks don't run theirs: gradients would be "
-                    f"missing. With torch.utils.checkpoint pass use_reentrant=False, or call it in the block's "
-                    f"forward. Reversible networks can't be cut into stages."
+                    f"{user_line()} calls {self._stack.name}[0] in the forward of an autograd.Function ({kind}), whose "
+                    f"backward may call the blocks again when other ranks don't. Use checkpoint(use_reentrant=False), "
+                    f"or call it in a block."
                 )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()
@@ -424,8 +429,7 @@ def _without_tensors(output: Any) -> Any:
 def _is_used(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{user_line()} uses {what}, which a block on another rank has filled. A cache lives inside one forward: pass "
-        f"use_cache=False to the model, also to generate; or, where the step itself makes a cache, a new one to each "
-        f"call."
+        f"use_cache=False, also to generate, or a new cache to each call."
     )
 
 
@@ -437,9 +441,6 @@ class FilledElsewhere(Valueless):
 
     def __init__(self, index: int) -> None:
         self.index = index
-
-    def __repr__(self) -> str:
-        return f"FilledElsewhere({self.index})"
 
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code that uses the layer again."""

@@ -91,101 +91,36 @@ class Carrier:
         return tree
 
 
-class Carriers:
-    """All carriers of one rank, in the same order on all ranks."""
-
-    def __init__(self, carriers: Sequence[Carrier] = ()) -> None:
-        self._carriers = tuple(carriers)
-
-    def begin_batch(self, num_local: int) -> None:
-        """Called before each batch. Its steps run the first `num_local` blocks themselves."""
-        for carrier in self._carriers:
-            carrier.begin_batch(num_local)
-
-    def enter(self) -> None:
-        """Called before user code starts or continues."""
-        for carrier in self._carriers:
-            carrier.enter()
-
-    def undo(self) -> None:
-        """Called after a dry run of user code."""
-        for carrier in self._carriers:
-            carrier.undo()
-
-    def begin_recording(self, numbered: list[Any]) -> None:
-        """Called in the step's thread before the first call in a pass of a block that doesn't run in the step."""
-        for carrier in self._carriers:
-            carrier.begin_recording(numbered)
-
-    def leave(self, earlier: Sequence[Any], *, begins_pass: bool = True) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """A tree for each carrier to send, and its state for `deliver`. `earlier` is () at first."""
-        before = earlier or [None] * len(self._carriers)
-        pairs = zip(self._carriers, before, strict=True)
-        left = [carrier.leave(own, begins_pass=begins_pass) for carrier, own in pairs]
-        return tuple(tree for tree, _ in left), tuple(own for _, own in left)
-
-    def begin_blocks(self, trees: Sequence[Any], run: BlockRun) -> list[Any]:
-        """Make the trees' values known to the blocks of `run`. Returns each carrier's state for their end."""
-        return [carrier.begin_blocks(tree, run) for carrier, tree in zip(self._carriers, trees, strict=True)]
-
-    def end_blocks(self, trees: Sequence[Any], run: BlockRun, begun: Sequence[Any]) -> tuple[Any, ...]:
-        """The trees for the next stage."""
-        rows = zip(self._carriers, trees, begun, strict=True)
-        return tuple([carrier.end_blocks(tree, run, own) for carrier, tree, own in rows])
-
-    def abandon_blocks(self, begun: Sequence[Any]) -> None:
-        """A block has failed."""
-        for carrier, own in zip(self._carriers, begun, strict=True):
-            carrier.abandon_blocks(own)
-
-    @contextmanager
-    def quiet(self, block: nn.Module) -> Iterator[None]:
-        """Inside it, once more, the block may run without a step: its logs and records are dropped."""
-        trees, run = [None] * len(self._carriers), BlockRun([block], is_last=False)
-        begun = self.begin_blocks(trees, run)
-        yield
-        self.end_blocks(trees, run, begun)
-
-    def of_batch(self, rows: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-        """The trees of each of a batch's micro-batches, before they are joined."""
-        columns = zip(*rows, strict=True)
-        made = [carrier.of_batch(trees) for carrier, trees in zip(self._carriers, columns, strict=True)]
-        return list(zip(*made, strict=True)) or [()] * len(rows)
-
-    def deliver(self, trees: Sequence[Any], left: Sequence[Any]) -> tuple[Any, ...]:
-        """Make the values known to the step."""
-        return tuple(carrier.deliver(tree, own) for carrier, tree, own in zip(self._carriers, trees, left, strict=True))
-
-    def end(self, delivered: Sequence[Any]) -> None:
-        """Called when the step has ended."""
-        for carrier, own in zip(self._carriers, delivered, strict=True):
-            carrier.end(own)
+Carriers = tuple[Carrier, ...]
+"""all carriers of one rank, in the same order on all ranks"""
+NO_CARRIERS: Carriers = ()
 
 
-class CarriersOfDryRun(Carriers):
-    """Carry nothing: show what the step leaves in a dry run, where it has left these `trees` before."""
+@contextmanager
+def quiet(carriers: Carriers, block: nn.Module) -> Iterator[None]:
+    """Inside it, once more, the block may run without a step: its logs and records are dropped."""
+    run = BlockRun([block], is_last=False)
+    begun = [carrier.begin_blocks(None, run) for carrier in carriers]
+    yield
+    for carrier, own in zip(carriers, begun, strict=True):
+        carrier.end_blocks(None, run, own)
 
-    def __init__(self, real: Carriers, trees: Sequence[Any]) -> None:
-        super().__init__()
+
+class CarrierOfDryRun(Carrier):
+    """Carries nothing: shows what the step leaves in a dry run, where it has left this `tree` before."""
+
+    def __init__(self, real: Carrier, tree: Any) -> None:
         self._real = real
-        self._trees = trees
+        self._tree = tree
 
-    def leave(self, earlier: Sequence[Any], *, begins_pass: bool = True) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Any, None]:
         """The values that are there now."""
-        pairs = zip(self._real._carriers, self._trees, strict=True)
-        return tuple(carrier.now(tree) for carrier, tree in pairs), ()
-
-    def deliver(self, trees: Sequence[Any], left: Sequence[Any]) -> tuple[Any, ...]:
-        """Deliver nothing."""
-        return ()
+        return self._real.now(self._tree), None
 
 
 def merged(early: Sequence[Any], late: Sequence[Any]) -> tuple[Any, ...]:
     """The trees of a step that is suspended twice: additions in between are part of `late`."""
     return tuple(a | b if a and b else a or b for a, b in zip(early, late, strict=True))
-
-
-NO_CARRIERS = Carriers()
 
 
 class FilledArguments(Carrier):
@@ -267,9 +202,8 @@ class RecordedOutputs(Carrier):
         if lists and not self._accepts:
             names = ", ".join(f"output_{key}" for key in lists)
             raise UnsupportedError(
-                f"{names} asks for what the blocks compute inside, and in this cube they work on other parts of the "
-                f"samples or features than the step. Leave it out of the model's config and call, cut another stack "
-                f"with HanayoStrategy(blocks=...) if a tower's features are made of it, or set cube=1."
+                f"{names} asks for what the blocks compute inside, and in this cube they work on parts of samples or "
+                f"features. Leave it out, cut another stack with HanayoStrategy(blocks=...), or set cube=1."
             )
         layers = sorted(collector[_LAYERS]) if _LAYERS in collector else None
         models = [name for name, module in self._model.named_modules() if getattr(module, _HOOKED, False)]

@@ -5,8 +5,9 @@ A block called outside a step runs as always. Names, parameters, class and repr 
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
-from lightning_hanayo.pipeline_parallel.profiling.trace import block_range
+from lightning_hanayo.pipeline_parallel.profiling.trace import block_range, is_profiling
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 
 _ORIGINAL = "_hanayo_original_forward"
@@ -55,23 +56,14 @@ class BlockPatch:
         finally:
             self._in_compiled.discard(thread)
 
-    def stream_of_call(self) -> AbstractContextManager[Any]:
-        """The random stream of a call by the step's code, which continues its own stream afterwards.
-
-        Where the block runs in that code, each call has a stream of its own.
-        """
-        return self.streams.block(self.index, repeats=self._in_step)
-
-    def stream_of_run(self) -> AbstractContextManager[Any]:
-        """The random stream of a run by the block's stage, or of a recomputation."""
-        if self._in_step:
-            return self.stream_of_call()
-        self.streams.begin_block(self.index)
-        return nullcontext()
-
     @property
-    def _in_step(self) -> bool:
+    def in_step(self) -> bool:
+        """Whether the block runs where the step calls it. Then each call has random numbers of its own."""
         return self.single_stage or self.index < self.streams.num_local
+
+    def stream_of_call(self) -> AbstractContextManager[Any]:
+        """The random stream of a call by the step's code, which continues its own stream afterwards."""
+        return self.streams.block(self.index, repeats=self.in_step)
 
 
 def patch_of(block: nn.Module) -> BlockPatch:
@@ -119,9 +111,9 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The patched forward: asks the step's tracer, if there is one. Pickle needs the name `forward`."""
     patch: BlockPatch = getattr(block, _PATCH)
     if torch.compiler.is_dynamo_compiling() and (patch.compiled is not None or patch.single_stage):
-        return _original(block, *args, **kwargs)  # the tracer has been asked already, or the whole step is compiled
+        return _original(block)(*args, **kwargs)  # the tracer has been asked already, or the whole step is compiled
     if patch.compiled is not None and patch.in_compiled:
-        return _original(block, *args, **kwargs)
+        return _original(block)(*args, **kwargs)
     tracer = None if patch.single_stage else current_tracer()
     if tracer is None:
         return run_block(block, *args, **kwargs)
@@ -138,24 +130,29 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if patch.on_other_rank and current_tracer() is not None:
         raise UnsupportedError(
             f"the step calls a copy of a {type(block).__name__} of the stack that was made when the block was already "
-            f"on another pipeline rank, so the copy has no weights here. Copy the model in __init__ or setup(), where "
-            f"it is whole on all ranks; copies run on the rank of the step."
+            f"on another pipeline rank, so it has no weights. Copy the model in __init__ or setup(), where it is whole."
         )
     if patch.on_other_rank:
         raise UnsupportedError(
-            f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "
-            f"is stored on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole "
-            f"model."
+            f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but is "
+            f"on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole model."
         )
-    with patch.stream_of_run():
-        return run_original(block, *args, **kwargs)
+    if patch.in_step:
+        with patch.stream_of_call():
+            return run_original(block, *args, **kwargs)
+    patch.streams.begin_block(patch.index)  # no other stream is continued afterwards
+    return run_original(block, *args, **kwargs)
 
 
 def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the block's own forward, compiled if `block.compile()` was called."""
     patch: BlockPatch = vars(block)[_PATCH]
-    with block_range(block):
-        made = _original(block, *args, **kwargs) if patch.compiled is None else patch.run_compiled(*args, **kwargs)
+    run = _original(block) if patch.compiled is None else patch.run_compiled
+    if is_profiling():
+        with block_range(block):
+            made = run(*args, **kwargs)
+    else:
+        made = run(*args, **kwargs)
     patch.values.note_call(patch.index, (args, kwargs), made)
     return made
 
@@ -163,7 +160,7 @@ def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run_uncompiled(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a patched block's own code, without a tracer, random streams, or notes of its values."""
     inner = block._modules.get("_orig_mod")  # of torch.compile(block)
-    return _original(block, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+    return (_original(block) if inner is None else inner)(*args, **kwargs)
 
 
 def begin_code_before(block: nn.Module) -> None:
@@ -173,6 +170,6 @@ def begin_code_before(block: nn.Module) -> None:
         patch.streams.begin_code_before(patch.index)
 
 
-def _original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _original(block: nn.Module) -> Callable[..., Any]:
     original = getattr(block, _ORIGINAL)
-    return original(*args, **kwargs) if original is not None else type(block).forward(block, *args, **kwargs)
+    return partial(type(block).forward, block) if original is None else original

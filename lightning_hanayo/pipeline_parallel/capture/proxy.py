@@ -106,15 +106,14 @@ class Proxy(Valueless, OutputReference):
         tracer = current_tracer()
         if tracer is None or tracer.is_between_passes:
             why = (
-                ", but it is on another pipeline stage: of the stack's outputs only the last block's comes back to the "
-                "step. Let the block store it as an attribute (self.value = x), which the step may read after the "
-                "stack."
+                ", but it is on another pipeline stage: only the last block's output comes back to the step. Let the "
+                "block store it as an attribute (self.value = x), which the step may read after the stack."
             )
         else:
             why = (
-                f" before {tracer.next_block} is called, but its values are on another pipeline stage. Functions of "
-                f"torch whose result doesn't decide what the step does next may stand between two blocks. Move other "
-                f"code into the block, or name another stack with HanayoStrategy(blocks=...). {SKIPPED_BLOCKS}"
+                f" before {tracer.next_block} is called, but its values are on another pipeline stage. Only functions "
+                f"of torch may stand between two blocks, where the step doesn't depend on the values. Move other code "
+                f"into the block, or name another stack with HanayoStrategy(blocks=...). {SKIPPED_BLOCKS}"
             )
         raise UnsupportedError(f"{user_line()} uses the output of a block ({operation}){why}")
 
@@ -162,14 +161,11 @@ class Unavailable(Valueless):
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def __repr__(self) -> str:
-        return f"Unavailable({self.why!r})"
-
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code that reads the value."""
         raise UnsupportedError(
-            f"{user_line()} reads a value that isn't here ({operation}): {self.why}. Let the block store a tensor, a "
-            f"plain Python value, or a tuple, list or dictionary of them, or return it."
+            f"{user_line()} reads a value that isn't here ({operation}): {self.why}. Let the block store tensors or "
+            f"plain values, alone or in a tuple, list or dictionary, or return it."
         )
 
 

@@ -4,7 +4,7 @@
     calls              the distinct calls of the blocks still to come       (args, kwargs), with proxies for that output
     call_of_block      for each block still to come, and each function between them, the index of its call
     sequence_lengths   of the whole sequences; none if no block uses them
-    returned           the structure that the step takes for the output of the blocks still to come, with every None
+    returned           where the step finds values in the outputs of the blocks still to come, and not None
     carried            values that the step and earlier blocks leave for others: a tree for each carrier
 
 A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls. A skip connection is a
@@ -43,7 +43,7 @@ class StageInput(NamedTuple):
     calls: tuple[pytree.Skeleton, ...]
     call_of_block: tuple[int, ...]
     sequence_lengths: tuple[int, ...] = ()
-    returned: pytree.Skeleton = pytree.VALUE
+    returned: pytree.Paths = pytree.ANYWHERE
     carried: pytree.Skeleton = NO_TREES
     tensors: tuple[Tensor, ...] = ()
 
@@ -71,7 +71,8 @@ class StageInput(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """The number of blocks still to come."""
-        return sum(is_block(self.calls[call]) for call in self.call_of_block)
+        blocks = [is_block(call) for call in self.calls]
+        return sum([blocks[call] for call in self.call_of_block])
 
     def run(
         self, blocks: Sequence[nn.Module], carriers: Carriers = NO_CARRIERS, *, is_last: bool | None = None
@@ -88,7 +89,7 @@ class StageInput(NamedTuple):
         waiting = [self.calls[call] for call in self.call_of_block]
         run = BlockRun(blocks, len(blocks) == self.num_blocks if is_last is None else is_last)
         trees, outputs, shared = self.trees, [self.output], _SharedDictionaries(self.calls, run)
-        begun = carriers.begin_blocks(trees, run)
+        begun = [carrier.begin_blocks(tree, run) for carrier, tree in zip(carriers, trees, strict=True)]
         calls = iter(waiting)
         try:
             for block in blocks:
@@ -99,24 +100,26 @@ class StageInput(NamedTuple):
                     outputs.append(self._run_function(call, outputs))
                     call = next(calls)
                 args, kwargs = pytree.unflatten(call, self.tensors, partial(_output, outputs), shared)
-                watch = shared.watch(block, call, args, kwargs) if _changeable(call) else None
+                watch = shared.watch(block, (*args, *kwargs.values()), outputs) if _changeable(call) else None
                 with watch or _UNCHECKED:
                     outputs.append(block(*args, **kwargs))
-                if self.returned == pytree.VALUE or run.is_last and block is blocks[-1]:
+                if self.returned == pytree.ANYWHERE or run.is_last and block is blocks[-1]:
                     continue
                 if part := pytree.hidden_part(self.returned, outputs[-1], "output"):
                     raise UnsupportedError(
                         f"a {type(block).__name__} of the stack returns a value ({part}) where the last block of the "
-                        f"first stage returns None, or nothing. For all blocks on other ranks the step sees what that "
-                        f"one returns, and would miss the value. Return a tensor always (zeros, say), or store it as "
-                        f"an attribute of the block (self.value = ...), which the step may read after the stack."
+                        f"first stage returns None, or nothing, so that the step would miss it. Return a tensor "
+                        f"always, or set an attribute of the block (self.value = ...)."
                     )
         except BaseException:
-            carriers.abandon_blocks(begun)
+            for carrier, own in zip(carriers, begun, strict=True):
+                carrier.abandon_blocks(own)
             raise
         run.output = outputs[-1]
         outputs += [self._run_function(call, outputs) for call in calls if run.is_last]
-        return self.after(outputs, len(outputs) - 1, carriers.end_blocks(trees, run, begun))
+        rows = zip(carriers, trees, begun, strict=True)
+        trees = tuple([carrier.end_blocks(tree, run, own) for carrier, tree, own in rows])
+        return self.after(outputs, len(outputs) - 1, trees)
 
     def _run_function(self, call: pytree.Skeleton, outputs: Sequence[Any]) -> Any:
         return between.run(*pytree.unflatten(call, self.tensors, partial(_output, outputs)))
@@ -169,16 +172,15 @@ class _SharedDictionaries:
         return self._made[number]
 
     @contextmanager
-    def watch(
-        self, block: nn.Module, call: pytree.Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
-        """Note what the block puts into these dictionaries.
+    def watch(self, block: nn.Module, arguments: tuple[Any, ...], outputs: Sequence[Any]) -> Iterator[None]:
+        """Note what the block puts into these dictionaries. It may change outputs of other blocks among its arguments.
 
         Raises:
             UnsupportedError: it changes others, takes something out, or changes a list or a variable of a function.
         """
-        values = zip(_arguments(call), (*args, *kwargs.values()), strict=True)
-        before = [(found, _contents(found)) for part, value in values for found in pytree.containers(part, value)]
+        of_blocks = {id(found) for found in pytree.containers(outputs)}
+        given = [found for value in arguments for found in pytree.containers(value) if id(found) not in of_blocks]
+        before = [(found, _contents(found)) for found in given]
         yield
         numbers = {id(made): number for number, made in self._made.items()}
         for found, old in before:
@@ -188,15 +190,11 @@ class _SharedDictionaries:
                 if new:
                     self._run.filled.setdefault(numbers[id(found)], {}).update(new)
             elif new or len(now) != len(old):
-                shown = f"a {type(found).__name__}"
-                if isinstance(found, FunctionType):
-                    shown = f"a variable of {found.__qualname__}, a function"
+                shown = f"variable of {found.__qualname__}" if isinstance(found, FunctionType) else type(found).__name__
                 raise UnsupportedError(
-                    f"a {type(block).__name__} of the stack changes {shown} that it gets as an argument, which the "
-                    f"step and blocks on other ranks would not see. Blocks may put values into a dictionary that the "
-                    f"step doesn't change between their calls (in a cube or with step='batch' not the first block). Or "
-                    f"return what it adds, or store it as an attribute of the block (self.value = ...), which the step "
-                    f"may read after the stack."
+                    f"a {type(block).__name__} of the stack changes a {shown} that it gets as an argument, which other "
+                    f"ranks wouldn't see. It may add to a dictionary that the step leaves as it is (in a cube or with "
+                    f"step='batch' not the first block), return what it adds, or set an attribute of the block."
                 )
 
 
@@ -211,12 +209,9 @@ def _same_in_all(calls: tuple[pytree.Skeleton, ...]) -> frozenset[int]:
 @lru_cache(maxsize=256)
 def _changeable(call: pytree.Skeleton) -> bool:
     """Whether a block gets something that it might change."""
-    return any(node[0] in ("list", "dict") for part in _arguments(call) for node in pytree.nodes(part))
-
-
-def _arguments(call: pytree.Skeleton) -> list[pytree.Skeleton]:
     _, (_, *args), (_, *kwargs) = call
-    return [*args, *(value for _, value in kwargs)]
+    parts = [*args, *(value for _, value in kwargs)]
+    return any(node[0] in ("list", "dict") for part in parts for node in pytree.nodes(part))
 
 
 def _contents(found: Any) -> dict[Any, Any]:
@@ -240,7 +235,7 @@ def _used(
     calls: tuple[pytree.Skeleton, ...],
     call_of_block: tuple[int, ...],
     sequence_lengths: tuple[int, ...],
-    returned: pytree.Skeleton,
+    returned: pytree.Paths,
     carried: pytree.Skeleton,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The skeleton of a message with only the tensors that are used, and their indices."""

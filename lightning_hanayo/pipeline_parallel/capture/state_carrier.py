@@ -57,22 +57,16 @@ parameters of blocks: of each its place among the tree's leaves, which is empty,
 class Left(NamedTuple):
     """The state of a suspended step."""
 
-    values: dict[Key, Any]
+    values: dict[Key, Any] = {}
     """of all keys that steps of this batch have changed before their blocks"""
-    changed: frozenset[Key]
+    changed: frozenset[Key] = frozenset()
     """by this step itself"""
-    number: int
+    number: int = 0
     """of this step, counted by their starts, and by the beginnings of further passes"""
     has_passed: bool = False
     """whether this isn't the step's first pass"""
-
-
-class Delivered(NamedTuple):
-    """The values that a step got when it continued."""
-
-    left: Left
-    before: dict[Key, Any]
-    """the values that they replaced"""
+    before: dict[Key, Any] = {}
+    """the values that were replaced when the step continued"""
 
 
 @dataclass(eq=False, repr=False)
@@ -126,11 +120,11 @@ class StateCarrier(Carrier):
         """Undo user code's changes since `enter`."""
         self._all.undo()
 
-    def leave(self, earlier: Delivered | None, *, begins_pass: bool = True) -> tuple[Tree | None, Left]:
+    def leave(self, earlier: Left | None, *, begins_pass: bool = True) -> tuple[Tree | None, Left]:
         """Return the values that blocks on other ranks may read, and the whole state of the step."""
         assert self._local is not None
         changes = self._scan()
-        left = Left({}, frozenset(), 0) if earlier is None else earlier.left
+        left = earlier or Left()
         if earlier is not None and begins_pass and left.number < self._num_started:
             self._check_order(left._replace(has_passed=True), changes)
         self._early |= changes.keys()
@@ -150,8 +144,7 @@ class StateCarrier(Carrier):
         number = self._num_started if begins_pass else left.number
         has_passed = left.has_passed or (begins_pass and earlier is not None)
         modes = {key: not value for key, value in changes.items() if self._is_mode(key)}
-        if earlier is not None:
-            modes |= {key: value for key, value in earlier.before.items() if self._is_mode(key)}
+        modes |= {key: value for key, value in left.before.items() if self._is_mode(key)}
         if modes:
             self._set(modes)
         return tree, Left(left.values | values, left.changed | changes.keys(), number, has_passed)
@@ -204,19 +197,19 @@ class StateCarrier(Carrier):
             found.append({key: own.get(key) or known[key] for key in keys if key in own or key in known} or None)
         return found
 
-    def deliver(self, tree: Tree | None, left: Left) -> Delivered:
+    def deliver(self, tree: Tree | None, left: Left) -> Left:
         """Set the step's own values, and those that blocks have set."""
         self._shared |= self._is_shared(tree or {})
-        return Delivered(left, self._set(left.values | self._decode(tree or {})))
+        return left._replace(before=self._set(left.values | self._decode(tree or {})))
 
-    def end(self, delivered: Delivered) -> None:
+    def end(self, delivered: Left) -> None:
         """Restore the values of the step started last and of this rank's blocks, except those this step has changed."""
         found = self._scan()
         changes = _without_mutated(found)
         self._others_changes |= changes.keys()
-        is_latest = delivered.left.number == self._num_started
+        is_latest = delivered.number == self._num_started
         if not is_latest:
-            self._check_order(delivered.left, found)
+            self._check_order(delivered, found)
         restored = {}
         for key in delivered.before.keys() - changes.keys():
             holder = self._holder(key)
@@ -315,12 +308,10 @@ class StateCarrier(Carrier):
             return "items", {name: self._encode((key[0], str(name)), item, by) for name, item in value.items()}
         what = _named(key)
         if by == "the step":
-            instead = "Pass it to the block as an argument"
-            if value is REPLACED:  # BigBird exchanges its attention in the first step with short sequences
-                instead = "Build the model with that module (BigBird: attention_type='original_full')"
+            model = " or build the model with it (BigBird: attention_type='original_full')" * (value is REPLACED)
             raise UnsupportedError(
                 f"{what} was set in the step to {why}, so blocks that run later, or on another rank, would not see it. "
-                f"{instead}, or set it in on_train_batch_start, which runs on all ranks."
+                f"Pass it to the block as an argument, set it in on_train_batch_start on all ranks{model}."
             )
         return "unavailable", f"{what} was set by {by} to {why}"
 
@@ -375,9 +366,9 @@ class StateCarrier(Carrier):
         for key in early.changed & late.keys():
             if (type(late[key]) in rejected and key[1] not in MODES) or key[1] == CONTENT:
                 raise UnsupportedError(
-                    f"{_named(key)} is changed in the step before the blocks are called and again after it, but the "
-                    f"steps of other micro-batches run in between and change it, too. Change it in one of the two "
-                    f"places, or in on_train_batch_start."
+                    f"{_named(key)} is changed in the step before the blocks are called and again after it; steps of "
+                    f"other micro-batches, which change it too, run in between. Change it once, or in "
+                    f"on_train_batch_start."
                 )
 
 

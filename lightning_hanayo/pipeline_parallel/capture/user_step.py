@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,11 @@ class ReplacedParameters:
     def __init__(self, model: nn.Module | None = None) -> None:
         named = () if model is None else model.named_modules()
         self._modules = [(name, module._parameters) for name, module in named if module._parameters]
-        self._known: list[list[nn.Parameter | None]] = []
+        self._known: list[dict[str, nn.Parameter | None]] = []
 
     def begin_batch(self) -> None:
         """Called before each batch."""
-        self._known = [list(parameters.values()) for _, parameters in self._modules]
+        self._known = [parameters.copy() for _, parameters in self._modules]
 
     def check(self) -> None:
         """Called when a step is suspended at the stack.
@@ -66,14 +66,20 @@ class ReplacedParameters:
             UnsupportedError: a module holds another parameter than at the beginning of the batch.
         """
         for (name, parameters), known in zip(self._modules, self._known, strict=True):
-            for (key, now), before in zip(parameters.items(), known, strict=True):
-                if now is not before:
+            for key, now in parameters.items():
+                if now is not known[key]:
                     raise UnsupportedError(
-                        f"{name}{name and '.'}{key} is replaced while the stack is called "
-                        f"(torch.func.functional_call), but the blocks run on several ranks, and the steps of other "
-                        f"micro-batches run in between. "
-                        f"Call it for a module before or after the stack, or inside a block."
+                        f"{name}{name and '.'}{key} is replaced while the stack is called (functional_call), but "
+                        f"steps of other micro-batches run in between. Call it outside the stack, or in a block."
                     )
+
+
+Gradient = Tensor | GradientEdge
+"""what a step may pass to torch.autograd.grad"""
+
+
+def _node(value: Gradient) -> Node | None:
+    return value.node if isinstance(value, GradientEdge) else value.grad_fn
 
 
 _autograd: Any = torch.autograd
@@ -104,12 +110,12 @@ class GradientCalls:
         run: Callable[..., Any] = _autograd.graph._engine_run_backward
         main = threading.current_thread()
 
-        def check(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        def check(outputs: Sequence[Gradient], *args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is not main and current_tracer() is None:  # not the user's code
                 return run(outputs, *args, **kwargs)
             inputs = args[3] if len(args) > 3 else ()
             accumulates = trains and bool(kwargs.get("accumulate_grad"))
-            self._check(_with_edges(outputs), _with_edges(inputs), accumulates=accumulates, cuts_batch=cuts_batch)
+            self._check(outputs, inputs, accumulates=accumulates, cuts_batch=cuts_batch)
             return run(outputs, *args, **kwargs)
 
         apply = vars(torch.autograd.Function)["apply"]
@@ -128,7 +134,7 @@ class GradientCalls:
             _autograd.Function.apply = apply
 
     def _check(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, accumulates: bool, cuts_batch: bool
+        self, outputs: Sequence[Gradient], inputs: Sequence[Gradient], *, accumulates: bool, cuts_batch: bool
     ) -> None:
         """Check a call of the engine.
 
@@ -137,33 +143,28 @@ class GradientCalls:
         """
         tracer = current_tracer()
         if accumulates and not inputs:
-            _refuse(
-                "calls backward()",
-                "but the pipeline runs the backward of all blocks and micro-batches",
-                "Return the loss, whose backward the pipeline runs; for gradients that the step itself needs there is "
-                "torch.autograd.grad",
+            raise UnsupportedError(
+                f"{user_line()} calls backward(), but the pipeline runs the backward of all blocks and micro-batches. "
+                f"Return the loss; for gradients that the step itself needs there is torch.autograd.grad."
             )
         if tracer is not None and self._passes_stack(outputs, inputs, tracer):
-            _refuse(
-                "computes a gradient through the stack (torch.autograd.grad)",
-                "but the blocks of the stack run on several ranks",
-                "Take it with respect to the stack's output or to what comes after it, do it inside a block, or set "
-                "pipeline_parallel_size=1, num_waves=1 and cube=1, where the step runs in one piece",
+            raise UnsupportedError(
+                f"{user_line()} computes a gradient through the stack, whose blocks run on several ranks. Take it of "
+                f"what comes after the stack, in a block, or set pipeline_parallel_size=1, num_waves=1 and cube=1."
             )
         if cuts_batch and not self._has_warned:
             # a gradient of each sample's own output is the same in every cut of the batch
-            sums = (one.dim() > 0 or type(one.grad_fn).__name__.startswith("SumBackward") for one in outputs)
+            sums = (type(_node(one)).__name__.startswith("SumBackward") or getattr(one, "ndim", 0) for one in outputs)
             if all(sums) and not any(isinstance(one, nn.Parameter) for one in inputs):
                 return
             self._has_warned = True
             warnings.warn(
                 f"{user_line()} computes a gradient inside the step (torch.autograd.grad), which is that of a "
-                f"micro-batch: of a sum over its samples, or with respect to a parameter. The training equals one "
-                f"process that runs the same micro-batches. Set num_microbatches=1 if it must be that of the batch.",
+                f"micro-batch, as in one process that runs the same ones. For that of the batch: num_microbatches=1.",
                 stacklevel=2,
             )
 
-    def _passes_stack(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tracer: Any) -> bool:
+    def _passes_stack(self, outputs: Sequence[Gradient], inputs: Sequence[Gradient], tracer: Any) -> bool:
         """Whether outputs come from the stack's output, and inputs are in front of it or in it."""
         nodes, _ = graph_boundary.reachable(outputs)
         received = [leaf for leaf in tree_leaves(tracer.received) if isinstance(leaf, Tensor)]
@@ -171,26 +172,7 @@ class GradientCalls:
             return False
         before, leaves = graph_boundary.reachable(tracer.sent)
         leaves |= {parameter for block in self._blocks for parameter in block.parameters()}
-        return any(one in leaves if one.grad_fn is None else one.grad_fn in before for one in inputs)
-
-
-class _Edge(NamedTuple):
-    """A `GradientEdge` that a step has passed instead of a tensor, with those attributes of tensors that are used."""
-
-    grad_fn: Node
-    requires_grad: bool = True
-
-    def dim(self) -> int:
-        """Of a tensor with this gradient, as far as is known."""
-        return 0
-
-
-def _with_edges(values: Sequence[Any]) -> list[Any]:
-    return [_Edge(one.node) if isinstance(one, GradientEdge) else one for one in values]
-
-
-def _refuse(what: str, why: str, way_out: str) -> NoReturn:
-    raise UnsupportedError(f"{user_line()} {what}, {why}. {way_out}.")
+        return any(one in leaves or _node(one) in before for one in inputs)
 
 
 SAME_PASSES = (
@@ -203,19 +185,6 @@ NONE_SKIPPED = (
     "loss (loss * 0, or output.sum() * 0 without one); or leave such samples out of the dataset."
 )
 """how errors about a training step that returns None end"""
-
-
-class StackStandIn(Protocol):
-    """Takes the place of the stack in a dry run of a step."""
-
-    output: Any
-    """what the step is to get from the stack"""
-
-    def first(self, call: Message, *, has_gradients: bool) -> Any:
-        """Called with the call of the first block; return something of the structure of its output."""
-
-    def others(self, calls: Message) -> None:
-        """Called with the calls of the other blocks; afterwards `output` is there."""
 
 
 @dataclass(eq=False, repr=False)
@@ -255,7 +224,8 @@ class UserStep(TracedStack):
         """
         self._check_hooks()
         self.replaced_parameters.begin_batch()
-        self.carriers.begin_batch(self.num_local)
+        for carrier in self.carriers:
+            carrier.begin_batch(self.num_local)
         self.streams.num_local = self.num_local
         self._state = ThreadState.current()
         self._calls.context = copy_context()
@@ -286,10 +256,11 @@ class UserStep(TracedStack):
         if microbatch not in self._under_way:
             assert batch.step is not None
             self._enter(batch, microbatch)
-            self._under_way[microbatch] = self._start(batch, batch.step, microbatch, self.carriers)
+            call = self._under_way[microbatch] = self._new_call(batch, batch.step, microbatch, self.carriers)
+            call.resume()
+            self._check_suspended(call)
             self._check_hooks()
-        has_gradients: bool = self._under_way[microbatch].tracer.has_gradients
-        return has_gradients
+        return self._tracer(microbatch).has_gradients
 
     def begin_pass(self, batch: Batch, microbatch: int) -> Message:
         """Run the step, if it isn't yet, until it is suspended at the last block of its next pass.
@@ -306,9 +277,9 @@ class UserStep(TracedStack):
             ended = (
                 f"the step of micro-batch {microbatch} has ended after {batch.pass_number} passes through {self.name}"
             )
-            found = ended if has_gradients is None else self._pass(microbatch)
             raise UnsupportedError(
-                f"{found}, where a pass {'with' if expected else 'without'} gradients is expected{SAME_PASSES}"
+                f"{ended if has_gradients is None else self._pass(microbatch)}, where a pass "
+                f"{'with' if expected else 'without'} gradients is expected{SAME_PASSES}"
             )
         return self._tracer(microbatch).take_message()
 
@@ -324,8 +295,7 @@ class UserStep(TracedStack):
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """Resume a step suspended at the first block with that block's output; return the calls of the other blocks."""
         self._enter(batch, microbatch)
-        no_trees = (None,) * len(after.trees)  # the first block's values are delivered with the others'
-        return self._run_to_last_block(batch, self._under_way[microbatch], (after.output, no_trees))
+        return self._run_to_last_block(self._under_way[microbatch], after.output)
 
     def resume(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> int:
         """Resume with the stack's output, and the carried trees, until the step ends or passes the stack again.
@@ -337,14 +307,14 @@ class UserStep(TracedStack):
         sequence_number = tracer.sequence_number
         self._enter(batch, microbatch)
         tracer.received += [output, trees]
-        with self._user_code(batch):
-            call.resume((output, trees))
+        call.resume((output, trees))
         if not call.done:
             self.replaced_parameters.check()
             return sequence_number
         del self._under_way[microbatch]
         self._check_whole(tracer, call.result)
-        self.carriers.end(tracer.delivered)
+        for carrier, own in zip(self.carriers, tracer.delivered, strict=True):
+            carrier.end(own)
         batch.results[microbatch], call.result = call.result, None
         return sequence_number
 
@@ -357,51 +327,50 @@ class UserStep(TracedStack):
         assert batch.dry_run_step is not None
         if batch.pass_number:
             raise UnsupportedError(
-                f"{self._pass(microbatch)}: the arguments of its blocks differ in structure or shape between the "
-                f"ranks of a cube, whose samples are different. Pass masks always, make all sequences as long, or set "
-                f"cube_outside='replicate'."
+                f"{self._pass(microbatch)}: the arguments of its blocks differ in structure or shape between a cube's "
+                f"ranks. Pass masks always, make all sequences as long, or set cube_outside='replicate'."
             )
         self._enter(batch, None)
-        self._dry_runs[microbatch] = self._start(batch, batch.dry_run_step, microbatch, carriers)
-        self.carriers.undo()
-        tracer: BlockTracer = self._dry_runs[microbatch].tracer
-        return tracer.take_message()
+        call = self._dry_runs[microbatch] = self._new_call(batch, batch.dry_run_step, microbatch, carriers)
+        call.resume()
+        self._check_suspended(call)
+        self.undo()
+        return call.tracer.take_message()  # type: ignore[no-any-return]
 
     def finish_dry_run(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """Like `run_to_last_block`; then unwind the dry run."""
         self._enter(batch, None)
-        message = self._run_to_last_block(batch, self._dry_runs[microbatch], (output, ()))
-        self.abandon_dry_run(microbatch)
-        self.carriers.undo()
+        call = self._dry_runs.pop(microbatch)
+        message = self._run_to_last_block(call, output)
+        call.abandon()
+        self.undo()
         return message
 
-    def abandon_dry_run(self, microbatch: int) -> None:
-        """Unwind a dry run."""
-        self._dry_runs.pop(microbatch).abandon()
-
-    def dry_run(self, batch: Batch, stack: StackStandIn) -> Any:
-        """Run `batch.dry_run_step` to its end, with a stand-in for the stack, and return its result.
+    def dry_run(self, batch: Batch, stack: Any) -> Any:
+        """Run `batch.dry_run_step` to its end, with a `StandIn` for the stack, and return its result.
 
         Nothing else remains of it: no logs, no changes of modules. Where no block runs in the step; or all, with no
         stand-in.
         """
         self._enter(batch, None)
+        assert batch.dry_run_step is not None
         if self.num_local == self.num_blocks:
             self.streams.begin_user_code(0)
             with self._user_code(batch):
-                return batch.dry_run_step(0)  # type: ignore[misc]
-        call = self._start(batch, batch.dry_run_step or batch.step, 0, NO_CARRIERS)  # type: ignore[arg-type]
+                return batch.dry_run_step(0)
+        call = self._new_call(batch, batch.dry_run_step, 0, NO_CARRIERS)
         try:
+            call.resume()
+            self._check_suspended(call)
             while not call.done:
                 first = stack.first(call.tracer.take_message(), has_gradients=call.tracer.has_gradients)
-                stack.others(self._run_to_last_block(batch, call, (first, ())))
+                stack.others(self._run_to_last_block(call, first))
                 call.tracer.received += [stack.output, ()]
-                with self._user_code(batch):
-                    call.resume((stack.output, ()))
+                call.resume((stack.output, ()))
             return call.result
         finally:
             call.abandon()
-            self.carriers.undo()
+            self.undo()
 
     def begin_loss(
         self, batch: Batch, microbatch: int, nodes: set[Node], sequence_number: int
@@ -447,38 +416,45 @@ class UserStep(TracedStack):
             named = (block.named_modules(prefix=f"{self.name}[{i}]") for i, block in enumerate(self.blocks))
             check_hooks(chain.from_iterable(named))
 
+    def undo(self) -> None:
+        """Undo what a dry run has changed."""
+        for carrier in self.carriers:
+            carrier.undo()
+
     def _enter(self, batch: Batch, microbatch: int | None) -> None:
-        self.carriers.enter()
+        for carrier in self.carriers:
+            carrier.enter()
         batch.on_user_code(microbatch)
 
     @contextmanager
     def _user_code(self, batch: Batch) -> Iterator[None]:
         # the ranks of a cube share micro-batches, too
         cuts_batch = not batch.is_whole and (len(batch.loss_weights) > 1 or self.num_local == 0)
-        trains = torch.is_grad_enabled() if self._state is None else self._state.grad_mode
+        trains = torch.is_grad_enabled() if self._state is None else self._state["grad mode"]
         checked = self._gradient_calls.checked(cuts_batch=cuts_batch, trains=trains)
-        with batch.in_step(), self.guarded(), checked:
-            yield
+        try:
+            with batch.in_step(), self.guarded(), checked:
+                yield
+        except Exception as error:
+            if self.num_local < self.num_blocks and (mended := _with_way_out(error)) is not None:
+                raise mended from error
+            raise
 
     def _tracer(self, microbatch: int) -> BlockTracer:
         return self._under_way[microbatch].tracer  # type: ignore[no-any-return]
 
-    def _start(self, batch: Batch, function: StepFunction, microbatch: int, carriers: Carriers) -> SuspendedCall:
+    def _new_call(self, batch: Batch, step: StepFunction, microbatch: int, carriers: Carriers) -> SuspendedCall:
         state = self._state or ThreadState.current()
-        tracer = BlockTracer(self, carriers, grad_mode=state.grad_mode)
+        tracer = BlockTracer(self, carriers, grad_mode=state["grad mode"])
         self.streams.begin_user_code(microbatch)
-        with self._user_code(batch):
-            call = self._calls.start(lambda: _run_step(function, microbatch), tracer, state)
-        self._check_suspended(call)
-        return call
+        return SuspendedCall(self._calls, partial(step, microbatch), tracer, state, partial(self._user_code, batch))
 
-    def _run_to_last_block(self, batch: Batch, call: SuspendedCall, first_output: tuple[Any, Sequence[Any]]) -> Message:
-        tracer: BlockTracer = call.tracer
-        tracer.received += first_output
-        with self._user_code(batch):
-            call.resume(first_output)
+    def _run_to_last_block(self, call: SuspendedCall, first_output: Any) -> Message:
+        no_trees = (None,) * len(call.tracer.carriers)  # the first block's values are delivered with the others'
+        call.tracer.received += first_output, no_trees
+        call.resume((first_output, no_trees))
         self._check_suspended(call)
-        return tracer.take_message()
+        return call.tracer.take_message()  # type: ignore[no-any-return]
 
     def _check_suspended(self, call: SuspendedCall) -> None:
         if call.done:
@@ -488,44 +464,37 @@ class UserStep(TracedStack):
     def _check_whole(self, tracer: BlockTracer, result: Any, *, has_passed: bool = True) -> None:
         if has_passed and tracer.is_between_passes:
             return
+        way_out = (
+            f"Only calls of the blocks themselves count, such as {tracer.next_block}(x): not those of modules in them, "
+            f"or of other methods than forward.{self.other_lists()}"
+        )
         if tracer.num_called:
             way_out = SKIPPED_BLOCKS
         elif result is None:
             way_out = f"It returned None, but {NONE_SKIPPED}"
-        else:
-            way_out = (
-                f"Only calls of the blocks themselves count, such as {tracer.next_block}(x): not those of modules in "
-                f"them, or of other methods than forward.{self.other_lists()}"
-            )
         raise UnsupportedError(
-            f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "
-            f"a pipeline runs whole passes through the stack, at least one for each micro-batch. {way_out}"
+            f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; a pipeline "
+            f"runs whole passes through the stack, at least one for each micro-batch. {way_out}"
         )
 
 
-def _run_step(function: StepFunction, microbatch: int) -> Any:
-    """Run the user's step. An error about placeholders of other ranks, or about threads, becomes one with a way out."""
-    try:
-        return function(microbatch)
-    except Exception as error:
-        if isinstance(error, RuntimeError) and "meta tensor" in str(error):  # NotImplementedError is one
-            raise missing_values_error("the step") from error
-        if re.search(r"\bthread\b", str(error)) or isinstance(getattr(error, "obj", None), threading.local):
-            raise UnsupportedError(
-                f"the step uses what belongs to another thread ({type(error).__name__}: {error}). On a pipeline it "
-                f"runs in threads of its own, one for each micro-batch under way, and hooks run in the main thread. "
-                f"Make such an object where the step uses it, open sqlite3 with check_same_thread=False (no two of "
-                f"these threads run at once), store values as attributes of the module instead of a threading.local, "
-                f"or use it in a hook such as on_train_batch_start."
-            ) from error
-        raise
+def _with_way_out(error: Exception) -> UnsupportedError | None:
+    """The error for one about placeholders of other ranks, or about threads, with a way out."""
+    if isinstance(error, RuntimeError) and "meta tensor" in str(error):  # NotImplementedError is one
+        return missing_values_error("the step")
+    if re.search(r"\bthread\b", str(error)) or isinstance(getattr(error, "obj", None), threading.local):
+        return UnsupportedError(
+            f"the step uses what belongs to another thread ({type(error).__name__}: {error}). On a pipeline each "
+            f"micro-batch's step has a thread, hooks have the main one. Make such an object in the step, open sqlite3 "
+            f"with check_same_thread=False (steps take turns), or store values in the module, not in a threading.local."
+        )
+    return None
 
 
 def missing_values_error(what: str) -> UnsupportedError:
     """The error for `what`, which depends on values of other ranks."""
     return UnsupportedError(
         f"{what} uses values of a block that is on another pipeline rank: a buffer, or a parameter that a hook has "
-        f"kept. Let the block store the value as an attribute (self.value = self.buffer.clone()), which the step may "
-        f"read. For a parameter call self.trainer.strategy.full_parameter(parameter) in on_train_batch_start, on all "
-        f"ranks, and use what it returns: its gradient reaches the parameter."
+        f"kept. Let the block store the value as an attribute (self.value = self.buffer.clone()); for a parameter use "
+        f"what self.trainer.strategy.full_parameter(parameter) returns in on_train_batch_start, on all ranks."
     )

@@ -26,7 +26,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.capture.carriers import CarriersOfDryRun
+from lightning_hanayo.pipeline_parallel.capture.carriers import CarrierOfDryRun
 from lightning_hanayo.pipeline_parallel.capture.dry_step import kept_buffers
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
@@ -83,7 +83,7 @@ class CutTensor:
         if self.dim is None and len(self.parts) > 1 and any(map(version_of, self.parts)):
             raise UnsupportedError(
                 f"a block changes an argument of the shape {tuple(self.whole.shape)} in place that has no dimension of "
-                f"the samples: it would do so once for each micro-batch. Change a copy of it, or set step='microbatch'."
+                f"the samples: once for each micro-batch. Change a copy of it, or set step='microbatch'."
             )
 
     @property
@@ -264,8 +264,8 @@ class WholeStep(UserStep):
     def start_dry_run(self, *_: Any) -> NoReturn:
         """Called where the arguments of blocks differ between the ranks of a cube, which all run the whole step."""
         raise UnsupportedError(
-            "the step gives the blocks other arguments on other ranks of a cube, although all of them run it on the "
-            "whole batch: does it draw random numbers that aren't torch's, or depend on its rank?"
+            "the step gives the blocks other arguments on other ranks of a cube, which all run it on the whole batch: "
+            "does it draw random numbers that aren't torch's, or depend on its rank?"
         )
 
     finish_dry_run = start_dry_run  # type: ignore[assignment]
@@ -337,17 +337,18 @@ class WholeStep(UserStep):
         streams = self.streams.save()
         try:
             with kept_buffers(self.outside):
-                calls = super().start_dry_run(batch, microbatch, CarriersOfDryRun(self.carriers, trees))
+                carriers = tuple(map(CarrierOfDryRun, self.carriers, trees))
+                calls = super().start_dry_run(batch, microbatch, carriers)
         except Exception as error:  # of the user's code
             error.add_note(
-                "The step runs once on the whole batch; this was a dry run on one micro-batch of it, which shows how "
-                "to cut what the blocks get. A step that can't run on fewer samples needs num_microbatches=1."
+                "This was a dry run on one micro-batch, which shows how to cut what the blocks get in a step on the "
+                "whole batch. A step that can't run on fewer samples needs num_microbatches=1."
             )
             raise
         with kept_buffers(self.outside):
             if after is None:
-                self.abandon_dry_run(microbatch)
-                self.carriers.undo()  # a `finally` has run
+                self._dry_runs.pop(microbatch).abandon()
+                self.undo()  # a `finally` has run
             else:
                 calls = super().finish_dry_run(batch, microbatch, after.output)
         set_generators(states, device)
@@ -366,7 +367,9 @@ class WholeStep(UserStep):
             self._note_nodes(made[0])
             return made[0]  # type: ignore[no-any-return]
         outputs, trees = zip(*made, strict=True)
-        made = list(zip(outputs, self.carriers.of_batch(trees), strict=True))
+        by_carrier = zip(self.carriers, zip(*trees, strict=True), strict=True)
+        of_batch = [carrier.of_batch(column) for carrier, column in by_carrier]
+        made = [(output, tuple(one[m] for one in of_batch)) for m, output in enumerate(outputs)]
         flattened = []
         for one in made:
             flattener = pytree.Flattener()
@@ -375,8 +378,8 @@ class WholeStep(UserStep):
         paths = [dict(_places(skeleton)) for skeleton, _ in flattened]
         if any(other != paths[0] for other in paths[1:]):
             raise UnsupportedError(
-                "what the blocks return or store for some micro-batches has another structure than for others, so that "
-                "there is none of the whole batch. Set step='microbatch'."
+                "what the blocks return or store for some micro-batches has another structure than for others: there "
+                "is none of the whole batch. Set step='microbatch'."
             )
         names = {index: path for path, index in paths[0].items()}
         columns = zip(*[tensors for _, tensors in flattened], strict=True)
@@ -390,9 +393,8 @@ class WholeStep(UserStep):
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"blocks return or store {what} for each micro-batch, {NO_ENTRIES}. The step gets the "
-                f"{gets} of the micro-batches of a batch. The training depends on num_microbatches, unless it is a "
-                f"mean over samples.",
+                f"blocks return or store {what} for each micro-batch, {NO_ENTRIES}. The step gets the {gets} of a "
+                f"batch. The training depends on num_microbatches, unless it is a mean over samples.",
                 stacklevel=2,
             )
 
@@ -460,8 +462,8 @@ def grown_dim(whole: Tensor, part: Tensor, share: float) -> int | None:
     if len(grown) != 1 or abs(whole.shape[grown[0]] * share - part.shape[grown[0]]) > 1e-6:
         raise UnsupportedError(
             f"an argument of the blocks has the shape {tuple(whole.shape)} for the whole batch, and "
-            f"{tuple(part.shape)} for {share:.0%} of its samples, so that it has no dimension along which it can be "
-            f"cut into micro-batches (samples packed into one sequence?). Pad them, or set step='microbatch'."
+            f"{tuple(part.shape)} for {share:.0%} of its samples: it has no dimension along which it can be cut into "
+            f"micro-batches (packed samples?). Pad them, or set step='microbatch'."
         )
     return grown[0]
 

@@ -72,9 +72,9 @@ class ReplicatedTensors:
                 dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
                 spec = "None" if tensor is None else f"{dtype} {list(tensor.shape)}"
                 raise UnsupportedError(
-                    f"{name} is a buffer ({spec} on this rank) whose shape or dtype differs between data "
-                    f"ranks, which take the values of rank 0, as with DDP. Give it the same on all of them, or keep it "
-                    f"in an attribute that is no buffer."
+                    f"{name} is a buffer ({spec} on this rank) whose shape or dtype differs between data ranks, which "
+                    f"take the values of rank 0, as with DDP. Make it the same on all, or keep it in an attribute that "
+                    f"is no buffer."
                 )
         return [name for name, flag in zip(own, largest[0].tolist(), strict=True) if flag]
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 
 from lightning_hanayo.clock import Clock, HostClock
-from lightning_hanayo.pipeline_parallel.transport import Transport, Work
+from lightning_hanayo.monitor.waiting import Waiting
+from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, Timeline
 from lightning_hanayo.schedule.dependency import producers
 
@@ -95,43 +96,21 @@ class Trace:
         self.recorded.append(self._current)
 
 
-@dataclass
-class TraceGather:
-    """Gathers traces on rank 0. All ranks of the pipeline call `start` for the same batches, then `finish`.
+def gather_trace(transport: Transport, table: Callable[[int], Schedule], events: Sequence[Event]) -> BatchTrace | None:
+    """The events of a batch of all ranks, on rank 0; None elsewhere. Called by all ranks of the pipeline.
 
     `table` returns the schedule of a batch of that many micro-batches, which gives each rank's order of events.
     """
-
-    transport: Transport
-    table: Callable[[int], Schedule]
-    _transfers: Sequence[tuple[Tensor, Work]] = ()
-    _own: Sequence[Event] = ()
-
-    def start(self, events: Sequence[Event]) -> None:
-        """Start to send this rank's events of a batch; on rank 0, start to receive the others'. Does not wait."""
-        self._own = events
-        if self.transport.rank > 0:
-            buffer = pack(events)
-            self._transfers = [(buffer, self.transport.send(0, _TAG, buffer))]
-            return
-        rows = self.table(num_microbatches(events)).actions
-        buffers = [torch.empty(3 * len(row), dtype=torch.float64) for row in rows[1:]]
-        self._transfers = [(b, self.transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
-
-    def finish(self) -> BatchTrace | None:
-        """Wait, and return the events of all ranks on rank 0; None on other ranks, or if nothing was started."""
-        own, transfers = self._own, self._transfers
-        self.forget()
-        for _, work in transfers:
-            work.wait()
-        if not own or self.transport.rank > 0:
+    with Waiting("the times of a batch", None):
+        if transport.rank > 0:
+            transport.send(0, _TAG, pack(events)).wait()
             return None
-        rows = self.table(num_microbatches(own)).actions[1:]
-        return [own, *(unpack(row, buffer) for row, (buffer, _) in zip(rows, transfers, strict=True))]
-
-    def forget(self) -> None:
-        """Drop transfers under way, after a failure."""
-        self._own = self._transfers = ()
+        found = [events]
+        for rank, row in enumerate(table(num_microbatches(events)).actions[1:], 1):
+            times = torch.empty(3 * len(row), dtype=torch.float64)
+            transport.receive(rank, _TAG, times).wait()
+            found.append(unpack(row, times))
+        return found
 
 
 def pack(events: Sequence[Event]) -> Tensor:
@@ -319,14 +298,10 @@ def is_profiling() -> bool:
 
 
 def action_range(action: Action) -> AbstractContextManager[object]:
-    """While torch's profiler is on, a range such as "F stage 3 micro-batch 2"; otherwise nothing."""
-    if not is_profiling():
-        return nullcontext()
+    """For torch's profiler, a range such as "F stage 3 micro-batch 2"."""
     return profiler.record_function(f"{action.kind} stage {action.stage} micro-batch {action.microbatch}")
 
 
 def block_range(block: nn.Module) -> AbstractContextManager[object]:
-    """While torch's profiler is on, a range with the block's name, if it has one."""
-    if not is_profiling() or RANGE not in vars(block):
-        return nullcontext()
-    return profiler.record_function(vars(block)[RANGE])
+    """For torch's profiler, a range with the block's name, if it has one."""
+    return profiler.record_function(vars(block)[RANGE]) if RANGE in vars(block) else nullcontext()

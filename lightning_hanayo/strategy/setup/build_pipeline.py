@@ -1,7 +1,7 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -243,7 +243,7 @@ class RankBuilder:
             # In evaluation it makes nested tensors of padded ones, which can't be sent. Values agree.
             run.attributes.set(encoder, "use_nested_tensor", False)
         carriers = NO_CARRIERS if is_single else self.carriers()
-        hooks: Callable[[int], StageHooks] = (lambda _: NoHooks()) if cube is None else cube.stage_hooks
+        hooks: Any = (lambda _: NoHooks()) if cube is None else cube.stage_hooks
         common: dict[int, dict[str, Any]] = {
             stage: {"queue": queues[stage], "hooks": hooks(stage), "carriers": carriers} for stage in self.numbers
         }
@@ -298,13 +298,11 @@ class RankBuilder:
         stack, alike = self.ownership.stack, self.cube is None or self.cube.keeps_layout
         own = {i for stage in self.numbers for i in self.ownership.stages[stage]}
         state = ModuleState(self.model, stack.blocks, stack.name)
-        return Carriers(
-            [
-                StateCarrier(state, stack.blocks, own, has_tensors=alike),
-                RecordedOutputs(self.model, accepts=alike),
-                BlockLogs(self.model, rejects=not alike),
-                FilledArguments(),
-            ]
+        return (
+            StateCarrier(state, stack.blocks, own, has_tensors=alike),
+            RecordedOutputs(self.model, accepts=alike),
+            BlockLogs(self.model, rejects=not alike),
+            FilledArguments(),
         )
 
     def gradient_sync(self, full_parameters: FullParameters, shared: SharedWeights | None) -> GradientSync:

@@ -27,8 +27,8 @@ class Reversible(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("within", "said"),
     [
-        (lambda block, x: checkpoint(block, x, use_reentrant=True), "CheckpointFunction.* use_reentrant=False"),
-        (lambda block, x: Reversible.apply(x, block), "Reversible.*can't be cut"),
+        (lambda block, x: checkpoint(block, x, use_reentrant=True), "CheckpointFunction.*use_reentrant=False"),
+        (lambda block, x: Reversible.apply(x, block), "Reversible.* in a block"),
     ],
     ids=["a checkpoint", "a reversible network"],
 )

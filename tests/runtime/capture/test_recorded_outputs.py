@@ -18,7 +18,7 @@ class Recording(LoopbackPipeline):
     """A pipeline that carries what a model records."""
 
     def __init__(self, model: nn.Module, blocks: Any) -> None:
-        self.carriers = Carriers([RecordedOutputs(model)])
+        self.carriers: Carriers = (RecordedOutputs(model),)
         super().__init__(blocks, build("hanayo", num_ranks=2, num_microbatches=2))
 
     def _stages(self) -> list[Stage]:

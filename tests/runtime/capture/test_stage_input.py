@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.capture.carriers import Carriers, FilledArguments
+from lightning_hanayo.pipeline_parallel.capture.carriers import FilledArguments
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_blocks, unpatch_blocks
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
@@ -131,7 +131,7 @@ def test_a_dictionary_is_filled_from_stage_to_stage() -> None:
     blocks: list[nn.Module] = [Counts() for _ in range(4)]
     state: dict[str, Any] = {"sum": torch.zeros(2), "other": 1}
     stage_input = first_input(blocks, lambda _, block, x: block(x, state))
-    carriers = Carriers([FilledArguments()])
+    carriers = (FilledArguments(),)
     stage_input = stage_input.after([stage_input.output], 0, (None,))
     whole = stage_input.run(blocks[1:], carriers)
     for block in blocks[1:]:

@@ -5,14 +5,20 @@ thread     a  suspend                            b    return
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import pytest
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCalls, current_tracer, suspend
+from lightning_hanayo.pipeline_parallel.capture.threads import (
+    SuspendedCall,
+    SuspendedCalls,
+    ThreadState,
+    current_tracer,
+    suspend,
+)
 
 
 @pytest.fixture
@@ -24,6 +30,12 @@ def steps() -> Iterator[SuspendedCalls]:
     assert set(threading.enumerate()) == before, "threads stay behind"
 
 
+def start(steps: SuspendedCalls, function: Callable[[], object], tracer: object) -> SuspendedCall:
+    call = SuspendedCall(steps, function, tracer, ThreadState.current())
+    call.resume()
+    return call
+
+
 def test_several_calls_wait_and_end_in_any_order(steps: SuspendedCalls) -> None:
     seen: list[object] = []
 
@@ -31,7 +43,7 @@ def test_several_calls_wait_and_end_in_any_order(steps: SuspendedCalls) -> None:
         seen.append((name, current_tracer()))
         return name, suspend()
 
-    under_way = {name: steps.start(lambda name=name: function(name), tracer=name * 2) for name in "abc"}
+    under_way = {name: start(steps, lambda name=name: function(name), tracer=name * 2) for name in "abc"}
     for number, name in enumerate("bca"):
         under_way[name].resume(number)
         assert under_way[name].result == (name, number)
@@ -46,7 +58,7 @@ def test_threads_are_reused(steps: SuspendedCalls) -> None:
         suspend()
 
     for _ in range(5):
-        both = [steps.start(function, None) for _ in range(2)]
+        both = [start(steps, function, None) for _ in range(2)]
         for step in both:
             step.resume(None)
     assert len(idents) == 2 and threading.active_count() == before + 2
@@ -54,18 +66,18 @@ def test_threads_are_reused(steps: SuspendedCalls) -> None:
 
 def test_an_exception_before_the_suspension(steps: SuspendedCalls) -> None:
     with pytest.raises(ZeroDivisionError):
-        steps.start(lambda: 1 / 0, None)
+        start(steps, lambda: 1 / 0, None)
 
 
 def test_an_exception_after_it(steps: SuspendedCalls) -> None:
-    step = steps.start(lambda: 1 / suspend(), None)
+    step = start(steps, lambda: 1 / suspend(), None)
     with pytest.raises(ZeroDivisionError):
         step.resume(0)
     assert step.done
 
 
 def test_without_suspension_it_is_done(steps: SuspendedCalls) -> None:
-    step = steps.start(lambda: 7, None)
+    step = start(steps, lambda: 7, None)
     assert step.done and step.result == 7
 
 
@@ -81,7 +93,7 @@ def test_abandoned_calls_clean_up(steps: SuspendedCalls) -> None:
             cleaned.append("finally")
 
     for _ in range(3):
-        steps.start(function, None)
+        start(steps, function, None)
     steps.close()
     assert cleaned == ["finally"] * 3
 
@@ -99,7 +111,7 @@ def test_user_code_runs_in_the_main_threads_modes(steps: SuspendedCalls) -> None
     ]  # fmt: skip
     for context in contexts:
         with context:
-            expected, step = modes(), steps.start(lambda: (modes(), suspend(), modes()), None)
+            expected, step = modes(), start(steps, lambda: (modes(), suspend(), modes()), None)
         step.resume(None)
         assert step.result == (expected, None, expected)
 
@@ -116,7 +128,7 @@ def test_context_variables_are_the_main_threads(steps: SuspendedCalls) -> None:
         return before
 
     NUMBER.set(3)
-    both = [steps.start(function, None) for _ in range(2)]
+    both = [start(steps, function, None) for _ in range(2)]
     for step in both:
         step.resume(None)
     assert [step.result for step in both] == [3, 3] and NUMBER.get() == 4
@@ -130,8 +142,8 @@ def test_a_context_variable_that_blocks_read_is_refused(suspends: bool) -> None:
             suspend()
 
     steps = SuspendedCalls(lambda variable: variable is READ)
-    steps.start(lambda: function(NUMBER), None)
+    start(steps, lambda: function(NUMBER), None)
     with pytest.raises(UnsupportedError, match="sets the context variable 'read', which the code of the block stack"):
-        steps.start(lambda: function(READ), None)
+        start(steps, lambda: function(READ), None)
     assert READ.get() == 0
     steps.close()

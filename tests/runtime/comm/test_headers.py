@@ -46,14 +46,14 @@ class InOrder(LoopbackTransport):
         self._places: Counter[tuple[str, int]] = Counter()
 
     @override
-    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
+    def send(self, peer: int, tag: int, buffer: Tensor, **_: bool) -> Work:
         self.sent["channel" if _is_on_channel(tag, buffer) else "control"] += 1
         tag = self._matched_by("send", peer, tag, buffer)
         super().send(peer, tag, buffer)
         return _Rendezvous(self.hub.posted[self.rank, peer, tag], self.hub.timeout)
 
     @override
-    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+    def receive(self, peer: int, tag: int, buffer: Tensor, **_: bool) -> Work:
         tag = self._matched_by("receive", peer, tag, buffer)
         self.hub.posted[peer, self.rank, tag].release()
         return super().receive(peer, tag, buffer)

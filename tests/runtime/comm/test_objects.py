@@ -188,7 +188,7 @@ def _received(nested: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "shown"),
     [
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor of the layout torch.strid"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested Tensor .torch.strided"),
         (lambda: torch.eye(2).to_sparse(), "Tensor .torch.sparse_coo"),
     ],
 )

@@ -25,7 +25,7 @@ KEY = MessageKey(0, "forward", 0)
 class Counting(LoopbackTransport):
     sent = 0
 
-    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Work:
+    def send(self, peer: int, tag: int, buffer: torch.Tensor, **_: bool) -> Work:
         self.sent += 1
         with _disable_current_modes():  # its copies are the network's
             return super().send(peer, tag, buffer)
@@ -140,7 +140,7 @@ class Slow(LoopbackTransport):
         super().__init__(hub, 0)
         self.on_their_way: list[tuple[int, int]] = []
 
-    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Work:
+    def send(self, peer: int, tag: int, buffer: torch.Tensor, **_: bool) -> Work:
         self.on_their_way.append((peer, tag))
         work = Mock()
         work.wait.side_effect = lambda: self.on_their_way.remove((peer, tag))

@@ -15,9 +15,9 @@ from lightning_hanayo.pipeline_parallel.pytree import (
     Flattener,
     hidden_part,
     renumber,
-    structure_of,
     tensor_indices,
     unflatten,
+    value_paths,
 )
 
 TENSORS = [torch.arange(3), torch.ones(2, 2), torch.zeros(())]
@@ -112,4 +112,4 @@ def test_an_ordered_dict_arrives_as_a_dict() -> None:
     ids=str,
 )
 def test_what_code_misses_that_sees_another_structure(seen: Any, returned: Any, part: str) -> None:
-    assert hidden_part(structure_of(seen), returned, "output") == part
+    assert hidden_part(value_paths(seen), returned, "output") == part

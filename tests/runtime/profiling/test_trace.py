@@ -1,11 +1,12 @@
-"""A trace keeps the last batches, and no more. Rank 0 receives whole traces, without waiting during a batch."""
+"""A trace keeps the last batches, and no more. Rank 0 receives whole traces."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from typing_extensions import override
 
 from lightning_hanayo.clock import Clock
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, TraceGather, num_microbatches, pack, unpack
+from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, gather_trace, num_microbatches, pack, unpack
 from lightning_hanayo.schedule import Action, CostModel, Schedule, build, with_loss_stage
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
@@ -16,26 +17,13 @@ def table(num_microbatches: int) -> Schedule:
     return with_loss_stage(build("zb-h1", num_ranks=3, num_microbatches=num_microbatches))
 
 
-def gathers() -> list[TraceGather]:
-    return [TraceGather(transport, table) for transport in Hub(3, timeout=real_seconds(30)).transports()]
-
-
 def test_batches_of_any_size_are_gathered() -> None:
-    ranks = gathers()
+    transports = Hub(3, timeout=real_seconds(30)).transports()
     for microbatches in (4, 2, 4):
         batch = simulated_batch(table(microbatches), CostModel(message=0.1))
-        for rank, collection in enumerate(ranks):  # rank 0 first: it waits for nothing
-            collection.start(batch[rank])
-        taken = [collection.finish() for collection in reversed(ranks)]
-        assert taken == [None, None, batch]
-    assert [collection.finish() for collection in ranks] == [None] * 3
-
-
-def test_forget_does_not_wait() -> None:
-    own, *_ = ranks = gathers()
-    own.start(simulated_batch(table(2), CostModel())[0])
-    own.forget()
-    assert [collection.finish() for collection in ranks] == [None] * 3
+        with ThreadPoolExecutor() as pool:
+            gathered = pool.map(gather_trace, transports, [table] * 3, batch)
+        assert list(gathered) == [batch, None, None]
 
 
 def test_only_times_are_sent() -> None:

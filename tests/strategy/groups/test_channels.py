@@ -133,5 +133,5 @@ def test_messages_go_over_channels_where_there_are_some() -> None:
         transport.send(2, 0, torch.ones(1))
         transport.receive(0, 0, torch.ones(1)).wait()
         assert not control.sent
-        transport.host.send(2, 0, torch.ones(1))
+        transport.send(2, 0, torch.ones(1), on_host=True)
         assert len(control.sent) == 1

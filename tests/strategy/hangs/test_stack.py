@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCalls, suspend
+from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCall, SuspendedCalls, ThreadState, suspend
 from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.strategy import hangs
 from tests.harness.limits import wait_until
@@ -65,8 +65,8 @@ def test_the_step_that_runs_is_read_and_not_one_that_is_suspended() -> None:
         blocked()
 
     def run() -> None:
-        calls.start(suspended_step, None)
-        calls.start(running_step, None)
+        for step in (suspended_step, running_step):
+            SuspendedCall(calls, step, None, ThreadState.current()).resume()
         calls.close()
 
     with trainer_thread(run, blocked) as ident:
@@ -102,7 +102,7 @@ def test_nothing_that_was_read_stays_alive() -> None:
     calls = SuspendedCalls()
 
     def run() -> None:
-        calls.start(step, None)
+        SuspendedCall(calls, step, None, ThreadState.current()).resume()
         calls.close()
 
     with trainer_thread(run, blocked) as ident:

@@ -13,10 +13,9 @@ from functools import partial
 
 from lightning_hanayo.cli.common import OTHERS, CommandParser, quantity, whole_number
 from lightning_hanayo.cli.trainer_start import check_configuration
+from lightning_hanayo.planner.machine import KNOWN
 
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-_GPUS = "h100, h200, b200, gb200, a100, mi300x, l40s, rtx4090, rtx5090"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,7 +38,7 @@ def _parser() -> CommandParser:
     add("--devices", type=whole_number, metavar="N", required=True, help="devices of all nodes")
     add("--nodes", type=whole_number, default=1, metavar="N", help="nodes (default: 1)")
     machine = parser.add_mutually_exclusive_group(required=True)
-    machine.add_argument("--device", metavar="NAME", help=f"rates of a data sheet: {_GPUS}; or nominal ones: cpu")
+    machine.add_argument("--device", metavar="NAME", help=f"rates of a data sheet, or nominal ones: {', '.join(KNOWN)}")
     machine.add_argument("--machine", metavar="FILE", help="measured rates, as hanayo doctor --measure writes them")
     meaning = "that a rank may need, such as 80GB (default: 0.9 of a device's)"
     add("--memory", type=to_bytes, metavar="SIZE", help=meaning)

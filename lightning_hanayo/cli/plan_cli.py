@@ -102,7 +102,6 @@ def show(plan: Plan, written: Sequence[str], configs: Sequence[str], *, sets_bat
 
 def plain(plan: Plan) -> dict[str, Any]:
     """The plan as plain values."""
-    machine = asdict(plan.machine) | {"matmul": {name: list(map(list, t)) for name, t in plan.machine.matmul.items()}}
     return {
         "parameters": plan.facts.parameters,
         "num_blocks": len(plan.facts.blocks),
@@ -111,7 +110,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "devices": plan.num_devices,
         "global_batch": plan.global_batch,
         "memory_limit": plan.memory,
-        "machine": machine,
+        "machine": asdict(plan.machine),
         "considered": plan.num_considered,
         "fit": len(plan.fitting),
         "left_out": dict(plan.refused),
@@ -191,9 +190,7 @@ _PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
 def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
     """Plan what the options of `hanayo fit` in `rest` describe, and return the exit code."""
     if options.devices % options.nodes:
-        raise HanayoError(
-            f"--devices {options.devices}, of all nodes together, don't divide over --nodes {options.nodes}"
-        )
+        raise HanayoError(f"--devices {options.devices}, of all nodes, don't divide over --nodes {options.nodes}")
     rates = machine(options.device) if options.device is not None else Machine.load(options.machine)
     rates = replace(rates, ranks_per_node=options.devices // options.nodes)
     run_cli(lambda: PlanCLI(options, rates, ["fit", *rest]))
@@ -206,9 +203,6 @@ class PlanCLI(WaveCLI):
     def __init__(self, options: argparse.Namespace, rates: Machine, args: list[str]) -> None:
         self._options = options
         self._machine = rates
-        self._precision = "32-true"
-        self._accumulate = 1
-        self._strategy: Any = None
         super().__init__(args)
 
     def before_instantiate_classes(self) -> None:
@@ -225,30 +219,28 @@ class PlanCLI(WaveCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build a Trainer for one process: the layout is not yet known."""
-        config = self.config_init[self.subcommand]["trainer"]
-        self._precision = str(config["precision"] or "32-true")
-        self._accumulate = config["accumulate_grad_batches"]
-        self._strategy = config["strategy"]
+        self._config = self.config_init[self.subcommand]["trainer"]
         alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
         return super().instantiate_trainer(**kwargs | alone | {"logger": False, "plugins": None})
 
     def fit(self, model: Any, datamodule: Any = None, **_: Any) -> None:
         """Takes the place of `Trainer.fit`."""
-        options = self._options
-        is_hanayo = isinstance(self._strategy, HanayoStrategy)
-        if options.given and not is_hanayo and self._strategy != "hanayo":
-            raise HanayoError(f"--given: trainer.strategy is {self._strategy!r}; give HanayoStrategy, or leave it out")
-        own = (self._strategy if is_hanayo else HanayoStrategy()).options
+        options, strategy = self._options, self._config["strategy"]
+        is_hanayo = isinstance(strategy, HanayoStrategy)
+        if options.given and not is_hanayo and strategy != "hanayo":
+            raise HanayoError(f"--given: trainer.strategy is {strategy!r}; give HanayoStrategy, or leave it out")
+        own = (strategy if is_hanayo else HanayoStrategy()).options
         with showing("planning") as say:
             say("reading the data")
             batch = _first_batch(model, datamodule)
             say("counting what the model computes")
             refusal = "the samples of a training batch can't be counted; a plan needs batches of tensors"
-            facts, num_samples = read_batch(model, batch, own, self._precision, refusal=refusal)
+            precision = str(self._config["precision"] or "32-true")
+            facts, num_samples = read_batch(model, batch, own, precision, refusal=refusal)
             step_model = StepModel(facts, self._machine, self._measured(num_samples, len(facts.blocks)))
             say("comparing layouts")
             if options.given:
-                ranks, accumulate = topology_of(own, options.devices), self._accumulate
+                ranks, accumulate = topology_of(own, options.devices), self._config["accumulate_grad_batches"]
                 layout = given_layout(own, ranks, facts, batch_size=num_samples, accumulate=accumulate)
                 given = step_model.simulated(layout)
             else:
@@ -260,7 +252,7 @@ class PlanCLI(WaveCLI):
 
     def _choose(self, facts: ModelFacts, step_model: StepModel, own: Options, num_samples: int) -> Plan:
         """All layouts, compared."""
-        options = self._options
+        options, batches = self._options, self._config["accumulate_grad_batches"] * self._data_ranks()
         weights = ALL.cube_weights if options.cube_weights == "auto" else (options.cube_weights,)
         outside = ALL.cube_outside if own.cube_outside == "share" else (own.cube_outside,)
         pairs, once = _pairs(options.pairs, facts, own), own.step == "batch"
@@ -268,7 +260,7 @@ class PlanCLI(WaveCLI):
             facts,
             self._machine,
             num_devices=options.devices,
-            global_batch=options.global_batch or num_samples * self._accumulate * self._data_ranks(),
+            step=options.global_batch or batches * num_samples,
             memory=options.memory,
             top=options.top,
             model=step_model,
@@ -277,12 +269,11 @@ class PlanCLI(WaveCLI):
 
     def _data_ranks(self) -> int:
         """Those of the configuration; where it doesn't say how many processes it has, one."""
-        config = self.config_init[self.subcommand]["trainer"]
-        devices, nodes = (str(config[name]) for name in ("devices", "num_nodes"))
-        world = int(devices) * int(nodes) if devices.isdecimal() and nodes.isdecimal() else 1
-        if not isinstance(self._strategy, HanayoStrategy):
-            return 1 if self._strategy == "hanayo" else world
-        options = self._strategy.options
+        strategy, devices, nodes = (self._config[name] for name in ("strategy", "devices", "num_nodes"))
+        world = int(devices) * nodes if str(devices).isdecimal() else 1
+        if not isinstance(strategy, HanayoStrategy):
+            return 1 if strategy == "hanayo" else world
+        options = strategy.options
         if isinstance(options.data_parallel_size, int):
             return options.data_parallel_size
         return topology_of(options, world).data
@@ -292,10 +283,8 @@ class PlanCLI(WaveCLI):
             return None
         profile = Profile.load(path)
         if sum(profile.blocks) != num_blocks or not profile.num_microbatches:
-            raise HanayoError(
-                f"--profile {path}: it is of {sum(profile.blocks)} blocks and {profile.num_microbatches} micro-"
-                f"batches, and this model has {num_blocks} blocks; give the profile.json of a run with this model"
-            )
+            sizes = f"it is of {sum(profile.blocks)} blocks and {profile.num_microbatches} micro-batches"
+            raise HanayoError(f"--profile {path}: {sizes}; give that of a run with this model, of {num_blocks} blocks")
         return Measured.of(profile, num_samples / profile.num_microbatches)
 
     def _write(self, plan: Plan) -> None:

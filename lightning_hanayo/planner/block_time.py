@@ -13,7 +13,7 @@ from operator import add
 from typing import NamedTuple
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.planner.communication_volume import CubeWeights
+from lightning_hanayo.planner.communication_volume import CubeWeights, Experts
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import BlockFacts
 
@@ -124,6 +124,7 @@ def time_block(
     dtype: str,
     element: int,
     weights: CubeWeights = "microbatch",
+    where: Experts = "whole",
 ) -> BlockTime:
     """The seconds of a block for a micro-batch of so many samples, which the cube's ranks share.
 
@@ -135,6 +136,7 @@ def time_block(
         dtype: of the products.
         element: bytes of a number in it.
         weights: how often weights are gathered. If once a batch, these times are without it.
+        where: experts are.
     """
     num_ranks = prod(mesh)
     # of the first cube, as all of them lie alike
@@ -144,8 +146,8 @@ def time_block(
     between = samples / num_ranks * block.traffic / machine.memory_bandwidth / max(1, len(block.products))
     steps = []
     for product in block.products:
-        flops, volume = samples * product.flops / num_ranks, product.volume(samples, mesh)
-        of_x, of_y, of_w = (z, y, x) if product.layer.row_parallel else (y, z, x)
+        flops, volume = samples * product.flops / num_ranks, product.of(samples).volume(mesh)
+        of_x, of_y, of_w = (z, y, x) if product.row_parallel else (y, z, x)
         if product.is_generic:  # its weight may be gathered over all axes: the slowest link counts
             used = [link for link, size in zip(links, mesh, strict=True) if size > 1]
             of_w = min(used or links, key=lambda link: link.bandwidth)
@@ -166,7 +168,7 @@ def time_block(
     if experts is not None:  # in a type of their own
         of_experts = experts.flops / machine.matmul_rate(experts.dtype or dtype, float("inf")) * samples / num_ranks
         behind += of_experts - experts.flops / rate
-    if experts is not None and block.shared_experts(mesh):  # tokens are sent, computed with, and sent back
+    if experts is not None and block.shared_experts(mesh, where):  # tokens are sent, computed with, and sent back
         behind -= of_experts
         used = [link for link, size in zip((y, z), mesh[1:], strict=True) if size > 1]
         link = min(used, key=lambda link: link.bandwidth)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from math import isqrt, prod
+from typing import NamedTuple
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
 from lightning_hanayo.planner.communication_volume import CubeOutside, CubeWeights, Experts
@@ -123,12 +124,19 @@ class Choices:
 ALL = Choices()
 
 
+class BatchesOfStep(NamedTuple):
+    """What each data rank trains on in an optimizer step, however many data ranks there are."""
+
+    size: int
+    """samples of a batch"""
+    batches: int
+
+
 def candidates(
     facts: ModelFacts,
     num_devices: int,
-    global_batch: int,
+    step: int | BatchesOfStep,
     refused: Counter[str],
-    batch_size: int | None = None,
     choices: Choices = ALL,
 ) -> Iterator[Candidate]:
     """All layouts that divide. `refused` counts the others, by reason.
@@ -136,7 +144,23 @@ def candidates(
     Of the ways to cut a data rank's samples into micro-batches it takes, for each size of a micro-batch that doubles
     from the smallest on, the most micro-batches per batch that are worth it; the rest are batches of their own. If a
     data rank's batch has a given size, it takes all ways to cut it evenly.
+
+    `step`: the samples of an optimizer step, of all data ranks; or the batches of each data rank.
     """
+    for data, pipe, mesh, least in _topologies(facts, num_devices, step, refused):
+        cuts = list(_cuts(step // data, least, pipe) if isinstance(step, int) else _cuts_of(step, least))
+        for num_waves in WAVES if pipe > 1 else (1,):
+            if pipe > 1 and 2 * pipe * num_waves > len(facts.blocks):
+                refused[f"more stages than the {len(facts.blocks)} blocks"] += 1
+                continue
+            for cut in cuts:
+                yield from _choose(facts, (data, pipe, mesh, num_waves, *cut), refused, choices)
+
+
+def _topologies(
+    facts: ModelFacts, num_devices: int, step: int | BatchesOfStep, refused: Counter[str]
+) -> Iterator[tuple[int, int, MeshSizes, int]]:
+    """Data ranks, pipeline ranks, cube, and the fewest samples of a micro-batch."""
     for cube_size in _divisors(num_devices):
         for mesh in meshes(cube_size):
             wrong = [one for one in facts.required if not one.holds(mesh)]
@@ -144,55 +168,43 @@ def candidates(
             least, shared = (mesh[0], "x") if facts.is_registered else (cube_size, "ranks of a cube")
             for pipe in _divisors(num_devices // cube_size):
                 data = num_devices // (cube_size * pipe)
+                samples = step if isinstance(step, int) else data * prod(step)
                 if wrong:
                     refused[f"{wrong[0].what} don't divide over the cube"] += 1
-                elif global_batch % (data * least):
-                    refused[f"{global_batch} samples don't divide over data ranks and {shared}"] += 1
+                elif samples % (data * least):
+                    refused[f"{samples} samples don't divide over data ranks and {shared}"] += 1
                 else:
-                    samples = global_batch // data
-                    cuts = _cuts(samples, least, pipe) if batch_size is None else _cuts_of(batch_size, samples, least)
-                    yield from _of_topology(facts, data, pipe, mesh, list(cuts), refused, choices)
+                    yield data, pipe, mesh, least
 
 
-def _of_topology(
-    facts: ModelFacts,
-    data: int,
-    pipe: int,
-    mesh: MeshSizes,
-    cuts: Sequence[tuple[int, int, int]],
-    refused: Counter[str],
-    choices: Choices,
+def _choose(
+    facts: ModelFacts, sizes: tuple[int, int, MeshSizes, int, int, int, int], refused: Counter[str], choices: Choices
 ) -> Iterator[Candidate]:
-    """All choices that make a difference, and that a run accepts."""
-    for num_waves in WAVES if pipe > 1 else (1,):
-        if pipe > 1 and 2 * pipe * num_waves > len(facts.blocks):
-            refused[f"more stages than the {len(facts.blocks)} blocks"] += 1
-            continue
-        for size, count, accumulate in cuts:
-            if pipe > 1 and count < pipe:
-                refused["fewer micro-batches than pipeline ranks"] += 1
-                continue
-            if choices.runs_step_once and pipe == 1 and mesh == (1, 1, 1) and count > 1:
-                refused["one rank alone runs whole batches in one piece"] += 1
-                continue
-            in_cube = mesh != (1, 1, 1) and count > 1
-            gathers = in_cube and facts.gathers_weights(size, mesh)
-            weights: Sequence[CubeWeights] = choices.cube_weights if gathers else ("microbatch",)
-            experts: Sequence[Experts] = choices.experts if facts.has_experts and mesh[1] * mesh[2] > 1 else ("whole",)
-            by_rows = mesh != (1, 1, 1) and facts.by_rows is not None
-            outside = [one for one in choices.cube_outside if by_rows or one != "tokens"] or choices.cube_outside
-            for recompute, sharded in product((False, True), (False, True) if data > 1 else (False,)):
-                # recomputed blocks keep the backward in one piece
-                schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
-                may_pair = facts.is_registered and not recompute and not choices.runs_step_once
-                pairs = [pairs for pairs in choices.pairs if may_pair or not pairs] if in_cube else [False]
-                if not pairs:
-                    refused["pairs need registered blocks, and no recomputation"] += 1
-                sizes = data, pipe, mesh, num_waves, size, count, accumulate
-                for weight, at_once, where, seen in product(weights, pairs, experts, outside):
-                    if not (at_once and seen == "tokens"):  # user code starts collectives then
-                        once = choices.runs_step_once
-                        yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once, once, where, seen)
+    """All choices that make a difference for a layout of these sizes, and that a run accepts."""
+    data, pipe, mesh, _, size, count, _ = sizes
+    if pipe > 1 and count < pipe:
+        refused["fewer micro-batches than pipeline ranks"] += 1
+        return
+    if choices.runs_step_once and pipe == 1 and mesh == (1, 1, 1) and count > 1:
+        refused["one rank alone runs whole batches in one piece"] += 1
+        return
+    in_cube = mesh != (1, 1, 1) and count > 1
+    gathers = in_cube and facts.of_a_rank(size, mesh, "whole").gathered > 0
+    weights: Sequence[CubeWeights] = choices.cube_weights if gathers else ("microbatch",)
+    experts: Sequence[Experts] = choices.experts if facts.has_experts and mesh[1] * mesh[2] > 1 else ("whole",)
+    by_rows = mesh != (1, 1, 1) and facts.by_rows is not None
+    outside = [one for one in choices.cube_outside if by_rows or one != "tokens"] or choices.cube_outside
+    for recompute, sharded in product((False, True), (False, True) if data > 1 else (False,)):
+        # recomputed blocks keep the backward in one piece
+        schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
+        may_pair = facts.is_registered and not recompute and not choices.runs_step_once
+        pairs = [pairs for pairs in choices.pairs if may_pair or not pairs] if in_cube else [False]
+        if not pairs:
+            refused["pairs need registered blocks, and no recomputation"] += 1
+        for weight, at_once, where, seen in product(weights, pairs, experts, outside):
+            if not (at_once and seen == "tokens"):  # user code starts collectives then
+                once = choices.runs_step_once
+                yield Candidate(*sizes, schedule, recompute, sharded, weight, at_once, once, where, seen)
 
 
 def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:
@@ -206,12 +218,11 @@ def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]
         size *= 2
 
 
-def _cuts_of(batch_size: int, samples: int, least: int) -> Iterator[tuple[int, int, int]]:
-    """The same for batches of this size."""
-    if samples % batch_size == 0:
-        for count in _divisors(batch_size):
-            if count <= MOST_MICROBATCHES and batch_size // count % least == 0:
-                yield batch_size // count, count, samples // batch_size
+def _cuts_of(step: BatchesOfStep, least: int) -> Iterator[tuple[int, int, int]]:
+    """The same for batches of a given size."""
+    for count in _divisors(step.size):
+        if count <= MOST_MICROBATCHES and step.size // count % least == 0:
+            yield step.size // count, count, step.batches
 
 
 @cache

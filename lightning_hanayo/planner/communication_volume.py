@@ -10,8 +10,8 @@ By a collective over g ranks each receives what the other g - 1 hold, as in a ri
 and norms communicate a few numbers per token. Sizes that don't divide are counted without their padding.
 """
 
-from dataclasses import dataclass
-from math import comb
+from dataclasses import dataclass, replace
+from math import comb, prod
 from operator import add
 from typing import Literal, Self
 
@@ -64,11 +64,6 @@ class Volume(_Elements):
         """Elements received in the forward."""
         return self.gather_x + self.gather_w + self.scatter_y + self.exchange_x + self.exchange_y
 
-    @property
-    def backward(self) -> float:
-        """Elements received in the backward."""
-        return self.total - self.forward
-
 
 @dataclass(frozen=True)
 class Storage(_Elements):
@@ -89,12 +84,29 @@ class LinearLayer:
         in_features: K.
         out_features: N, of all of them together.
         row_parallel: whether y and z trade roles, as in the layer that leads back to the residual stream.
+        is_generic: whether its block isn't registered, so that the layer is parallelized by itself: either activations
+            are exchanged around it, or the weight is gathered whole, whichever communicates less.
     """
 
     tokens: int
     in_features: int
     out_features: int
     row_parallel: bool = False
+    is_generic: bool = False
+
+    def of(self, samples: int) -> Self:
+        """The layer for so many times as many tokens."""
+        return replace(self, tokens=samples * self.tokens)
+
+    @property
+    def flops(self) -> float:
+        """Of the forward."""
+        return 2.0 * self.tokens * self.parameters
+
+    @property
+    def parameters(self) -> int:
+        """Of the weight."""
+        return self.in_features * self.out_features
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -104,6 +116,10 @@ class LinearLayer:
 
     def volume(self, mesh: MeshSizes) -> Volume:
         """Returns what a rank receives, in six collectives."""
+        if self.gathers_whole(mesh):
+            return self._whole(mesh)
+        if self.is_generic:
+            return self.generic_volume(mesh)
         x, y, z = self._axes(mesh)
         of_x, of_w, of_y = self._shards(mesh)
         in_x, in_w, in_y = (y - 1) * of_x, (x - 1) * of_w, (z - 1) * of_y
@@ -124,7 +140,17 @@ class LinearLayer:
         """Returns what a rank stores: 1/P of the matrix, and what was gathered."""
         x, y, _ = self._axes(mesh)
         of_x, of_w, _ = self._shards(mesh)
+        if self.gathers_whole(mesh):
+            return Storage(of_w, of_x, self.parameters if prod(mesh) > 1 else 0.0)
         return Storage(of_w, of_x * y, of_w * x if x > 1 else 0.0)
+
+    def gathers_whole(self, mesh: MeshSizes) -> bool:
+        """Whether its weight is gathered whole over all ranks, and no activation is sent."""
+        return self.is_generic and self._whole(mesh).total <= self.generic_volume(mesh).total
+
+    def _whole(self, mesh: MeshSizes) -> Volume:
+        others = self.parameters * (1 - 1 / prod(mesh))
+        return Volume(gather_w=others, scatter_dw=others)
 
     def _axes(self, mesh: MeshSizes) -> MeshSizes:
         x, y, z = mesh

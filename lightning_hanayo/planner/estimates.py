@@ -11,18 +11,19 @@ hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/repr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from math import ceil
+from typing import Any
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.cut import Load, cut
 from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
-from lightning_hanayo.planner.communication_volume import CubeWeights
+from lightning_hanayo.planner.communication_volume import CubeWeights, Experts
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
-from lightning_hanayo.planner.machine import Link, Machine
+from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import Code, ModelFacts
 from lightning_hanayo.schedule import CostModel, simulate
 from lightning_hanayo.schedule.table import COMPUTE
@@ -107,11 +108,7 @@ class Estimate:
     @property
     def memory(self) -> RankMemory:
         """Bytes of the rank that needs the most."""
-        return _fullest(self.of_ranks)
-
-
-def _fullest(ranks: Sequence[RankMemory]) -> RankMemory:
-    return max(ranks, key=lambda one: one.total)
+        return max(self.of_ranks, key=lambda one: one.total)
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ class StepModel:
         self.machine = machine
         self._measured = measured
         if measured is not None:  # devices that take as long for the counted block
-            counted = self._counted((1, 1, 1), 1, "microbatch")
+            counted = self._counted((1, 1, 1), 1, "microbatch", "whole")
             speed = counted.alone.total(split=False) / measured.block.total(split=False)
             rates = {
                 name: tuple((size, speed * rate) for size, rate in table) for name, table in machine.matmul.items()
@@ -159,17 +156,14 @@ class StepModel:
             self.machine = replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
         self._block_time = cache(self._time_block)
         self._stage = cache(self._time_stage)
-        self._works: dict[object, _Work] = {}
+        self._work_of = cache(self._count_work)
         self._cut = cache(self._cut_blocks)
         self._blocks_of = cache(self._blocks_of_slowest)
-        self._code_of = cache(self._count_code)
         self.memory = cache(self._closed_form_memory)
         """bytes of a candidate's rank that needs the most, in closed form"""
 
     def closed_form(self, candidate: Candidate) -> Estimate:
         """The estimate without a simulation."""
-        if self._is_of_other(candidate):
-            return self._other.closed_form(candidate)
         work = self._work(candidate)
         stages, pipe, count = candidate.stages_per_rank, candidate.pipe, candidate.num_microbatches
         waves, batch = candidate.num_waves, count * work.slowest
@@ -194,8 +188,6 @@ class StepModel:
 
     def simulated(self, candidate: Candidate) -> Estimate:
         """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
-        if self._is_of_other(candidate):
-            return self._other.simulated(candidate)
         sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
         order = RECOMPUTING["blocks"] if candidate.recompute else COSTS
         layout = Layout(candidate.schedule, *sizes, costs=order, runs_step_once=candidate.runs_step_once)
@@ -211,14 +203,6 @@ class StepModel:
         of_ranks = tuple(sum(len(blocks[stage]) for stage in table.stages_of(rank)) for rank in ranks)
         memory = self._of_ranks(candidate, of_ranks, held)
         return self._estimate(candidate, batch, busy, exposed, memory)
-
-    def _is_of_other(self, candidate: Candidate) -> bool:
-        return candidate.experts == "cube" and self.facts is not self.facts.sharing_experts
-
-    @cached_property
-    def _other(self) -> "StepModel":
-        """Of the same model, whose experts a cube's ranks share."""
-        return StepModel(self.facts.sharing_experts, self.machine, self._measured)
 
     def _estimate(
         self, candidate: Candidate, batch: float, busy: float, exposed: float, of_ranks: Sequence[RankMemory]
@@ -242,10 +226,12 @@ class StepModel:
         own = self._most_updated(candidate)
         if candidate.shard_optimizer:  # updated parameters are gathered: the first stage waits for its own
             num_bytes = (1 - 1 / candidate.data) * facts.parameter_bytes * own
-            link = self._data_link(candidate)
+            link = self.machine.link(candidate.pipe * candidate.cube_size, candidate.data)
             exposed += link.seconds(num_bytes, candidate.stages_per_rank) / candidate.stages_per_rank
         if candidate.cube_size > 1:  # parameters outside of 3-D layers are gathered, and their gradients summed
-            first, others = (blocks * self._gathered_by_block(candidate) for blocks in self._blocks(candidate))
+            whole = facts.of_a_rank(1, candidate.mesh, candidate.experts).whole
+            of_block = whole * (facts.parameter_bytes + facts.gradient_bytes)
+            first, others = (blocks * of_block for blocks in self._blocks(candidate))
             num_bytes = (1 - 1 / candidate.cube_size) * max(first + self._gathered_outside(candidate), others)
             link = self.machine.link(1, candidate.cube_size)
             exposed += link.seconds(num_bytes, 2) * candidate.accumulate
@@ -263,17 +249,18 @@ class StepModel:
 
     # a micro-batch's work
 
-    def _time_block(self, mesh: MeshSizes, samples: int, weights: CubeWeights) -> BlockTime:
+    def _time_block(self, mesh: MeshSizes, samples: int, weights: CubeWeights, experts: Experts) -> BlockTime:
         if self._measured is not None and mesh == (1, 1, 1):
             each = self._measured.block * samples
             return BlockTime(each, each)
-        return self._counted(mesh, samples, weights)
+        return self._counted(mesh, samples, weights, experts)
 
-    def _counted(self, mesh: MeshSizes, samples: int, weights: CubeWeights) -> BlockTime:
+    def _counted(self, mesh: MeshSizes, samples: int, weights: CubeWeights, experts: Experts) -> BlockTime:
         """Of the mean block, by its counts."""
         facts, mean = self.facts, BlockTime(PartTimes(), PartTimes())
         for kind, part in facts.kinds:
-            mean += time_block(kind, mesh, samples, self.machine, facts.dtype, facts.element, weights) * part
+            one = time_block(kind, mesh, samples, self.machine, facts.dtype, facts.element, weights, experts)
+            mean += one * part
         return mean
 
     def _time_stage(self, block: BlockTime, num_blocks: float, *, recompute: bool) -> PartTimes:
@@ -290,14 +277,11 @@ class StepModel:
 
     def _code(self, candidate: Candidate) -> tuple[Code, Code]:
         """What a rank runs outside the stack for a micro-batch, and `chunked_cross_entropy`."""
-        own = candidate
-        return self._code_of(own.samples, own.cube_size, alike=own.runs_alike, sharded=own.cube_outside == "tokens")
-
-    def _count_code(self, samples: int, ranks: int, *, alike: bool, sharded: bool) -> tuple[Code, Code]:
-        by_rows = self.facts.by_rows if sharded else None
+        samples, ranks = candidate.samples, candidate.cube_size
+        by_rows = self.facts.by_rows if candidate.cube_outside == "tokens" else None
         outside, loss = by_rows or (self.facts.outside, self.facts.loss)
         own = max(1.0, samples / ranks)
-        of_samples, of_loss = (samples, samples / ranks) if alike else (own, own)
+        of_samples, of_loss = (samples, samples / ranks) if candidate.runs_alike else (own, own)
         workspace = loss.workspace / (ranks if by_rows else 1)
         return outside * of_samples, replace(loss * of_loss, saved=loss.saved, workspace=workspace)
 
@@ -316,24 +300,16 @@ class StepModel:
         host = machine.host_call * (outside.calls + loss.calls)
         return max(device, host) if machine.is_asynchronous else device + host
 
-    def _in_actions(self, candidate: Candidate) -> float:
-        """The same, as far as it is part of the last stage's actions."""
-        return 0.0 if candidate.runs_step_once else self._outside(candidate)
-
     def _work(self, candidate: Candidate) -> _Work:
-        """Of one micro-batch; many candidates share it."""
-        own = candidate
-        of_stages = own.pipe, own.num_waves, own.mesh, own.samples
-        key = *of_stages, own.cube_weights, own.recompute, own.runs_step_once, own.cube_outside
-        if key not in self._works:
-            self._works[key] = self._count_work(candidate)
-        return self._works[key]
+        """Of one micro-batch; candidates that differ in these share it."""
+        alike: Any = {"data": 1, "num_microbatches": 1, "accumulate": 1, "shard_optimizer": False, "pairs": False}
+        return self._work_of(replace(candidate, **alike))
 
     def _count_work(self, candidate: Candidate) -> _Work:
         stages, pipe, total = candidate.stages_per_rank, candidate.pipe, len(self.facts.blocks)
-        split, outside = candidate.schedule == SPLIT, self._in_actions(candidate)
+        split, outside = candidate.schedule == SPLIT, 0.0 if candidate.runs_step_once else self._outside(candidate)
         blocks = total / (pipe * stages)
-        block = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
+        block = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights, candidate.experts)
         mean, slowest, others = (
             self._stage(block, held, recompute=candidate.recompute) * stages
             for held in (blocks, *(own / stages for own in self._blocks(candidate)))
@@ -351,7 +327,7 @@ class StepModel:
             message = ((hops - between_nodes) * within + between_nodes * between) / hops
         once = 0.0
         if candidate.cube_weights == "batch":  # in each stage, as the micro-batch goes from one to the next
-            each_time = self._block_time(candidate.mesh, candidate.samples, "microbatch")
+            each_time = self._block_time(candidate.mesh, candidate.samples, "microbatch", candidate.experts)
             with_gathers, without = (
                 self._stage(one, blocks, recompute=False).total(split=split) for one in (each_time, block)
             )
@@ -380,16 +356,14 @@ class StepModel:
         within, between = (link.seconds(num_bytes) for link in links)
         return within, between, per_node
 
-    def _data_link(self, candidate: Candidate) -> Link:
-        return self.machine.link(candidate.pipe * candidate.cube_size, candidate.data)
-
     def _reduction(self, candidate: Candidate) -> float:
         """Seconds in which the slowest rank's gradients are summed over the data ranks."""
         if candidate.data == 1:
             return 0.0
         passes = 1 if candidate.shard_optimizer else 2
         num_bytes = passes * (1 - 1 / candidate.data) * self.facts.gradient_bytes * self._most_updated(candidate)
-        return self._data_link(candidate).seconds(num_bytes, candidate.stages_per_rank)
+        link = self.machine.link(candidate.pipe * candidate.cube_size, candidate.data)
+        return link.seconds(num_bytes, candidate.stages_per_rank)
 
     # simulation
 
@@ -402,10 +376,10 @@ class StepModel:
 
     def _costs(self, candidate: Candidate, stages: Sequence[range]) -> CostModel:
         """Seconds of each stage, which has these blocks."""
-        facts, outside = self.facts, self._in_actions(candidate)
+        facts, outside = self.facts, 0.0 if candidate.runs_step_once else self._outside(candidate)
         mean = facts.mean(lambda block: block.flops)
         works = [block.flops / mean if mean else 1.0 for block in facts.blocks]
-        time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights)
+        time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights, candidate.experts)
         works_of_stages = [sum(works[block] for block in blocks) for blocks in stages]
         times = [self._stage(time, work, recompute=candidate.recompute) for work in works_of_stages]
         times[-1] += PartTimes(outside, 2 * outside, 2 * outside, 0.0)
@@ -433,7 +407,8 @@ class StepModel:
         if pipe == 1:
             return total, 0
         of_outside = 0 if once else facts.computing_parameters, facts.outside_parameters
-        outside = [one / facts.parameters_per_block for one in of_outside]  # in blocks
+        of_block = max(1.0, facts.mean(lambda block: block.parameters))
+        outside = [one / of_block for one in of_outside]  # in blocks
 
         def largest(own: int, others: int) -> float:
             return max(max(own + one, others) / (total + one) for one in outside)
@@ -443,28 +418,22 @@ class StepModel:
 
     def _most_updated(self, candidate: Candidate) -> float:
         """Elements of the rank that trains the most."""
-        each = self.facts.of_a_rank(1, candidate.mesh).updated
+        each = self.facts.of_a_rank(1, candidate.mesh, candidate.experts).updated
         first, others = (blocks * each for blocks in self._blocks(candidate))
         return max(first + self.facts.outside_trained / candidate.cube_size, others)
-
-    def _gathered_by_block(self, candidate: Candidate) -> float:
-        """Bytes of a generic block's parameters that a cube gathers for a batch, and of their gradients."""
-        each = self.facts.parameter_bytes + self.facts.gradient_bytes
-        return self.facts.of_a_rank(1, candidate.mesh).whole * each
 
     def _gathered_outside(self, candidate: Candidate) -> float:
         """Bytes outside the stack that it gathers."""
         facts = self.facts
         sharded = (candidate.cube_outside == "tokens") * (facts.vocabulary_bytes + facts.vocabulary_gradients)
-        return (candidate.cube_size > 1) * (facts.outside_bytes - sharded)
+        gradients = facts.outside_trained * facts.gradient_bytes
+        return (candidate.cube_size > 1) * (facts.outside_parameters * facts.parameter_bytes + gradients - sharded)
 
     def _closed_form_memory(self, candidate: Candidate) -> RankMemory:
         """Of the rank that needs the most, which holds as many micro-batches as the layout has under way."""
-        if self._is_of_other(candidate):
-            return self._other.memory(candidate)
         blocks = self._blocks(candidate)[: candidate.pipe]  # one pipeline rank has no others
-        peak = _under_way(candidate)
-        return _fullest(self._of_ranks(candidate, blocks, [peak * own for own in blocks]))
+        ranks = self._of_ranks(candidate, blocks, [_under_way(candidate) * own for own in blocks])
+        return max(ranks, key=lambda one: one.total)
 
     def _of_ranks(self, candidate: Candidate, blocks: Sequence[int], held: Sequence[float]) -> list[RankMemory]:
         """Of pipeline ranks, the first of which holds the parameters outside the stack, too.
@@ -477,10 +446,11 @@ class StepModel:
         once, count = candidate.runs_step_once, candidate.num_microbatches
         more = candidate.pairs * (count > _under_way(candidate))  # an order of pairs may have one more under way
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
-        block = facts.of_a_rank(samples, candidate.mesh)
+        block = facts.of_a_rank(samples, candidate.mesh, candidate.experts)
         cast = facts.element * (facts.element < facts.parameter_bytes) * block.cast  # under autocast
         # layers whose backward is split keep one copy for all micro-batches
-        shares_cast = candidate.pipe > 1 and candidate.schedule == SPLIT and ranks == 1 and not facts.has_frozen
+        has_frozen = any(block.frozen for block, _ in facts.kinds)
+        shares_cast = candidate.pipe > 1 and candidate.schedule == SPLIT and ranks == 1 and not has_frozen
         by_batch, accumulates = candidate.cube_weights == "batch", candidate.accumulate > 1
         saved = (block.saved_by_batch if by_batch else block.saved) + cast * (not shares_cast)
         message, (outside, loss) = facts.message * samples / ranks, self._code(candidate)

@@ -48,15 +48,11 @@ class Profile:
         Raises:
             HanayoError: the file can't be written.
         """
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "costs"}
-        measured = {}
-        for name in _MEASURED:
-            seconds = getattr(self.costs, name)
-            to_the_nanosecond = [round(one, 9) for one in seconds] if isinstance(seconds, tuple) else round(seconds, 9)
-            measured[name] = to_the_nanosecond
-        text = ",\n ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (own | measured).items())
+        own = {name: value for name, value in vars(self).items() if name != "costs"}
+        measured = {name: getattr(self.costs, name) for name in _MEASURED}
+        lines = (f'"{name}": {json.dumps(value)}' for name, value in ({"unit": "s"} | own | measured).items())
         with writing(path):
-            Path(path).write_text(f'{{"unit": "s",\n {text}}}\n', encoding="utf-8")
+            Path(path).write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Profile":

@@ -65,12 +65,37 @@ class Layout:
         """Whether the last blocks are on rank 0, as in a wave."""
         return not self.table(self.num_microbatches).loss_stage
 
+    @cache  # noqa: B019 - layouts are few, and equal ones share their tables
     def table(self, num_microbatches: int) -> Schedule:
         """The schedule for a batch of that many micro-batches. It ends on rank 0, where the loss is.
 
         A smaller batch than usual runs the first micro-batches of the usual table: no search in the middle of a run.
         """
-        return _table(self, num_microbatches)
+        if num_microbatches < self.num_microbatches:
+            return first_microbatches(self.table(self.num_microbatches), num_microbatches)
+        if _is_file(self.schedule):
+            made = _of_file(self.schedule, num_microbatches)
+            return forwards_before_backwards(made) if self.runs_step_once else made
+        depth = _depth(self.schedule)
+        waves = self.num_waves
+        sizes: Any = sizes_for(self.schedule, waves) if depth == "stages" else {"num_waves": waves}
+        # what the order depends on: nothing where it is fixed, up to the pairs
+        costs = self.stage_costs if depth == "waves" else None
+        if depth != "waves" and self.pairs:
+            costs = replace(COSTS, segments=self.costs.segments) if self.costs.is_per_stage else self.costs
+        schedule = build(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            activation_budget=self.activation_budget,
+            steady=self.steady,
+            pairs=self.pairs,
+            forwards_first=self.runs_step_once,
+            **sizes,
+        )
+        made = _ending_on_rank_0(schedule, self.separate_loss_stage)
+        return forwards_before_backwards(made) if self.runs_step_once else made
 
     @property
     def stage_costs(self) -> CostModel:
@@ -108,36 +133,6 @@ class Layout:
         return self.simulate(num_microbatches).bubble_ratio
 
 
-@cache
-def _table(layout: Layout, num_microbatches: int) -> Schedule:
-    if num_microbatches < layout.num_microbatches:
-        return first_microbatches(_table(layout, layout.num_microbatches), num_microbatches)
-    if _is_file(layout.schedule):
-        made = _of_file(layout.schedule, num_microbatches)
-        return forwards_before_backwards(made) if layout.runs_step_once else made
-    depth = _depth(layout.schedule)
-    sizes: dict[str, Any] = {"num_waves": layout.num_waves}
-    if depth == "stages":
-        sizes = sizes_for(layout.schedule, layout.num_waves)
-    # what the order depends on: nothing where it is fixed, up to the pairs
-    costs = layout.stage_costs if depth == "waves" else None
-    if depth != "waves" and layout.pairs:
-        costs = replace(COSTS, segments=layout.costs.segments) if layout.costs.is_per_stage else layout.costs
-    schedule = build(
-        layout.schedule,
-        num_ranks=layout.num_ranks,
-        num_microbatches=num_microbatches,
-        costs=costs,
-        activation_budget=layout.activation_budget,
-        steady=layout.steady,
-        pairs=layout.pairs,
-        forwards_first=layout.runs_step_once,
-        **sizes,
-    )
-    made = _ending_on_rank_0(schedule, layout.separate_loss_stage)
-    return forwards_before_backwards(made) if layout.runs_step_once else made
-
-
 def _ending_on_rank_0(schedule: Schedule, separate_loss_stage: bool = False) -> Schedule:
     """Add a loss stage where one is needed. A single stage holds head and loss itself, unless asked otherwise."""
     return with_loss_stage(schedule) if schedule.num_stages > 1 or separate_loss_stage else schedule
@@ -146,10 +141,9 @@ def _ending_on_rank_0(schedule: Schedule, separate_loss_stage: bool = False) -> 
 def _of_file(path: str, num_microbatches: int) -> Schedule:
     schedule = _ending_on_rank_0(Schedule.from_csv(path))
     if num_microbatches > schedule.num_microbatches:
-        raise HanayoError(
-            f"{schedule.name} is a table for {schedule.num_microbatches} micro-batches, and a batch has "
-            f"{num_microbatches}; set num_microbatches={schedule.num_microbatches}"
-        )
+        own = schedule.num_microbatches
+        what = f"{schedule.name} is a table for {own} micro-batches, and a batch has {num_microbatches}"
+        raise HanayoError(f"{what}; set num_microbatches={own}")
     return first_microbatches(schedule, num_microbatches)
 
 
@@ -228,11 +222,9 @@ def _with_costs(layouts: list[Layout]) -> list[Layout]:
         except HanayoError as error:
             wrong = wrong or str(error)
     if not fitting:
-        raise HanayoError(
-            f"costs: {wrong} of {layouts[0].schedule} over {layouts[0].num_ranks} pipeline ranks with "
-            f"num_waves={layouts[0].num_waves}. Measure with as many stages, or 2, 3, ... times as many; or leave "
-            "costs out"
-        )
+        first, way_out = layouts[0], "Measure with as many stages, or 2, 3, ... times as many; or leave costs out"
+        sizes = f"{first.schedule} over {first.num_ranks} pipeline ranks with num_waves={first.num_waves}"
+        raise HanayoError(f"costs: {wrong} of {sizes}. {way_out}")
     return fitting
 
 

@@ -76,11 +76,10 @@ class Machine:
     """where the figures are from"""
 
     def __post_init__(self) -> None:
-        positive = ("memory", "memory_bandwidth")
+        links = {f"{name}.bandwidth": getattr(self, name).bandwidth for name in ("within_node", "between_nodes")}
         rates = [(name, rate) for name, table in self.matmul.items() for _, rate in table]
-        numbers = [(name, getattr(self, name)) for name in positive] + rates
-        numbers += [(f"{name}.bandwidth", getattr(self, name).bandwidth) for name in ("within_node", "between_nodes")]
-        for name, value in numbers:
+        positive = [(name, getattr(self, name)) for name in ("memory", "memory_bandwidth")]
+        for name, value in (*positive, *links.items(), *rates):
             if not is_number(value) or not value:
                 raise HanayoError(f"machine {self.name!r}: {name} is {value!r}; expected a number above 0")
         for name in ("host_call", "host_collective", "host_action", "peak"):
@@ -88,7 +87,7 @@ class Machine:
                 raise HanayoError(f"machine {self.name!r}: {name} is {getattr(self, name)!r}; expected 0 or more")
         if not is_size(self.ranks_per_node):
             raise HanayoError(f"machine {self.name!r}: ranks_per_node is {self.ranks_per_node!r}; expected 1 or more")
-        if not any(self.matmul.values()) or not set(self.matmul) <= set(DTYPES):
+        if not rates or not set(self.matmul) <= set(DTYPES):
             raise HanayoError(f"machine {self.name!r}: matmul has {sorted(self.matmul)}; expected some of {DTYPES}")
 
     def matmul_rate(self, dtype: str, size: float) -> float:
@@ -153,15 +152,7 @@ class Machine:
 
 
 def _data_sheet(
-    name: str,
-    source: str,
-    *,
-    flops: float,
-    memory: float,
-    bandwidth: float,
-    link: float,
-    network: float,
-    ranks: int = 8,
+    name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, source: str, ranks: int = 8
 ) -> Machine:
     """A GPU by its data sheet, and the shares of its peaks that an H200 has reached (docs/benchmarks/gpu.md)."""
     return Machine(
@@ -177,36 +168,28 @@ def _data_sheet(
         host_collective=25e-6,
         host_action=280e-6,
         peak=flops,
-        source=f"{source}; 0.74 of its peak for products, 0.6 for memory, as measured on an H200; assumed: 0.8 of its "
-        "links, 15 us per message, and the host's times",
+        source=f"{source} per GPU; 0.74 of its peak for products, 0.6 for memory, as measured on an H200; assumed: 0.8 "
+        "of its links, 15 us per message, and the host's times",
     )
 
 
-KNOWN = {
-    one.name: one
-    for one in (
-        _data_sheet("h100", "NVIDIA H100 SXM5 data sheet, bf16 without sparsity; DGX H100, 400 Gbit/s per GPU",
-                    flops=989e12, memory=80e9, bandwidth=3.35e12, link=450e9, network=50e9),
-        _data_sheet("h200", "NVIDIA H200 SXM data sheet, bf16 without sparsity; DGX H200, 400 Gbit/s per GPU",
-                    flops=989e12, memory=141e9, bandwidth=4.8e12, link=450e9, network=50e9),
-        _data_sheet("gb200", "NVIDIA GB200 NVL72 data sheet, bf16 without sparsity; 400 Gbit/s per GPU",
-                    flops=2500e12, memory=186e9, bandwidth=8e12, link=900e9, network=50e9, ranks=72),
-        _data_sheet("b200", "NVIDIA HGX B200 data sheet, bf16 without sparsity; DGX B200, 400 Gbit/s per GPU",
-                    flops=2250e12, memory=180e9, bandwidth=7.7e12, link=900e9, network=50e9),
-        _data_sheet("a100", "NVIDIA A100 80GB SXM data sheet, bf16 without sparsity; DGX A100, 200 Gbit/s per GPU",
-                    flops=312e12, memory=80e9, bandwidth=2.039e12, link=300e9, network=25e9),
-        _data_sheet("mi300x", "AMD Instinct MI300X data sheet, bf16 without sparsity; 7 links, 400 Gbit/s per GPU",
-                    flops=1307e12, memory=192e9, bandwidth=5.3e12, link=448e9, network=50e9),
-        _data_sheet("l40s", "NVIDIA L40S data sheet, bf16 without sparsity; PCIe 4.0 x16, 200 Gbit/s per GPU",
-                    flops=362e12, memory=48e9, bandwidth=864e9, link=32e9, network=25e9),
-        _data_sheet("rtx4090", "NVIDIA Ada architecture paper, bf16, fp32 sums; PCIe 4.0 x16, 25 Gbit/s per GPU",
-                    flops=165e12, memory=24e9, bandwidth=1.008e12, link=32e9, network=3e9),
-        _data_sheet("rtx5090", "NVIDIA Blackwell architecture paper, bf16, fp32 sums; PCIe 5.0 x16, 25 Gbit/s per GPU",
-                    flops=209e12, memory=32e9, bandwidth=1.792e12, link=64e9, network=3e9),
-        Machine("cpu", 8, 16e9, {"float32": ((1.0, 5e10),)}, 1e10, Link(3e-4, 1e9), Link(1e-3, 1e8), host_action=3e-4,
-                source="a nominal core: 50 GFLOP/s, 10 GB/s, links of 1 GB/s and 100 MB/s; nothing was measured"),
-    )
-}  # fmt: skip
+# bf16 without sparsity, sums in fp32; bytes; bytes per second of memory, of links in a node, and between nodes
+_GPUS = (
+    ("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM5 data sheet; DGX H100, 400 Gbit/s"),
+    ("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, "NVIDIA H200 SXM data sheet; DGX H200, 400 Gbit/s"),
+    ("gb200", 2500e12, 186e9, 8e12, 900e9, 50e9, "NVIDIA GB200 NVL72 data sheet; 400 Gbit/s", 72),
+    ("b200", 2250e12, 180e9, 7.7e12, 900e9, 50e9, "NVIDIA HGX B200 data sheet; DGX B200, 400 Gbit/s"),
+    ("a100", 312e12, 80e9, 2.039e12, 300e9, 25e9, "NVIDIA A100 80GB SXM data sheet; DGX A100, 200 Gbit/s"),
+    ("mi300x", 1307e12, 192e9, 5.3e12, 448e9, 50e9, "AMD Instinct MI300X data sheet; 7 links, 400 Gbit/s"),
+    ("l40s", 362e12, 48e9, 864e9, 32e9, 25e9, "NVIDIA L40S data sheet; PCIe 4.0 x16, 200 Gbit/s"),
+    ("rtx4090", 165e12, 24e9, 1.008e12, 32e9, 3e9, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gbit/s"),
+    ("rtx5090", 209e12, 32e9, 1.792e12, 64e9, 3e9, "NVIDIA Blackwell architecture paper; PCIe 5.0 x16, 25 Gbit/s"),
+)
+_CPU = Machine(
+    "cpu", 8, 16e9, {"float32": ((1.0, 5e10),)}, 1e10, Link(3e-4, 1e9), Link(1e-3, 1e8), host_action=3e-4,
+    source="a nominal core: 50 GFLOP/s, 10 GB/s, links of 1 GB/s and 100 MB/s; nothing was measured",
+)  # fmt: skip
+KNOWN = {"cpu": _CPU} | {gpu[0]: _data_sheet(*gpu) for gpu in _GPUS}
 """machines by their data sheets, and a nominal CPU"""
 
 

@@ -2,72 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
-from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer, Storage, Volume
-
-
-@dataclass(frozen=True)
-class Product:
-    """A linear layer of a block, or several that read one input, for one sample.
-
-    Args:
-        layer: its sizes, with the tokens of one sample.
-        is_generic: whether its block isn't registered, so that the layer is parallelized by itself: either activations
-            are exchanged around it, or the weight is gathered whole, whichever communicates less.
-    """
-
-    layer: LinearLayer
-    is_generic: bool = False
-
-    @property
-    def flops(self) -> float:
-        """Of the forward."""
-        m, k, n = self.layer.tokens, self.layer.in_features, self.layer.out_features
-        return 2.0 * m * k * n
-
-    @property
-    def parameters(self) -> int:
-        """Of the weight."""
-        return self.layer.in_features * self.layer.out_features
-
-    def of(self, samples: int) -> LinearLayer:
-        """The layer for a micro-batch of so many samples."""
-        return replace(self.layer, tokens=samples * self.layer.tokens)
-
-    def gathers_whole(self, samples: int, mesh: MeshSizes) -> bool:
-        """Whether its weight is gathered whole over all ranks, and no activation is sent."""
-        return self.is_generic and self._whole(mesh).total <= self.of(samples).generic_volume(mesh).total
-
-    def volume(self, samples: int, mesh: MeshSizes) -> Volume:
-        """What a rank receives for a micro-batch of so many samples."""
-        if self.gathers_whole(samples, mesh):
-            return self._whole(mesh)
-        layer = self.of(samples)
-        return layer.generic_volume(mesh) if self.is_generic else layer.volume(mesh)
-
-    def storage(self, samples: int, mesh: MeshSizes) -> Storage:
-        """What a rank stores from the forward to the backward."""
-        if not self.gathers_whole(samples, mesh):
-            return self.of(samples).storage(mesh)
-        num_ranks = prod(mesh)
-        kept = self.parameters if num_ranks > 1 else 0.0
-        return Storage(self.parameters / num_ranks, samples * self.layer.sizes[0] / num_ranks, kept)
-
-    def _whole(self, mesh: MeshSizes) -> Volume:
-        others = self.parameters * (1 - 1 / prod(mesh))
-        return Volume(gather_w=others, scatter_dw=others)
+from lightning_hanayo.planner.communication_volume import ExpertLayer, Experts, LinearLayer
 
 
 @dataclass(frozen=True)
 class BlockFacts:
     """One block of the stack, for one sample."""
 
-    products: tuple[Product, ...]
+    products: tuple[LinearLayer, ...]
     """in the order of its forward"""
     parameters: int
     """all of them"""
@@ -85,8 +33,6 @@ class BlockFacts:
     """parameters that aren't trained: they have no gradients and no states"""
     experts: ExpertLayer | None = None
     """those that the ranks of a cube can share; their work is part of `attention_flops` and `saved`"""
-    shares_experts: bool = False
-    """whether they do"""
 
     @cached_property
     def flops(self) -> float:
@@ -98,13 +44,16 @@ class BlockFacts:
         """Those of the linear layers, of which each rank of a cube stores its part."""
         return sum(one.parameters for one in self.products)
 
-    def shared_experts(self, mesh: MeshSizes) -> ExpertLayer | None:
+    def shared_experts(self, mesh: MeshSizes, where: Experts) -> ExpertLayer | None:
         """The experts that the ranks of this cube share."""
-        return self.experts if self.shares_experts and mesh[1] * mesh[2] > 1 else None
+        return self.experts if where == "cube" and mesh[1] * mesh[2] > 1 else None
 
-    def of_a_rank(self, samples: int, mesh: MeshSizes, element: int = 1) -> "RankBlock":
-        """The part of a rank of a cube, for a micro-batch of so many samples; `element` bytes per number."""
-        num_ranks, experts = prod(mesh), self.shared_experts(mesh)
+    def of_a_rank(self, samples: int, mesh: MeshSizes, where: Experts = "whole", element: int = 1) -> "RankBlock":
+        """The part of a rank of a cube, for a micro-batch of so many samples; `element` bytes per number.
+
+        `where`: the experts are.
+        """
+        num_ranks, experts = prod(mesh), self.shared_experts(mesh, where)
         of_others, of_experts = 0.0, 0
         if experts is not None:
             of_others, of_experts = experts.parameters - experts.parameters_of_a_rank(mesh), experts.parameters
@@ -112,9 +61,9 @@ class BlockFacts:
         is_generic = any(one.is_generic for one in self.products)
         whole = self.parameters - self.sharded_parameters - of_experts if is_generic else 0.0
         trained = 1 - self.frozen / max(1, self.parameters)  # the part of them
-        stored = [one.storage(samples, mesh) for one in self.products]
+        stored = [one.of(samples).storage(mesh) for one in self.products]
         sums = [(one.saved_weights or one.weights) * (1 + 1 / mesh[0]) for one in stored]
-        inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
+        inputs = element * samples * sum(one.sizes[0] for one in self.products)
         saved = samples * (self.saved - (num_ranks > 1) * self.repeated_inputs)
         saved = max(0.0, saved - inputs) / num_ranks
         if experts is not None:  # memory must do for any choice of experts
@@ -233,16 +182,6 @@ class ModelFacts:
         """Whether a cube runs whole blocks in its layout, and not one layer after the other."""
         return not any(one.is_generic for block, _ in self.kinds for one in block.products)
 
-    @cached_property
-    def parameters_per_block(self) -> float:
-        """At least one, so that it can divide."""
-        return max(1.0, self.mean(lambda block: block.parameters))
-
-    @cached_property
-    def outside_bytes(self) -> float:
-        """Of values and gradients of the parameters outside the stack."""
-        return self.outside_parameters * self.parameter_bytes + self.outside_trained * self.gradient_bytes
-
     @property
     def outside_trained(self) -> int:
         """The parameters outside the stack that are trained."""
@@ -259,36 +198,18 @@ class ModelFacts:
         return tuple((kind, count / len(self.blocks)) for kind, count in Counter(self.blocks).items())
 
     @cached_property
-    def has_frozen(self) -> bool:
-        """Whether a block has parameters that aren't trained."""
-        return any(block.frozen for block, _ in self.kinds)
-
-    @cached_property
     def has_experts(self) -> bool:
         """Whether a cube's ranks can share experts."""
         return any(block.experts is not None for block, _ in self.kinds)
 
     @cached_property
-    def sharing_experts(self) -> "ModelFacts":
-        """The model where they do."""
-        if all(block.shares_experts for block, _ in self.kinds):
-            return self
-        sharing = {block: replace(block, shares_experts=True) for block, _ in self.kinds}
-        return replace(self, blocks=tuple(sharing[block] for block in self.blocks))
-
-    def gathers_weights(self, samples: int, mesh: MeshSizes) -> bool:
-        """Whether a cube gathers any weights for a micro-batch of so many samples."""
-        return self.of_a_rank(samples, mesh).gathered > 0
-
-    @cached_property
-    def of_a_rank(self) -> Callable[[int, MeshSizes], RankBlock]:
-        """A rank's part of the mean block, by the samples of a micro-batch and the cube."""
+    def of_a_rank(self) -> Callable[[int, MeshSizes, Experts], RankBlock]:
+        """A rank's part of the mean block, by the samples of a micro-batch, the cube, and where experts are."""
 
         @cache
-        def mean(samples: int, mesh: MeshSizes) -> RankBlock:
-            of_kinds = (
-                [part * one for one in kind.of_a_rank(samples, mesh, self.element)] for kind, part in self.kinds
-            )
+        def mean(samples: int, mesh: MeshSizes, where: Experts = "whole") -> RankBlock:
+            parts = ((kind.of_a_rank(samples, mesh, where, self.element), part) for kind, part in self.kinds)
+            of_kinds = ([part * one for one in block] for block, part in parts)
             return RankBlock(*map(sum, zip(*of_kinds, strict=True)))
 
         return mean

@@ -79,15 +79,10 @@ def save_plan(path: str | Path, plan: Plan, content: Mapping[str, Any]) -> None:
     Raises:
         HanayoError: it can't be written.
     """
-    first = plan.first
-    about = (
-        f"# hanayo plan: {first.seconds:.3g} s per step of {counted(plan.global_batch, 'sample')} on "
-        f"{counted(plan.num_devices, 'device')} "
-        f"({plan.machine.name}), {bytes_of(first.memory.total)} per device\n"
-        f"# {first.candidate}\n"
-        f"# DataLoader's batch_size: {first.candidate.batch_size}, "
-        f"for each of {counted(first.candidate.data, 'data rank')}\n"
-    )
+    first, own = plan.first, plan.first.candidate
+    devices = f"{counted(plan.num_devices, 'device')} ({plan.machine.name}), {bytes_of(first.memory.total)} per device"
+    about = f"# hanayo plan: {first.seconds:.3g} s per step of {counted(plan.global_batch, 'sample')} on {devices}\n"
+    about += f"# {own}\n# DataLoader's batch_size: {own.batch_size}, for each of {counted(own.data, 'data rank')}\n"
     with writing(path):
         Path(path).write_text(about + yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
 

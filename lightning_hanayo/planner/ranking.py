@@ -4,9 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 
 from lightning_hanayo.errors import HanayoError, counted
-from lightning_hanayo.planner.candidates import ALL, Candidate, Choices, candidates
+from lightning_hanayo.planner.candidates import ALL, BatchesOfStep, Candidate, Choices, candidates
 from lightning_hanayo.planner.estimates import Estimate, RankMemory, StepModel
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
@@ -19,16 +20,6 @@ _TRIES = 4
 """layouts of one pipeline size and cube that are simulated"""
 _MOST_DOUBLED = 6
 """times that the number of devices is doubled for a model that doesn't fit"""
-_NAMES = {
-    "weights": "parameters",
-    "gradients": "gradients",
-    "optimizer": "the optimizer's states",
-    "activations": "activations of the micro-batches under way",
-    "gathered": "parameters outside the stack, which a cube holds whole during a batch",
-    "suspended": "what head and loss keep",
-    "messages": "messages",
-    "workspace": "what one block takes while it runs",
-}
 
 
 @dataclass(frozen=True)
@@ -39,6 +30,7 @@ class Plan:
     machine: Machine
     num_devices: int
     global_batch: int
+    """samples of the fastest one's step"""
     memory: float
     """bytes that a rank may need"""
     best: tuple[Estimate, ...]
@@ -60,7 +52,7 @@ class Plan:
         The peak is that of the data sheet, in 16 bits; else the fastest rate that was measured.
         """
         peak = self.machine.peak or self.machine.matmul_rate(self.facts.dtype, float("inf"))
-        return self.facts.flops * self.global_batch / (estimate.seconds * self.num_devices * peak)
+        return self.facts.flops * estimate.candidate.samples_per_step / (estimate.seconds * self.num_devices * peak)
 
 
 def make_plan(
@@ -68,36 +60,43 @@ def make_plan(
     machine: Machine,
     *,
     num_devices: int,
-    global_batch: int,
+    step: int | BatchesOfStep,
     memory: float | None = None,
     top: int = 5,
     model: StepModel | None = None,
     accept: Callable[[Candidate], bool] = lambda _: True,
-    batch_size: int | None = None,
     choices: Choices = ALL,
 ) -> Plan:
     """Rank all layouts in closed form, simulate the fastest that fit, and rank these by their simulated steps.
+
+    Layouts are compared by the time of equally many samples.
 
     Args:
         facts: the model.
         machine: the rates of devices, links and host.
         num_devices: of all nodes; a node has `machine.ranks_per_node`.
-        global_batch: samples of an optimizer step.
+        step: the samples of an optimizer step, of all data ranks; or the batches of each data rank.
         memory: bytes that a rank may need; None: 0.9 of the device's.
         top: how many to return, each of another pipeline size or cube: the fastest of those that are simulated.
         model: estimates steps; None: one without measured times.
         accept: which layouts to consider.
-        batch_size: samples of a data rank's batch; None: whatever divides.
         choices: what to choose from in a cube.
 
     Raises:
         HanayoError: no layout divides, or none fits into memory; the message names the nearest miss.
     """
+    samples = step if isinstance(step, int) else prod(step)
+
+    def order(one: Estimate) -> tuple[float, float, int]:
+        """Faster first; of equally fast ones the smaller, and then the one with fewer waves."""
+        seconds = one.seconds * samples / one.candidate.samples_per_step
+        return round(seconds, 9), round(one.memory.total), one.candidate.num_waves
+
     limit = USABLE * machine.memory if memory is None else memory
     model = model or StepModel(facts, machine)
 
     def considered(num_devices: int, refused: Counter[str]) -> list[Candidate]:
-        return [*filter(accept, candidates(facts, num_devices, global_batch, refused, batch_size, choices))]
+        return [*filter(accept, candidates(facts, num_devices, step, refused, choices))]
 
     def fitting_of(found: Sequence[Candidate]) -> list[Candidate]:
         return [one for one in found if model.memory(one).total <= limit]
@@ -105,8 +104,8 @@ def make_plan(
     refused: Counter[str] = Counter()
     found = considered(num_devices, refused)
     if not found:
-        raise HanayoError(_none_divides(facts, num_devices, global_batch, refused))
-    fitting = sorted(map(model.closed_form, fitting_of(found)), key=_order)
+        raise HanayoError(_none_divides(facts, num_devices, samples, refused))
+    fitting = sorted(map(model.closed_form, fitting_of(found)), key=order)
     if len(fitting) < len(found):
         refused[TOO_LARGE] = len(found) - len(fitting)
     if not fitting:
@@ -121,16 +120,12 @@ def make_plan(
     best: list[Estimate] = []
     for group in alike.values():
         simulated = [model.simulated(one) for one in islice(group.values(), _TRIES)]
-        best += sorted((one for one in simulated if one.memory.total <= limit), key=_order)[:1]
+        best += sorted((one for one in simulated if one.memory.total <= limit), key=order)[:1]
         if len(best) == top:
             break
-    best = sorted(best, key=_order) or fitting[:1]
-    return Plan(facts, machine, num_devices, global_batch, limit, tuple(best), tuple(fitting), len(found), refused)
-
-
-def _order(estimate: Estimate) -> tuple[float, float, int]:
-    """Faster first; of equally fast ones the smaller, and then the one with fewer waves."""
-    return round(estimate.seconds, 9), round(estimate.memory.total), estimate.candidate.num_waves
+    best = sorted(best, key=order) or fitting[:1]
+    of_step = best[0].candidate.samples_per_step
+    return Plan(facts, machine, num_devices, of_step, limit, tuple(best), tuple(fitting), len(found), refused)
 
 
 def _none_divides(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> str:
@@ -155,8 +150,7 @@ def _nearest_miss(
         limit: bytes of a device.
         enough: devices on which another layout would fit; None: no number that was tried.
     """
-    parts = {name: getattr(memory, name) for name in _NAMES}
-    largest = max(parts, key=lambda name: parts[name])
+    largest, most = max(vars(memory).items(), key=lambda part: part[1])
     way_out = f"a smaller model (tried: up to {2**_MOST_DOUBLED * num_devices:,} devices)"
     if enough is not None:
         way_out = f"{enough} devices of this size, or {bytes_of(memory.total)} on each of these"
@@ -164,7 +158,7 @@ def _nearest_miss(
         f"no layout of {count_of(facts.parameters)} parameters fits into {bytes_of(limit)} on "
         f"{counted(num_devices, 'device')}. "
         f"The nearest, {least}, needs {bytes_of(memory.total)}, {bytes_of(memory.total - limit)} too much; most of it, "
-        f"{bytes_of(parts[largest])}, for {_NAMES[largest]}. It would fit with {way_out}"
+        f"{bytes_of(most)}, for {largest} (docs/guides/memory.md). It would fit with {way_out}"
     )
 
 

@@ -32,7 +32,7 @@ from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, mo
 from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.machine import DTYPES
-from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts, Product
+from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts
 from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_step
@@ -210,25 +210,12 @@ class _FlashAttention(TorchFunctionMode):
                 return args[0].mm(args[1][0])
         if func is not F.scaled_dot_product_attention or len(args) < 3:
             return func(*args, **kwargs)
-        q, k, v = map(as_autocast, args[:3])
+        q, k, v = map(as_autocast, args[:3])  # [batch, heads, tokens, features] each
         if q.dim() == 4 and (groups := q.shape[1] // k.shape[1]) > 1:
             k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
-        return (_attention if isinstance(q, FakeTensor) or q.is_meta else func)(q, k, v, *args[3:], **kwargs)
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """[batch, heads, tokens, features] each."""
-    y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    return y
+        if not isinstance(q, FakeTensor) and not q.is_meta:
+            return func(q, k, v, *args[3:], **kwargs)
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
 
 
 class Formats(NamedTuple):
@@ -372,23 +359,22 @@ def _block(
         return min((called.index(path) for path in paths if path in counts.tokens), default=len(called))
 
     products = sorted(plan.products(block), key=lambda one: position(one[0]))
-    found = [_product(block, paths, counts, num_samples, is_row, plan) for paths, is_row in products]
-    own = tuple(one for one in found if one is not None)
-    repeated = sum(
-        (len(paths) - 1) * one.layer.sizes[0]
-        for (paths, _), one in zip(products, found, strict=True)
-        if one is not None
-    )
-    linear = sum(one.flops for one in own)
+    own, repeated = [], 0
+    for paths, is_row in products:
+        if rows := max(counts.tokens.get(path, 0) for path in paths):  # else the step doesn't call them
+            sizes = [features(block.get_submodule(path)) for path in paths]
+            tokens, width = max(1, rows // num_samples), sum(out for out, _ in sizes)
+            own.append(LinearLayer(tokens, sizes[0][1], width, is_row, is_generic=not plan.is_registered))
+            repeated += (len(paths) - 1) * own[-1].sizes[0]
     experts, of_experts = counts.experts, counts.of_experts
     if experts is not None and of_experts is not None:
         tokens, saved = experts.tokens // num_samples, of_experts.num_saved(parameters) / num_samples
         flops, dtype = of_experts.flops / num_samples, of_experts.dtype if of_experts.dtype in DTYPES else ""
         experts = replace(experts, tokens=tokens, flops=flops, saved=saved, dtype=dtype)
     return BlockFacts(
-        products=own,
+        products=tuple(own),
         parameters=sum(one.numel() for one in block.parameters()),
-        attention_flops=max(0.0, counts.flops / num_samples - linear),
+        attention_flops=max(0.0, counts.flops / num_samples - sum(one.flops for one in own)),
         traffic=counts.traffic / num_samples,
         calls=counts.calls,
         saved=counts.num_saved(parameters) / num_samples,
@@ -402,47 +388,27 @@ def _num_frozen(parameters: Iterable[nn.Parameter]) -> int:
     return sum(one.numel() for one in parameters if not one.requires_grad)
 
 
-def _product(
-    block: nn.Module, paths: tuple[str, ...], counts: Counts, num_samples: int, is_row: bool, plan: ParallelizePlan
-) -> Product | None:
-    """The product of these layers; None if the step doesn't call them."""
-    if not (rows := max(counts.tokens.get(path, 0) for path in paths)):
-        return None
-    sizes = [features(block.get_submodule(path)) for path in paths]
-    layer = LinearLayer(max(1, rows // num_samples), sizes[0][1], sum(out for out, _ in sizes), is_row)
-    return Product(layer, is_generic=not plan.is_registered)
-
-
 def _state_bytes(module: "pl.LightningModule", formats: Formats) -> float:
     """Bytes of the optimizer's states for each parameter, by a step with a tiny one; 0 without an optimizer.
 
-    Where that can't be known without a Trainer, as many as Adam has.
+    The first that the module configures counts. Where that can't be known, as many as Adam has.
     """
     element = 4 if formats.master_bytes else formats.parameter_bytes
-    try:
-        optimizer = _optimizer(module)
-    except Exception:  # user code, which may need a Trainer
-        return 2.0 * element
-    if optimizer is None:
-        return 0.0
     tiny = nn.Parameter(torch.zeros(4, 4))
     tiny.grad = torch.ones(4, 4)
-    known = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name in known and name != "params"}
     try:
-        same: Any = type(optimizer)([tiny], **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found: Any = module.configure_optimizers()
+        while found is not None and not isinstance(found, Optimizer):
+            found = found.get("optimizer") if isinstance(found, Mapping) else found[0] if found else None
+        if found is None:
+            return 0.0
+        known = inspect.signature(type(found)).parameters
+        options = {name: value for name, value in found.param_groups[0].items() if name in known and name != "params"}
+        same: Any = type(found)([tiny], **options)
         same.step()
-    except Exception:  # one of the user's own
+    except Exception:  # user code, which may need a Trainer; or an optimizer of the user's own
         return 2.0 * element
     states = [one for state in same.state.values() for one in state.values() if isinstance(one, Tensor)]
     return element * sum(one.numel() for one in states if one.dim()) / tiny.numel()
-
-
-def _optimizer(module: "pl.LightningModule") -> Optimizer | None:
-    """The first that the module configures."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found: Any = module.configure_optimizers()
-    while found is not None and not isinstance(found, Optimizer):
-        found = found.get("optimizer") if isinstance(found, Mapping) else found[0] if found else None
-    return found

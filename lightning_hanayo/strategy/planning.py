@@ -10,7 +10,7 @@ from dataclasses import replace
 from inspect import signature
 from itertools import islice
 from os import PathLike, fspath
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,24 +18,15 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, Candidate, Choices
-from lightning_hanayo.planner.machine import KNOWN, Machine
+from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, BatchesOfStep, Candidate, Choices
+from lightning_hanayo.planner.machine import KNOWN
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import OF_BOTH, load_plan, strategy_options
-from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
+from lightning_hanayo.planner.ranking import bytes_of, make_plan
 from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.plan import choose_layout
 from lightning_hanayo.topology import Topology
-
-
-class Planned(NamedTuple):
-    """What was decided."""
-
-    sizes: Mapping[str, Any]
-    """arguments of `HanayoStrategy`"""
-    said: str
-    """a line about them"""
 
 
 def plan_at_start(
@@ -47,11 +38,13 @@ def plan_at_start(
     world_size: int,
     ranks_per_node: int,
     device: torch.device,
-) -> Planned:
+) -> tuple[dict[str, Any], str]:
     """Choose D, P, W, B and the cube. All ranks that call this get the same, as it depends on shapes and names alone.
 
     The loader's batches stay as they are, so layouts with more data ranks take more samples per step: they are compared
     by the time per sample.
+
+    Returns the arguments of `HanayoStrategy`, and a line about them.
 
     Args:
         trainer: its precision and batches per step count.
@@ -72,7 +65,15 @@ def plan_at_start(
     # the data sheet of this device; a nominal CPU or an H100 for others
     machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
     machine = replace(machine, ranks_per_node=ranks_per_node)
-    plan = _best(facts, machine, options, world_size, num_samples * trainer.accumulate_grad_batches, num_samples)
+
+    def accept(one: Candidate) -> bool:
+        is_asked = one.recompute == (options.recompute == "blocks")
+        is_asked &= one.shard_optimizer == (options.shard_optimizer and one.data > 1)
+        return is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
+
+    once, batches = options.step == "batch", BatchesOfStep(num_samples, trainer.accumulate_grad_batches)
+    choices = Choices((options.cube_weights,), (options.pairs,), once, (options.experts,), (options.cube_outside,))
+    plan = make_plan(facts, machine, num_devices=world_size, step=batches, accept=accept, choices=choices)
     first = plan.first
     decided = strategy_options(first.candidate)
     sizes = {name: decided[name] for name in SIZES}
@@ -82,7 +83,7 @@ def plan_at_start(
         f"{bytes_of(first.memory.total)} per device, as predicted for {machine.name}; the fastest of "
         f"{plan.num_considered} layouts"
     )
-    return Planned(sizes, said)
+    return sizes, said
 
 
 _COUNTED: Mapping[str, Collection[Any]] = {
@@ -112,10 +113,8 @@ def given_layout(
     accepted = {**_COUNTED, "schedule": (WHOLE, SPLIT) if topology.pipe > 1 else (layout.schedule,)}
     for name, value in given.items():
         if value not in accepted[name]:
-            raise HanayoError(
-                f"plans don't count {name}={value!r}, but {' or '.join(map(repr, accepted[name]))}. What ranks held at "
-                f"their peak is told by WaveReport after a short run"
-            )
+            counted = " or ".join(map(repr, accepted[name]))
+            raise HanayoError(f"plans don't count {name}={value!r}, but {counted}; a short run's WaveReport says peaks")
     for rule in facts.required:
         if not rule.holds(topology.cube):
             raise HanayoError(f"cube={topology.cube}: {rule.what} don't divide over the cube")
@@ -135,67 +134,24 @@ def given_layout(
     )
 
 
-def _best(
-    facts: ModelFacts, machine: Machine, options: Options, world_size: int, samples_per_rank: int, batch_size: int
-) -> Plan:
-    """The plan with the least time per sample, over all numbers of data ranks."""
-
-    def accept(one: Candidate) -> bool:
-        is_asked = one.recompute == (options.recompute == "blocks") and one.shard_optimizer == (
-            options.shard_optimizer and one.data > 1
-        )
-        return is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
-
-    choices = Choices(
-        (options.cube_weights,), (options.pairs,), options.step == "batch", (options.experts,), (options.cube_outside,)
-    )
-    plans, refused = [], None
-    for data in (size for size in range(1, world_size + 1) if world_size % size == 0):
-        try:
-            plans.append(
-                make_plan(
-                    facts,
-                    machine,
-                    num_devices=world_size,
-                    global_batch=data * samples_per_rank,
-                    top=3,
-                    batch_size=batch_size,
-                    choices=choices,
-                    accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
-                )
-            )
-        except HanayoError as error:
-            refused = refused or error
-    if not plans:
-        assert refused is not None
-        raise refused
-    return min(plans, key=lambda plan: plan.first.seconds / plan.global_batch)
-
-
 def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
     """A batch of the training loader, without an effect on what training will see."""
     if isinstance(data, pl.LightningDataModule):
         if trainer.world_size > 1 and trainer.strategy.cluster_environment.creates_processes_externally:  # type: ignore[attr-defined]
-            raise HanayoError(
-                "layout='plan' needs a batch before ranks can agree on who prepares the data. Run `hanayo plan` once, "
-                "and give its file: layout='plan.yaml'; or give a loader instead of a LightningDataModule"
-            )
+            why = "layout='plan' needs a batch before ranks can agree on who prepares the data"
+            raise HanayoError(f"{why}. {_BY_FILE}; or give a loader instead of a LightningDataModule")
         try:
             data = copy.deepcopy(data)
         except Exception as error:  # of whatever it holds
-            raise HanayoError(
-                f"layout='plan' prepares a copy of {type(data).__name__}, which can't be copied: {error}. Run `hanayo "
-                f"plan` once, and give its file: layout='plan.yaml'"
-            ) from error
+            why = f"layout='plan' prepares a copy of {type(data).__name__}, which can't be copied: {error}"
+            raise HanayoError(f"{why}. {_BY_FILE}") from error
         data.prepare_data()
         data.setup("fit")
     loaders = data.train_dataloader() if isinstance(data, (pl.LightningDataModule, pl.LightningModule)) else data
     is_combined = isinstance(loaders, CombinedLoader)
     combined = copy.copy(loaders) if is_combined else CombinedLoader(loaders, "max_size_cycle")
     if any(isinstance(one, Iterator) for one in combined.flattened):
-        raise HanayoError(
-            "layout='plan' would take a batch of a loader that gives each only once; give the sizes instead"
-        )
+        raise HanayoError("layout='plan' would take a batch of a loader that gives each only once; give sizes instead")
     with isolate_rng(include_cuda=False), _unchanged(combined.flattened):
         batches = list(islice(combined, 1))
     if not batches:
@@ -220,6 +176,7 @@ def _unchanged(loaders: Sequence[Any]) -> Iterator[None]:
             generator.set_state(state)
 
 
+_BY_FILE = "Run `hanayo plan` once, and give its file: layout='plan.yaml'"
 AT_START = "plan"
 """makes a plan when training starts"""
 SIZES = ("pipeline_parallel_size", "num_waves", "cube", "data_parallel_size", "num_microbatches")
@@ -241,10 +198,8 @@ def with_layout(constructor: Callable[..., None], arguments: Mapping[str, Any]) 
     options = signature(constructor).parameters
     given = [name for name in (SIZES if layout == AT_START else in_files) if arguments[name] != options[name].default]
     if given:
-        raise HanayoError(
-            f"layout={fspath(layout)!r} says what {given[0]} is, and {given[0]}={arguments[given[0]]!r} was given, "
-            f"too; leave one of them out"
-        )
+        also = f"{given[0]}={arguments[given[0]]!r} was given, too; leave one of them out"
+        raise HanayoError(f"layout={fspath(layout)!r} says what {given[0]} is, and {also}")
     planned = {} if layout == AT_START else load_plan(layout)
     unknown = set(planned) - set(in_files)
     if unknown:

@@ -265,10 +265,10 @@ class HanayoStrategy(CheckpointingStrategy):
         given, options, device = self.launcher.arguments, self.options, self.root_device
         data = given.get("train_dataloaders") if given.get("datamodule") is None else given["datamodule"]
         sizes = {"world_size": self.topology.world_size, "ranks_per_node": max(1, self.num_processes)}
-        planned = plan_at_start(trainer, self.module, data, options, **sizes, device=device)
-        self.options = replace(self.options, layout=None, **planned.sizes)
+        decided, said = plan_at_start(trainer, self.module, data, options, **sizes, device=device)
+        self.options = replace(self.options, layout=None, **decided)
         self.set_world_ranks()
-        rank_zero_info(planned.said)
+        rank_zero_info(said)
 
     def _check(self, trainer: "pl.Trainer") -> None:
         batchnorm = self.synchronizes_batchnorm

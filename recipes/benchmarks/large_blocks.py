@@ -162,7 +162,7 @@ def measure(model: str, card: Card, device: str, rounds: int, *, toy: bool) -> B
     facts = read_model(module, {"input_ids": torch.zeros(1, context, dtype=torch.long)}, 1, **numbers._asdict())
     block = facts.blocks[0]
     planned = time_block(block, (1, 1, 1), 1, machine(device), facts.dtype, facts.element).alone
-    own = block.of_a_rank(1, (1, 1, 1), facts.element)
+    own = block.of_a_rank(1, (1, 1, 1), element=facts.element)
     kept = own.saved + facts.element * own.cast
     called = _first_call(_module(model, 1, toy=toy), torch.float32 if is_mixed else torch.bfloat16, context, card)
     autocast = torch.autocast(card.device.type, torch.bfloat16, enabled=is_mixed)

@@ -138,7 +138,7 @@ class Operations:
         own, count, elements = self.candidate, 0.0, 0.0
         for block, part in self.facts.kinds:
             for product in block.products:
-                volume = vars(product.volume(own.samples, own.mesh))
+                volume = vars(product.of(own.samples).volume(own.mesh))
                 for name, each in volume.items():
                     times = float(own.num_microbatches)
                     if own.cube_weights == "batch" and name in ("gather_w", "scatter_dw"):
@@ -212,7 +212,7 @@ class Operations:
         for eighths in (7, 6, 5, 4):
             devices = self.case.devices * eighths // 8
             with suppress(HanayoError):  # no layout fits
-                found = make_plan(self.facts, machine(self.case.device), num_devices=devices, global_batch=samples)
+                found = make_plan(self.facts, machine(self.case.device), num_devices=devices, step=samples)
                 plans.append(found)
         best = min(plans, key=lambda one: one.first.seconds)
         return best.num_devices, str(best.first.candidate), best.first.seconds / self.seconds

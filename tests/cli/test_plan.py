@@ -263,7 +263,7 @@ WRONG = {
     "no_device": (["--devices=8"], "one of the arguments --device --machine is required"),
     "half_nodes": (
         ["--devices=8", "--nodes=3", "--device=h100"],
-        "--devices 8, of all nodes together, don't divide over --nodes 3",
+        "--devices 8, of all nodes, don't divide over --nodes 3",
     ),
     "memory": (["--devices=8", "--device=h100", "--memory=lots"], "expected bytes, such as 80GB"),
     "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),

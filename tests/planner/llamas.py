@@ -2,7 +2,7 @@
 
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.planner.communication_volume import LinearLayer
-from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts, Product
+from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts
 
 LENGTH, WORDS = 4096, 32000
 
@@ -17,7 +17,7 @@ def llama(blocks: int, hidden: int, features: int, heads: int, kv_heads: int) ->
         LinearLayer(LENGTH, features, hidden, row_parallel=True),
     )
     block = BlockFacts(
-        tuple(map(Product, layers)),
+        layers,
         parameters=hidden * (2 * hidden + 2 * kv + 3 * features),
         attention_flops=4.0 * LENGTH * LENGTH * hidden,
         traffic=2.0 * LENGTH * (20 * hidden + 6 * features),

@@ -8,7 +8,7 @@ from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.block_time import time_block
 from lightning_hanayo.planner.communication_volume import LinearLayer
 from lightning_hanayo.planner.machine import Link, Machine
-from lightning_hanayo.planner.model_facts import BlockFacts, Product
+from lightning_hanayo.planner.model_facts import BlockFacts
 from recipes.benchmarks.schemes.log import replay
 from recipes.benchmarks.schemes.names import three_d
 from recipes.benchmarks.tensor3d_rank import Case, dry_run
@@ -26,7 +26,7 @@ def block(tokens: int) -> BlockFacts:
         LinearLayer(tokens, h, 4 * h),
         LinearLayer(tokens, 4 * h, h, row_parallel=True),
     )
-    return BlockFacts(tuple(map(Product, layers)), parameters=12 * h * h, attention_flops=4.0 * tokens * h * tokens)
+    return BlockFacts(layers, parameters=12 * h * h, attention_flops=4.0 * tokens * h * tokens)
 
 
 def machine(flops: float = FLOPS) -> Machine:

@@ -14,7 +14,7 @@ from tests.planner.llamas import SEVEN_B
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(SEVEN_B, machine("h100"), num_devices=16, global_batch=64, top=2)
+    return make_plan(SEVEN_B, machine("h100"), num_devices=16, step=64, top=2)
 
 
 def test_what_is_saved_is_loaded(plan: Plan, tmp_path: Path) -> None:

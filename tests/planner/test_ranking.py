@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import Choices, candidates
+from lightning_hanayo.planner.candidates import BatchesOfStep, Choices, candidates
 from lightning_hanayo.planner.estimates import Estimate
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import Code
@@ -76,10 +76,10 @@ def test_embedding_and_head_stay_sharded_where_a_run_accepts_it_and_memory_is_sh
     assert {one.cube_outside for one in found if one.cube_size > 1} == {"share", "tokens"}
     decided = candidates(large, 8, 64, Counter(), choices=Choices(cube_outside=("replicate",)))
     assert {one.cube_outside for one in decided} == {"replicate"}
-    options: Any = {"num_devices": 8, "global_batch": 64, "accept": lambda one: one.mesh == (2, 2, 2)}
+    options: Any = {"num_devices": 8, "step": 64, "accept": lambda one: one.mesh == (2, 2, 2)}
     chosen = make_plan(large, H100, memory=5e9, **options).first.candidate
     assert strategy_options(chosen)["cube_outside"] == "tokens"
-    with pytest.raises(HanayoError, match="parameters outside the stack"):
+    with pytest.raises(HanayoError, match="for gathered "):
         make_plan(large, H100, memory=5e9, choices=Choices(cube_outside=("share",)), **options)
 
 
@@ -91,7 +91,7 @@ def test_pairs_are_proposed_where_they_win() -> None:
             SEVEN_B,
             slow,
             num_devices=8,
-            global_batch=128,
+            step=128,
             top=1,
             accept=lambda one: one.mesh == (2, 2, 2),
             choices=choices,
@@ -102,7 +102,7 @@ def test_pairs_are_proposed_where_they_win() -> None:
 
 
 def test_the_fastest_comes_first_and_fits() -> None:
-    plan = make_plan(SEVEN_B, H100, num_devices=16, global_batch=128)
+    plan = make_plan(SEVEN_B, H100, num_devices=16, step=128)
     times = [one.seconds for one in plan.best]
     assert times == sorted(times)
     assert all(one.memory.total <= plan.memory == 72e9 for one in plan.best)
@@ -115,7 +115,7 @@ def test_the_fastest_comes_first_and_fits() -> None:
 def test_less_memory_never_makes_a_plan_faster() -> None:
     times = [
         make_plan(
-            SEVEN_B, H100, num_devices=16, global_batch=64, memory=memory, top=3, choices=Choices(pairs=(False,))
+            SEVEN_B, H100, num_devices=16, step=64, memory=memory, top=3, choices=Choices(pairs=(False,))
         ).first.seconds
         for memory in (72e9, 40e9, 20e9)
     ]
@@ -123,33 +123,33 @@ def test_less_memory_never_makes_a_plan_faster() -> None:
 
 
 def test_on_one_device_there_is_one_topology() -> None:
-    plan = make_plan(SMALL, H100, num_devices=1, global_batch=8)
+    plan = make_plan(SMALL, H100, num_devices=1, step=8)
     assert {prod(one.candidate.topology.sizes) for one in plan.best} == {1}
 
 
 def test_the_nearest_miss_says_what_is_missing() -> None:
     with pytest.raises(HanayoError) as caught:
-        make_plan(SEVENTY_B, H100, num_devices=8, global_batch=64)
+        make_plan(SEVENTY_B, H100, num_devices=8, step=64)
     message = str(caught.value)
     assert message.startswith("no layout of 69 billion parameters fits into 72.0 GB on 8 devices. The nearest, P=")
     assert "GB too much; most of it, " in message
-    assert "GB, for the optimizer's states" in message
+    assert "GB, for optimizer (docs" in message
     assert "It would fit with 32 devices of this size, or " in message
 
 
 def test_a_model_that_no_number_of_devices_holds() -> None:
     with pytest.raises(HanayoError, match=r"a smaller model \(tried: up to 64 devices\)"):
-        make_plan(SEVEN_B, H100, num_devices=1, global_batch=1, memory=1e6)
+        make_plan(SEVEN_B, H100, num_devices=1, step=1, memory=1e6)
 
 
 def test_samples_that_divide_over_no_layout() -> None:
     with pytest.raises(HanayoError, match=r"on 7 devices divides 1 sample per step: .*don't divide"):
-        make_plan(replace(SMALL, blocks=SMALL.blocks[:2]), H100, num_devices=7, global_batch=1)
+        make_plan(replace(SMALL, blocks=SMALL.blocks[:2]), H100, num_devices=7, step=1)
 
 
 @pytest.mark.thorough
 def test_a_thousand_devices() -> None:
-    plan = make_plan(SEVENTY_B, H100, num_devices=1024, global_batch=1024)
+    plan = make_plan(SEVENTY_B, H100, num_devices=1024, step=1024)
     assert len(plan.best) == 5
     assert plan.num_considered > 5000
 
@@ -160,15 +160,14 @@ def test_batches_of_a_given_size(batch_size: int, data: int) -> None:
         SMALL,
         H100,
         num_devices=4,
-        global_batch=3 * data * batch_size,
+        step=BatchesOfStep(batch_size, 3),
         memory=1e12,
         top=2,
-        batch_size=batch_size,
         accept=lambda one: one.data == data and one.cube_size == 1,
     )
     assert {(one.candidate.batch_size, one.candidate.accumulate) for one in plan.best} == {(batch_size, 3)}
 
 
 def test_many_samples_take_no_time() -> None:
-    plan = make_plan(SMALL, H100, num_devices=4, global_batch=10**9, top=1)
+    plan = make_plan(SMALL, H100, num_devices=4, step=10**9, top=1)
     assert plan.first.candidate.samples_per_step == 10**9

@@ -60,7 +60,7 @@ def test_other_ranks_wait_for_code_outside_the_stack_where_the_step_runs_once() 
 def test_the_five_best(facts: ModelFacts, devices: int) -> None:
     """With embedding and head on the first rank, and stages of different sizes."""
     model = StepModel(facts, H100)
-    plan = make_plan(facts, H100, num_devices=devices, global_batch=512, model=model)
+    plan = make_plan(facts, H100, num_devices=devices, step=512, model=model)
     assert len(plan.best) == 5
     errors = [model.closed_form(one.candidate).seconds / one.seconds - 1 for one in plan.best]
     assert max(map(abs, errors)) < 0.02

@@ -160,10 +160,8 @@ def recomputed_modules(recompute: Recompute, layout: Layout, ownership: Ownershi
     found = [(name, block, attention_of(block)) for name, block in named]
     for name, block, parts in found:
         if not parts:
-            raise UnsupportedError(
-                f"recompute='attention', but {name}, a {type(block).__name__}, has no module inside whose class is "
-                f"named after attention. Use recompute='blocks', or a number of blocks."
-            )
+            what = f"{name}, a {type(block).__name__}, has no module inside whose class is named after attention"
+            raise UnsupportedError(f"recompute='attention', but {what}. Use recompute='blocks', or a number of blocks")
     return [part for _, _, parts in found for part in parts]
 
 
@@ -227,18 +225,11 @@ def _check_pairs(plan: ParallelizePlan, stack: Stack, options: Options) -> None:
         HanayoError: the blocks, or the code around them, change something that both threads use.
     """
     if not plan.is_registered:
-        raise HanayoError(
-            f"pairs=True: {type(stack.blocks[0]).__name__} is no registered block. Its parameters are changed while "
-            f"its code runs, which two micro-batches at once can't share. Leave pairs out, or register the block "
-            f"(docs/guides/tensor3d-layers.md)."
-        )
+        what = f"{type(stack.blocks[0]).__name__} is no registered block: its parameters change while its code runs"
+        raise HanayoError(f"pairs=True: {what}. Leave pairs out, or register it (docs/guides/tensor3d-layers.md)")
     if options.cube_outside == "tokens":
-        raise HanayoError(
-            "pairs=True and cube_outside='tokens': user code would start collectives, while another micro-batch runs. "
-            "Set cube_outside='share', or leave pairs out."
-        )
+        why = "pairs=True and cube_outside='tokens': user code would start collectives while another micro-batch runs"
+        raise HanayoError(f"{why}. Set cube_outside='share', or leave pairs out")
     if options.recompute != "none":
-        raise HanayoError(
-            "pairs=True and recompute: a backward would run blocks again while another micro-batch runs them. Leave "
-            "one of both out; cube_memory='shards' saves memory, too."
-        )
+        why = "pairs=True and recompute: a backward would run blocks again while another micro-batch runs them"
+        raise HanayoError(f"{why}. Leave one of both out; cube_memory='shards' saves memory, too")

@@ -9,7 +9,7 @@ from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, Candidate
 from lightning_hanayo.planner.communication_volume import LinearLayer
 from lightning_hanayo.planner.machine import Link, Machine
-from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
+from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts
 
 HOSTS, NODE = 8, 4
 """hosts, and those that Megatron's rule would take for a node"""
@@ -45,9 +45,7 @@ class Model:
             LinearLayer(seq, h, 4 * h),
             LinearLayer(seq, 4 * h, h, row_parallel=True),
         )
-        block = BlockFacts(
-            tuple(map(Product, layers)), parameters=12 * h * h, attention_flops=4.0 * seq * h * seq, calls=1
-        )
+        block = BlockFacts(layers, parameters=12 * h * h, attention_flops=4.0 * seq * h * seq, calls=1)
         return ModelFacts(
             stack="layers", blocks=(block,) * self.layers, message=float(BYTES * seq * h), tokens=seq, optimizer_bytes=0
         )

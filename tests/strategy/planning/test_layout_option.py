@@ -23,7 +23,7 @@ from tests.strategy.planning.test_read_model import SAMPLES, Module
 
 def write_plan(path: Path) -> dict[str, Any]:
     """Of a small model on eight devices."""
-    plan = make_plan(llama(8, 256, 768, 8, 8), machine("h100"), num_devices=8, global_batch=32, top=1)
+    plan = make_plan(llama(8, 256, 768, 8, 8), machine("h100"), num_devices=8, step=32, top=1)
     save_plan(path, plan, overlay(plan, num_nodes=1, accelerator="gpu", sets_batch_size=False))
     return strategy_options(plan.first.candidate)
 

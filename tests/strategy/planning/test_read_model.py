@@ -111,7 +111,7 @@ def test_a_gpt() -> None:
     assert facts.tokens == CONTEXT
     assert facts.optimizer_bytes == 8
     assert len(set(facts.blocks)) == 1
-    assert [one.layer for one in facts.blocks[0].products] == [
+    assert list(facts.blocks[0].products) == [
         LinearLayer(CONTEXT, WIDTH, 3 * WIDTH),
         LinearLayer(CONTEXT, WIDTH, WIDTH, row_parallel=True),
         LinearLayer(CONTEXT, WIDTH, 4 * WIDTH),
@@ -150,9 +150,7 @@ def test_a_loss_from_whole_logits_of_another_model_needs_them_all() -> None:
 def test_a_llama_shares_the_inputs_of_q_k_v_and_of_gate_and_up() -> None:
     pytest.importorskip("transformers")
     facts = counted("llama")
-    sizes = [
-        (one.layer.in_features, one.layer.out_features, one.layer.row_parallel) for one in facts.blocks[0].products
-    ]
+    sizes = [(one.in_features, one.out_features, one.row_parallel) for one in facts.blocks[0].products]
     assert sizes == [(128, 384, False), (128, 128, True), (128, 672, False), (336, 128, True)]
     assert facts.outside_parameters - facts.computing_parameters == 1024 * 128, "the embedding's table"
     assert facts.blocks[0].calls == 34, "kernels alone, without questions about devices"
@@ -272,7 +270,7 @@ def test_shared_experts_take_less_memory_and_are_planned_for_the_worst_choice() 
     ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
     facts = read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES)
     layer = facts.blocks[0].experts
-    assert layer is not None and facts.has_experts and facts.sharing_experts.sharing_experts is facts.sharing_experts
+    assert layer is not None and facts.has_experts
     step_model = StepModel(replace(facts, optimizer_bytes=8.0), machine("h100"))
     whole = Candidate(mesh=(2, 2, 2), samples=16)
     shared = replace(whole, experts="cube")

@@ -10,8 +10,6 @@ Prints timelines: in colours in a terminal, as plain text in a pipe.
 """
 
 import json
-import shutil
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -27,7 +25,6 @@ from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_page, save_ranking, save_timeline, save_trace
 from lightning_hanayo.plotting.palette import action_colour, legend_entries, text_colour, wave_legs
 from lightning_hanayo.plotting.terminal_status import showing
-from lightning_hanayo.plotting.timeline import FORMATS
 from lightning_hanayo.schedule import (
     CostModel,
     Kind,
@@ -41,7 +38,7 @@ from lightning_hanayo.schedule import (
 from lightning_hanayo.schedule.communication import messages_per_microbatch
 from lightning_hanayo.schedule.comparison import Comparison, compare
 from lightning_hanayo.schedule.cost import gather_compute_scatter
-from lightning_hanayo.schedule.text.timeline_text import Line, timeline_lines
+from lightning_hanayo.schedule.text.timeline_text import timeline_lines
 
 SUBCOMMANDS = {
     "show": "draw one schedule: in the terminal, or as an image, HTML page or trace",
@@ -78,8 +75,7 @@ def cost(text: str) -> float | tuple[float, ...]:
 DEFAULT_RANKS = 4
 
 _COSTS = {
-    "forward": "time of one micro-batch's forward through one rank's share of the model (T_F; default 1); "
-    "a list gives one time per stage",
+    "forward": "time of a micro-batch's forward in a rank's share of the model (T_F; default 1), or one per stage",
     "backward_input": "the same for the gradients of the inputs (default 1)",
     "backward_weight": "the same for the gradients of the weights (default 1)",
     "message": "time of one message between two ranks (T_C; default 0)",
@@ -121,8 +117,7 @@ def add_costs(parser: ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=to_cost, metavar=metavar, help=meaning)
     parser.add_argument("--ranks-per-node", type=integer, metavar="N", help="required by --message-between-nodes")
     meaning = (
-        "let ranks run two micro-batches at once, so that the collectives of one hide behind the compute of the other; "
-        "R: how long an action's collectives take, in the time of its compute (default 1)"
+        "let ranks run two micro-batches at once; R: the time of an action's collectives, in that of its compute (1)"
     )
     parser.add_argument("--pairs", type=positive, nargs="?", const=1.0, metavar="R", help=meaning)
     meaning = "the maximum of activations on a rank, in micro-batches (M_a)"
@@ -243,8 +238,6 @@ def run_compare(options: Options) -> int:
     """
     tables = {name: Schedule.from_csv(name) for name in options.schedules if name.endswith(".csv")}
     names = [name for name in options.schedules if name not in tables] or None
-    for path in options.output:
-        check_output(path)
     for name in names or ():
         if name not in schedule_names():
             raise no_such_schedule(name, schedule_names())
@@ -308,7 +301,8 @@ def _save(path: str, title: str, timelines: Mapping[str, Timeline], options: Opt
     if suffix == ".html":
         save_page(path, title, timelines, unit=options.unit)
     elif suffix == ".json":
-        save_trace(path, timelines, seconds=unit_seconds(options.unit))
+        seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(options.unit, 1e-3)  # an unknown unit is a ms
+        save_trace(path, timelines, seconds=seconds)
     return suffix in (".html", ".json")
 
 
@@ -360,16 +354,12 @@ def run_show(options: Options) -> int:
     Without --output it is drawn in the terminal. The suffix of an output file chooses its format: .png, .svg or .pdf
     (an image), .html (an interactive page in one file), .json (a trace for ui.perfetto.dev).
     """
-    for path in options.output:
-        check_output(path)
     with showing("building the schedule"):
         schedule = options.make_schedule()
     for microbatch in options.follow:
         if microbatch not in range(schedule.num_microbatches):
             last = schedule.num_microbatches - 1
             raise HanayoError(f"--follow: there is no micro-batch {microbatch}, micro-batches are 0 to {last}")
-    if options.columns is not None and options.columns < 20:
-        raise HanayoError(f"--columns: expected at least 20, got {options.columns}")
     with showing("simulating"):
         timeline = options.simulate(schedule)
     for path in options.output:
@@ -390,20 +380,6 @@ def run_show(options: Options) -> int:
     for path in options.output:
         print(f"wrote {path}")
     return 0
-
-
-def check_output(path: str) -> None:
-    """Raise a HanayoError if an output file has an unknown suffix or its folder doesn't exist."""
-    suffix, known = Path(path).suffix, [f".{suffix}" for suffix in (*FORMATS, "html", "json")]
-    if suffix.lower() not in known:
-        raise HanayoError(f"--output {path}: the suffix {suffix!r} is unknown; {nearest(suffix, known)}")
-    if not Path(path).parent.is_dir():
-        raise HanayoError(f"--output {path}: there is no folder {Path(path).parent}")
-
-
-def unit_seconds(unit: str) -> float:
-    """The length of a unit of time in seconds. Traces show an unknown unit as a millisecond."""
-    return {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(unit, 1e-3)
 
 
 def title(schedule: Schedule) -> str:
@@ -461,42 +437,23 @@ MAX_LINES = 2000
 
 def print_timeline(timeline: Timeline, columns: int | None) -> None:
     """Print the timeline, broken into lines of `columns` characters; None: the width of the terminal, if it is one."""
-    is_terminal = sys.stdout.isatty()
-    if columns is None and is_terminal:
-        columns = shutil.get_terminal_size().columns
-    lines = timeline_lines(timeline, columns, wrap=True)
-    show = _printer(timeline) if is_terminal else print
-    for line in islice(lines, MAX_LINES):
-        show(line)
-    if next(lines, None) is not None:
-        print(f"... cut after {MAX_LINES:,} lines; to see all: --output schedule.png, or fewer ranks or micro-batches")
-    elif is_terminal:
-        _print_legend(timeline)
-
-
-def _printer(timeline: Timeline) -> Callable[[Line], None]:
-    """Prints lines in colours."""
     from rich.console import Console
     from rich.text import Text
 
     console, legs = Console(highlight=False), wave_legs(timeline)
-
-    def show(line: Line) -> None:
+    lines = timeline_lines(timeline, console.width if columns is None and console.is_terminal else columns)
+    for line in islice(lines, MAX_LINES):
         row = Text(line.head)
-        for piece in line.pieces:
-            colour = action_colour(piece.span.action, legs) if piece.span else None
-            row.append(piece.text, style=f"{text_colour(colour)} on {colour}" if colour else "dim")
+        for text, span in line.pieces:
+            colour = action_colour(span.action, legs) if span else None
+            row.append(text, style=f"{text_colour(colour)} on {colour}" if colour else "dim")
+        row.rstrip()
         console.print(row, soft_wrap=True)
-
-    return show
-
-
-def _print_legend(timeline: Timeline) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    legend = Text()
-    for label, colour in legend_entries([timeline]).items():
-        legend.append("  ", style=f"on {colour}")
-        legend.append(f" {label}   ")
-    Console(highlight=False).print(legend)
+    if next(lines, None) is not None:
+        print(f"... cut after {MAX_LINES:,} lines; to see all: --output schedule.png, or fewer ranks or micro-batches")
+    elif console.is_terminal:
+        legend = Text()
+        for label, colour in legend_entries([timeline]).items():
+            legend.append("  ", style=f"on {colour}")
+            legend.append(f" {label}   ")
+        console.print(legend)

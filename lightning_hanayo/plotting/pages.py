@@ -109,10 +109,8 @@ def save_page(
     """
     count = sum(len(timeline.spans) for timeline in timelines.values())
     if count > MAX_SPANS:
-        raise HanayoError(
-            f"{path}: a page shows at most {MAX_SPANS} actions, got {count}; draw fewer micro-batches or ranks, or "
-            "write a trace (.json) and open it in ui.perfetto.dev"
-        )
+        way_out = "draw fewer micro-batches or ranks, or write a trace (.json) and open it in ui.perfetto.dev"
+        raise HanayoError(f"{path}: a page shows at most {MAX_SPANS} actions, got {count}; {way_out}")
     save_filled(path, "timelines.html", title, _data(timelines, unit, choices or {}))
 
 

@@ -91,11 +91,6 @@ def drawn_spans(timeline: Timeline) -> list[Span]:
     return [span for span in timeline.spans if span.end > span.start and not span.action.kind.is_message]
 
 
-def box_lengths(timeline: Timeline) -> list[float]:
-    """How long the drawn compute actions take, in ascending order."""
-    return sorted(span.end - span.start for span in drawn_spans(timeline) if span.action.kind.is_compute)
-
-
 def legend_entries(timelines: Iterable[Timeline]) -> dict[str, str]:
     """The meaning of each colour in these timelines, as label -> colour, forwards first."""
     labels: dict[str, str] = {}

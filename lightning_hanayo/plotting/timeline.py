@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.plotting import palette
-from lightning_hanayo.plotting.palette import box_lengths, legend_entries
+from lightning_hanayo.plotting.palette import legend_entries
 from lightning_hanayo.schedule import Kind, Span, Timeline
 from lightning_hanayo.schedule.dependency import waits_in
 
@@ -182,7 +182,8 @@ def _bands(timelines: Sequence[Timeline], width: float, height: float) -> list[t
 
 def _ideal_width(timeline: Timeline) -> float:
     """The width in inches at which a number fits into all compute boxes but the shortest tenth."""
-    lengths = box_lengths(timeline)
+    compute = (span for span in palette.drawn_spans(timeline) if span.action.kind.is_compute)
+    lengths = sorted(span.end - span.start for span in compute)
     # a few short actions, such as those of a small last stage, shouldn't widen the image
     narrowest = lengths[len(lengths) // 10] if lengths else 1.0
     return _BOX_WIDTH * (timeline.makespan or 1.0) / narrowest

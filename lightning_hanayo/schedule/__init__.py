@@ -16,10 +16,10 @@ from lightning_hanayo.schedule.registry import Request, build, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.simulate import Span, Timeline, simulate
 from lightning_hanayo.schedule.table import Action, Kind
-from lightning_hanayo.schedule.text.timeline_text import schedule_text, timeline_text
+from lightning_hanayo.schedule.text.timeline_text import timeline_text
 
 __all__ = [
     "Action", "CostModel", "Kind", "Request", "Schedule", "Span", "Timeline", "build",
     "complete", "forward_only", "last_backward_only", "reduction_order", "register_schedule", "schedule_names",
-    "schedule_text", "simulate", "timeline_text", "validate", "waits_for", "with_loss_stage", "without_forwards",
+    "simulate", "timeline_text", "validate", "waits_for", "with_loss_stage", "without_forwards",
 ]  # fmt: skip

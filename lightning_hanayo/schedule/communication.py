@@ -134,26 +134,14 @@ def first_microbatches(schedule: AnyTable, num_microbatches: int) -> AnyTable:
 
     Reductions keep the order of the whole schedule: another data rank may run more micro-batches at the same time.
     """
-    rows = tuple(
-        tuple(action for action in row if action.microbatch is None or action.microbatch < num_microbatches)
-        for row in schedule.actions
-    )
-    order = reduction_order(schedule)
-    made = replace(schedule, actions=rows, num_microbatches=num_microbatches, reduction_order=order)
-    return _with_whole_pairs(made)
+    made = _only(schedule, lambda a: a.microbatch is None or a.microbatch < num_microbatches)
+    return replace(made, num_microbatches=num_microbatches, reduction_order=reduction_order(schedule))
 
 
 def _only(schedule: AnyTable, keeps: Callable[[Action], bool]) -> AnyTable:
-    made = replace(schedule, actions=tuple(tuple(filter(keeps, row)) for row in schedule.actions))
-    return _with_whole_pairs(made)
-
-
-def _with_whole_pairs(schedule: AnyTable) -> AnyTable:
-    """The same without the pairs of which an action was left out."""
-    if not schedule.pairs:
-        return schedule
-    held = {action for row in schedule.actions for action in row}
-    return replace(schedule, pairs=frozenset(pair for pair in schedule.pairs if held.issuperset(pair)))
+    """The same schedule without the other actions, and without their pairs."""
+    rows = tuple(tuple(filter(keeps, row)) for row in schedule.actions)
+    return replace(schedule, actions=rows, pairs=frozenset(pair for pair in schedule.pairs if all(map(keeps, pair))))
 
 
 def with_loss_stage(schedule: AnyTable) -> AnyTable:

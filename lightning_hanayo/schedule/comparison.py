@@ -75,10 +75,8 @@ def compare(
     costs = costs or CostModel()
     for name, table in tables.items():
         if (table.num_ranks, table.num_microbatches) != (num_ranks, num_microbatches):
-            raise HanayoError(
-                f"{name} is a table of {table.num_ranks} ranks and {table.num_microbatches} micro-batches, so it can't "
-                f"be compared with schedules of {num_ranks} and {num_microbatches}: give its sizes"
-            )
+            what = f"{name} is a table of {table.num_ranks} ranks and {table.num_microbatches} micro-batches"
+            raise HanayoError(f"{what}; give its sizes for a comparison, not {num_ranks} and {num_microbatches}")
     candidates = [_simulated(name, table, costs, activation_budget, steps) for name, table in tables.items()]
     refused: dict[str, str] = {}
     names = tuple(dict.fromkeys(schedule_names() if names is None else names))

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.pair_time import Segment, Segments, best_order, run_alone
-from lightning_hanayo.schedule.number_checks import check_numbers, is_size
+from lightning_hanayo.schedule.number_checks import check_numbers, is_number, is_size
 from lightning_hanayo.schedule.table import Action, Kind, Table
 
 Cost = float | tuple[float, ...]
@@ -29,14 +29,6 @@ def gather_compute_scatter(link: float = 1.0) -> tuple[tuple[str, Segments], ...
     """
     part = (Segment(start=link / 2), Segment(wait=0), Segment(1.0, start=link / 2), Segment(wait=1))
     return tuple((kind, part) for kind in (Kind.F, Kind.B, Kind.I))
-
-
-class WrongLength(HanayoError):
-    """A tuple of costs has too few or too many values for a schedule."""
-
-    def __init__(self, field: str, given: int, schedule: str, wanted: int) -> None:
-        super().__init__(f"CostModel: {field} has {given} values, schedule {schedule!r} {wanted} stages")
-        self.field, self.given, self.wanted = field, given, wanted
 
 
 @dataclass(frozen=True)
@@ -71,29 +63,22 @@ class CostModel:
     def __post_init__(self) -> None:
         check_numbers(self, "a cost is a finite number of at least 0, or one per stage", but=("segments",))
         self._check_segments()
-        per_action: Cost = self.per_action
-        if isinstance(per_action, tuple):
-            raise HanayoError(f"CostModel: per_action={per_action!r}; expected one number, the same for all stages")
+        if not is_number(self.per_action):
+            raise HanayoError(f"CostModel: per_action={self.per_action!r}; expected one number for all stages")
         nodes = (self.message_between_nodes, self.ranks_per_node)
         if nodes == (None, None):
             return
         numbers = not any(value is None or isinstance(value, tuple) for value in (self.message, *nodes))
         if not numbers or not is_size(self.ranks_per_node):
-            raise HanayoError(
-                f"CostModel: message={self.message!r}, message_between_nodes={nodes[0]!r}, ranks_per_node={nodes[1]!r}"
-                "; hops by node need two numbers and a whole number of ranks of at least 1, all three; a tuple of "
-                "messages already gives the time of each hop, so leave the other two out"
-            )
+            given = f"message={self.message!r}, message_between_nodes={nodes[0]!r}, ranks_per_node={nodes[1]!r}"
+            raise HanayoError(f"CostModel: {given}; hops by node need all three, as numbers; a tuple of hops no other")
 
     def _check_segments(self) -> None:
         given = tuple((kind, tuple(Segment(*one) for one in segments)) for kind, segments in self.segments)
         object.__setattr__(self, "segments", given)  # of lists, where they come from a file
-        kinds = [kind for kind, _ in given]
-        if len(set(kinds)) < len(kinds) or not set(kinds) <= {"F", "B", "I"}:
-            raise HanayoError(f"CostModel: segments are of {', '.join(kinds)}; expected 'F', 'B' and 'I', each once")
-        for kind, segments in self.segments:
-            if not segments or not run_alone(segments) > 0:
-                raise HanayoError(f"CostModel: the segments of {kind} take no time; leave them out")
+        kinds = {kind for kind, segments in given if segments and run_alone(segments) > 0}
+        if len(kinds) < len(given) or not kinds <= {"F", "B", "I"}:
+            raise HanayoError(f"CostModel: segments={given}; expected some that take time, of F, B and I, each once")
 
     def pair(self, table: Table, first: Action, second: Action) -> tuple[float, float]:
         """How long each of two actions of a rank takes if it begins both at once."""
@@ -174,7 +159,8 @@ class CostModel:
         if name == "message":
             fitting.add(wanted - 1)  # one per pair of neighbouring stages
         if len(values) not in fitting:
-            raise WrongLength(name, len(values), table.name, wanted)
+            given = f"CostModel: {name} has {len(values)} values, schedule {table.name!r} {wanted} stages"
+            raise HanayoError(f"{given}; give one value per stage, or one number for a rank's whole share")
         return values[stage] if stage < len(values) else 0.0
 
 

@@ -51,10 +51,8 @@ def check_num_actions(num_ranks: int, num_microbatches: int, stages_per_rank: in
         return
     fitting = most // stages
     fits = f"{fitting:,} micro-batches would do" if fitting else "fewer stages would do"
-    raise HanayoError(
-        f"{num_ranks} ranks, {num_microbatches} micro-batches and {stages_per_rank} stages per rank make up to "
-        f"{stages * num_microbatches:,} actions, more than {most:,}; {fits}"
-    )
+    sizes = f"{num_ranks} ranks, {num_microbatches} micro-batches and {stages_per_rank} stages per rank"
+    raise HanayoError(f"{sizes} make up to {stages * num_microbatches:,} actions, more than {most:,}; {fits}")
 
 
 def check_numbers(model: Any, meaning: str, but: Collection[str] = ()) -> None:

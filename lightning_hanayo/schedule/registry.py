@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.communication import forwards_before_backwards
-from lightning_hanayo.schedule.cost import CostModel, WrongLength
+from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.number_checks import MAX_TRIED, check_num_actions, is_number, is_size
 from lightning_hanayo.schedule.passes.pairing import EFFORT, pair_up
 from lightning_hanayo.schedule.passes.validation import validate
@@ -50,10 +50,8 @@ class Request:
         check_num_actions(self.num_ranks, self.num_microbatches, self.num_stages_per_rank or 2 * self.num_waves)
         budget = self.activation_budget
         if budget is not None and (not is_number(budget) or budget == 0):
-            raise HanayoError(
-                f"schedule {self.name!r}: activation_budget={budget!r}, expected a number above 0 (in M_a: one "
-                "micro-batch's activations of a rank's whole share), or None"
-            )
+            expected = "expected a number above 0 (in M_a: one micro-batch's activations on a rank), or None"
+            raise HanayoError(f"schedule {self.name!r}: activation_budget={budget!r}, {expected}")
 
     def stages_per_rank(self, expected: int | None) -> int:
         """How many stages a rank holds. `expected`: the only number that the schedule can have; None: any (default 2).
@@ -61,16 +59,12 @@ class Request:
         Raises `HanayoError` if several waves or another number were asked for.
         """
         if self.num_waves != 1 and expected != 2 * self.num_waves:
-            raise HanayoError(
-                f"schedule {self.name!r} has no waves, got num_waves={self.num_waves}; "
-                "leave it out, use num_stages_per_rank with 'interleaved', or the schedule 'hanayo'"
-            )
+            way_out = "leave it out, use num_stages_per_rank with 'interleaved', or the schedule 'hanayo'"
+            raise HanayoError(f"schedule {self.name!r} has no waves, got num_waves={self.num_waves}; {way_out}")
         asked = self.num_stages_per_rank
         if asked is not None and expected is not None and asked != expected:
-            raise HanayoError(
-                f"schedule {self.name!r} has {expected} stages per rank here, got num_stages_per_rank={asked}; "
-                "leave it out, or use 'interleaved' (any number) or more num_waves (2 stages each)"
-            )
+            has = f"schedule {self.name!r} has {expected} stages per rank here, got num_stages_per_rank={asked}"
+            raise HanayoError(f"{has}; leave it out, or use 'interleaved' (any number) or num_waves (2 stages each)")
         return expected or asked or 2
 
 
@@ -211,22 +205,20 @@ def build(
 def _build(request: Request) -> Schedule:
     schedule = registered(request.name).build(request)
     if request.pairs and request.costs is not None and request.costs.segments:
-        schedule = _paired(schedule, request)
+        schedule = _paired(schedule, request, request.costs)
     if request.forwards_first:
         schedule = forwards_before_backwards(schedule)
     validate(schedule)
     if request.activation_budget is not None:
         peaks = simulate(schedule).peak_activations
         if (most := max(peaks)) > request.activation_budget + 1e-9:
-            raise HanayoError(
-                f"schedule {schedule.name!r} holds {most:g} M_a of activations on rank {peaks.index(most)}, more than "
-                f"activation_budget={request.activation_budget:g}; allow {most:g}, or use a schedule that keeps to a "
-                "budget ('hanayo')"
-            )
+            holds = f"schedule {schedule.name!r} holds {most:g} M_a of activations on rank {peaks.index(most)}"
+            way_out = f"allow {most:g}, or use a schedule that keeps to a budget ('hanayo')"
+            raise HanayoError(f"{holds}, more than activation_budget={request.activation_budget:g}; {way_out}")
     return schedule
 
 
-def _paired(schedule: Schedule, request: Request) -> Schedule:
+def _paired(schedule: Schedule, request: Request, costs: CostModel) -> Schedule:
     """The schedule in pairs. Waves also try an order for one more micro-batch under way, and for whole backwards."""
     budget, steady = request.activation_budget, request.steady
     orders = [schedule]
@@ -238,34 +230,23 @@ def _paired(schedule: Schedule, request: Request) -> Schedule:
         orders += [replace(registered(name).build(roomy), name=request.name) for name in names]
     most = budget or max(simulate(schedule).peak_activations) + 1
     effort = EFFORT // len(orders)
-    found = [pair_up(one, request.costs, budget=most, steady=steady, effort=effort) for one in orders]
-    return min(found, key=lambda one: simulate(one, request.costs, steps=2 if steady else 1).step_times[-1])
+    found = [pair_up(one, costs, budget=most, steady=steady, effort=effort) for one in orders]
+    return min(found, key=lambda one: simulate(one, costs, steps=2 if steady else 1).step_times[-1])
 
 
 def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:
     """The fastest of `choices` (name, number of waves); among equally fast ones the one with the fewest stages."""
     found: list[tuple[float, int, Schedule]] = []
-    refused: dict[str, HanayoError] = {}
-    lengths: dict[int, dict[int, WrongLength]] = {}
-    for name, num_waves in choices:
+    refused: dict[tuple[bool, int], HanayoError] = {}
+    for number, (name, num_waves) in enumerate(choices):
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves) if request.num_stages_per_rank is None else {}
             schedule = _build(replace(request, name=name, **sizes))
             time = simulate(schedule, request.costs, steps=2 if request.steady else 1).step_times[-1]
-        except WrongLength as error:
-            lengths.setdefault(num_waves, {})[error.wanted] = error
         except HanayoError as error:  # the schedule can't have these sizes, costs or budget
-            refused[name] = error
+            refused[registered(name).depth == "waves", number] = error
         else:
             found.append((float(f"{time:.9g}"), schedule.num_stages, schedule))
-    if found:
-        return min(found, key=lambda one: one[:2])[2]
-    in_waves = [error for name, error in refused.items() if registered(name).depth == "waves"]
-    if lengths and not in_waves:  # schedules in waves can have any number of stages, so only the length is wrong
-        wrong = next(one for stages in lengths.values() for one in stages.values())
-        fitting = "; ".join(f"W = {waves}: {' or '.join(map(str, sorted(own)))}" for waves, own in lengths.items())
-        raise HanayoError(
-            f"CostModel: {wrong.field} has {wrong.given} values, but no schedule here has that many stages; give one "
-            f"per stage ({fitting}), or one number for a rank's whole share"
-        )
-    raise in_waves[-1] if in_waves else next(iter(refused.values()))  # the last one, hanayo-zb, needs the least budget
+    if not found:
+        raise refused[max(refused)]  # of waves the last one, hanayo-zb, which needs the least budget
+    return min(found, key=lambda one: one[:2])[2]

@@ -46,11 +46,6 @@ class Timeline:
     num_steps: int = 1
     """how many steps `spans` holds, one after another, each with the same number of spans"""
 
-    def __post_init__(self) -> None:
-        if self.num_steps < 1 or len(self.spans) % self.num_steps:
-            got = f"{len(self.spans)} spans and num_steps={self.num_steps}"
-            raise HanayoError(f"this is no timeline: {got}; expected at least one step, and as many spans in each")
-
     @classmethod
     def of(cls, schedule: Table, spans: Iterable[Span], num_steps: int = 1) -> "Timeline":
         """The timeline of spans that were measured or simulated for `schedule`."""
@@ -124,7 +119,8 @@ class Timeline:
             >>> simulate(build("1f1b", num_ranks=2, num_microbatches=2)).activations(1)
             ((0.0, 0.0), (1.0, 1.0), (4.0, 1.0), (7.0, 0.0))
         """
-        return self.held(rank, self.stage_shares)
+        equal = [1 / max(1, [*self.rank_of.values()].count(rank))] * (1 + max(self.rank_of, default=0))
+        return self.held(rank, self.shares or equal)
 
     def held(self, rank: int, sizes: Sequence[float]) -> Curve:
         """The amount that a rank holds if an activation of stage s takes `sizes[s]` of any unit."""
@@ -142,15 +138,6 @@ class Timeline:
                 curve.pop()
             curve.append((time, now))
         return tuple((time, round(held, 9)) for time, held in curve)
-
-    @cached_property
-    def stage_shares(self) -> tuple[float, ...]:
-        """`shares`, or equal parts for all stages of a rank if it is empty."""
-        if self.shares:
-            return self.shares
-        ranks, rank_of = list(self.rank_of.values()), self.rank_of
-        stages = range(max(rank_of, default=-1) + 1)
-        return tuple(1 / ranks.count(rank_of[stage]) if stage in rank_of else 0.0 for stage in stages)
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
@@ -192,10 +179,8 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
         raise HanayoError(f"simulate: steps={steps!r}, expected at least 1, a whole number")
     num_actions = sum(map(len, schedule.actions))
     if steps * num_actions > MAX_ACTIONS:
-        raise HanayoError(
-            f"simulate: {steps} steps of {num_actions:,} actions are more than {MAX_ACTIONS:,} actions; "
-            f"{max(1, MAX_ACTIONS // num_actions):,} steps would do"
-        )
+        most = max(1, MAX_ACTIONS // num_actions)
+        raise HanayoError(f"simulate: {steps} steps of {num_actions:,} actions; {most:,} steps of them would do")
     rank_of, microbatches = dict(enumerate(schedule.stage_ranks)), range(schedule.num_microbatches)
     for rank, row in enumerate(schedule.actions):
         for one in row:  # the evaluator's codes need a known stage, kind and micro-batch, on its stage's rank

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from reprlib import repr as repr_of
 
 from lightning_hanayo.errors import HanayoError
 
@@ -54,7 +55,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 MESSAGE = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
-_CELL = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)")
+_CELL = re.compile(r"(\d{1,18})([A-Z]+(?:_[A-Z]+)?)(\d{0,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +82,14 @@ class Action:
             HanayoError: `text` names no action.
         """
         match = _CELL.fullmatch(text.strip())
-        if match is None or match[2] not in Kind.__members__:
-            raise HanayoError(_not_an_action(text, f"the kinds are {', '.join(Kind)}"))
-        kind = Kind(match[2])
-        if (kind is Kind.REDUCE_GRAD) != (match[3] == ""):
-            wanted = "takes no micro-batch" if kind is Kind.REDUCE_GRAD else "needs a micro-batch"
-            raise HanayoError(_not_an_action(text, f"{kind} {wanted}"))
-        return cls(int(match[1]), kind, int(match[3]) if match[3] else None)
+        if match is None or match[2] not in Kind.__members__ or (match[2] == Kind.REDUCE_GRAD) != (match[3] == ""):
+            expected = f"<stage><kind><micro-batch>, as in 0F0, 3I2 or 2REDUCE_GRAD; the kinds are {', '.join(Kind)}"
+            raise HanayoError(f"{repr_of(text)} is no action: expected {expected}")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else None)
 
 
 Rows = Sequence[Sequence[Action]]
 """One list of actions per pipeline rank."""
-
-
-def _not_an_action(text: str, why: str) -> str:
-    return f"{text!r} is no action: expected <stage><kind><micro-batch>, as in 0F0, 3I2 or 2REDUCE_GRAD; {why}"
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, build, simulate
 
 
-def test_costs_of_a_wrong_length_name_those_that_fit() -> None:
-    """P = 2: a stage per rank, or 2W of them."""
-    with pytest.raises(HanayoError, match=r"forward has 3 values.*W = 1: 2 or 4; W = 2: 2 or 8; .*W = 8: 2 or 32"):
-        build("auto", num_ranks=2, num_microbatches=2, num_waves="auto", costs=CostModel(forward=(1.0,) * 3))
-    with pytest.raises(HanayoError, match=r"forward has 3 values.*\(W = 1: 4; W = 2: 8; "):
-        build("hanayo", num_ranks=2, num_microbatches=2, num_waves="auto", costs=CostModel(forward=(1.0,) * 3))
+def test_costs_of_a_wrong_length_name_one_that_fits() -> None:
+    for name in ("auto", "hanayo"):
+        with pytest.raises(HanayoError, match=r"forward has 3 values, schedule 'hanayo(-zb)?' 32 stages"):
+            build(name, num_ranks=2, num_microbatches=2, num_waves="auto", costs=CostModel(forward=(1.0,) * 3))
 
 
 def test_costs_that_fit_some_waves_decide_them() -> None:

@@ -74,7 +74,7 @@ def test_a_hop_between_nodes() -> None:
     ],
 )
 def test_hops_by_node_need_all_three_numbers(costs: dict[str, Any]) -> None:
-    with pytest.raises(HanayoError, match=r"message_between_nodes=.* hops by node need two numbers"):
+    with pytest.raises(HanayoError, match=r"message_between_nodes=.* hops by node need all three, as numbers"):
         CostModel(**costs)
 
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import (
     Action,
     CostModel,
@@ -104,8 +103,3 @@ def test_steps_one_by_one() -> None:
     assert timeline.step_times == (4, 3, 3)
     assert timeline.step_bubbles == (0.25, 0, 0)
     assert timeline.steps[0] == simulate(forward_only(build("gpipe", num_ranks=2, num_microbatches=3)))
-
-
-def test_spans_that_do_not_divide_into_steps() -> None:
-    with pytest.raises(HanayoError, match="1 spans and num_steps=2"):
-        Timeline(spans("0 0F0 0 1"), num_steps=2)

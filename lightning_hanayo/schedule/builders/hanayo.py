@@ -69,10 +69,8 @@ def budget_of(request: Request) -> float:
     request.stages_per_rank(2 * request.num_waves)
     budget = request.num_ranks if request.activation_budget is None else request.activation_budget
     if not budget >= 1:
-        raise HanayoError(
-            f"schedule {request.name!r}: activation_budget={budget:g}, expected at least 1 (in M_a: one micro-batch's "
-            "activations of a rank's whole share, which a rank holds before its first backward)"
-        )
+        unit = "in M_a: one micro-batch's activations on a rank, which it holds before its first backward"
+        raise HanayoError(f"schedule {request.name!r}: activation_budget={budget:g}, expected at least 1 ({unit})")
     return budget
 
 

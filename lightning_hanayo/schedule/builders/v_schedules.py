@@ -242,10 +242,8 @@ def dualpipev(request: Request) -> Schedule:
     request.stages_per_rank(2)
     num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
     if num_microbatches < 2 * num_ranks:
-        raise HanayoError(
-            f"schedule 'dualpipev' needs at least one micro-batch per stage, {2 * num_ranks} on {num_ranks} ranks, got "
-            f"{num_microbatches}; 'hanayo-zb' takes any number"
-        )
+        needed = f"at least one micro-batch per stage, {2 * num_ranks} on {num_ranks} ranks"
+        raise HanayoError(f"'dualpipev' needs {needed}, got {num_microbatches}; 'hanayo-zb' takes any number")
     rows, pairs = [], []
     for rank in range(num_ranks):
         cells = list(_actions(rank, num_ranks, num_microbatches))

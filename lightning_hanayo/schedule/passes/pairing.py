@@ -27,12 +27,7 @@ _Score = tuple[float, float, float]
 
 
 def pair_up(
-    table: AnyTable,
-    costs: CostModel | None = None,
-    *,
-    budget: float | None = None,
-    steady: bool = False,
-    effort: int | None = None,
+    table: AnyTable, costs: CostModel, *, budget: float | None = None, steady: bool = False, effort: int = EFFORT
 ) -> AnyTable:
     """The same actions, some in pairs and maybe in another order; the simulated step is no longer than that of `table`.
 
@@ -42,9 +37,9 @@ def pair_up(
         budget: the most activations that a rank may hold, in M_a (default: one more than it holds in `table`, as two
             micro-batches are under way).
         steady: whether to compare orders by the time that a following step adds.
-        effort: how many actions are run at most, in all orders that are tried (default: `EFFORT`).
+        effort: how many actions are run at most, in all orders that are tried.
     """
-    search = _Pairing(table, costs or CostModel(), budget, EFFORT if effort is None else effort, steady=steady)
+    search = _Pairing(table, costs, budget, effort, steady=steady)
     search.pair_neighbours()
     search.improve()
     rows = search.evaluator.decode(search.rows)
@@ -75,13 +70,13 @@ class _Pairing:
             if taken.isdisjoint(pair):
                 apart.append(pair)
                 taken.update(pair)
-        if self._try(*self._with_pairs(apart)):
+        if self._try(*self._with_pairs(apart, self.rows, self.pairs)):
             return
         for pair in candidates:
             if self._left <= 0:
                 return
             if not {*self.pairs, *self.pairs.values()} & set(pair):
-                self._try(*self._with_pairs([pair]))
+                self._try(*self._with_pairs([pair], self.rows, self.pairs))
 
     def improve(self) -> None:
         """Move actions, and pair them with their new neighbours."""
@@ -110,14 +105,10 @@ class _Pairing:
             self._try(*self._with_pairs(chosen, rows, pairs))
 
     def _with_pairs(
-        self,
-        added: Sequence[tuple[int, int]],
-        rows: Sequence[Sequence[int]] | None = None,
-        pairs: dict[int, int] | None = None,
+        self, added: Sequence[tuple[int, int]], rows: CodeRows, pairs: dict[int, int]
     ) -> tuple[list[list[int]], dict[int, int]]:
         """The rows and pairs with more pairs of neighbours, of each of which the forward comes first."""
-        made = [list(row) for row in (self.rows if rows is None else rows)]
-        pairs = dict(self.pairs if pairs is None else pairs)
+        made, pairs = [list(row) for row in rows], dict(pairs)
         place = {code: (rank, at) for rank, row in enumerate(made) for at, code in enumerate(row)}
         for pair in added:
             forward, backward = sorted(pair, key=lambda code: self._actions[code].kind is not Kind.F)

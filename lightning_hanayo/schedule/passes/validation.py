@@ -32,11 +32,9 @@ def validate(schedule: Table) -> None:
 
 
 def _check_shape(table: Table) -> None:
-    if not table.actions or not table.stage_ranks:
-        sizes = f"{table.num_ranks} ranks and {table.num_stages} stages"
+    if not table.actions or not table.stage_ranks or table.num_microbatches < 1:
+        sizes = f"{table.num_ranks} ranks, {table.num_stages} stages and {table.num_microbatches} micro-batches"
         raise HanayoError(f"schedule {table.name!r} has {sizes}; expected at least one of each")
-    if table.num_microbatches < 1:
-        raise HanayoError(f"schedule {table.name!r}: num_microbatches={table.num_microbatches}, expected at least 1")
     for stage, rank in enumerate(table.stage_ranks):
         if rank not in range(table.num_ranks):
             rows = f"but there are rows for {table.num_ranks} ranks ({_span(table.num_ranks)})"

@@ -12,7 +12,6 @@ from lightning_hanayo.schedule.table import Action, Rows
 MAX_BYTES = 64 << 20
 MAX_CELLS = 600_000
 """the largest file that is read: the check of such a table takes half a minute, with communication a third of that"""
-_LONGEST_CELL = 64
 _SMALLER = "that is no schedule, or it is too large: write it without communication, or for fewer micro-batches"
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
 _OVERLAPPED = re.compile(r"\(([^();]*;[^();]*)\)OVERLAP_[FBI]_[FBI]")
@@ -98,8 +97,6 @@ def _actions(cell: str) -> Iterator[Action]:
 
     torch's own tables also gather and free sharded parameters, which is dropped here.
     """
-    if len(cell) > _LONGEST_CELL:
-        cell = f"{cell[:_LONGEST_CELL]}..."
     if not cell or _SHARDING.fullmatch(cell):
         return
     if both := _OVERLAPPED.fullmatch(cell):

@@ -36,11 +36,9 @@ def run(argv: Sequence[str]) -> int:
         print(f"hanayo {__version__}")
         return 0
     if command not in COMMANDS:
-        problem = (
-            f"unknown command {command!r}; {nearest(command, COMMANDS)}"
-            if command
-            else "a command is missing; to start from an example: hanayo init my-gpt"
-        )
+        problem = f"unknown command {command!r}; {nearest(command, COMMANDS)}"
+        if not command:
+            problem = "a command is missing; to start from an example: hanayo init my-gpt"
         return fail(f"{problem}. See: hanayo --help")
     module, _ = COMMANDS[command]
     try:

@@ -109,13 +109,10 @@ def hint(name: str, known: Iterable[str]) -> str:
         return "there is no class that could have it; class_path names one"
     prefix = name.rpartition(".")[0]
     group = [choice for choice in choices if choice.rpartition(".")[0] == prefix] or choices
-    close = get_close_matches(name, group, n=1) or get_close_matches(name, choices, n=1)
-    parts = [f"did you mean {close[0]!r}?"] if close else []
     if len(group) <= _MAX_LISTED:
-        parts.append(f"Known: {', '.join(group)}")
-    elif not close:
-        parts.append(f"There are {len(group)} options; --help lists them")
-    return " ".join(parts)
+        return nearest(name, group)
+    close = get_close_matches(name, group, n=1) or get_close_matches(name, choices, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"There are {len(group)} options; --help lists them"
 
 
 def condense(message: str) -> str:
@@ -206,12 +203,9 @@ class CommandGroup:
             print(self.usage())
             return 0
         if subcommand not in self.subcommands:
-            hint = nearest(subcommand, self.subcommands)
-            problem = (
-                f"unknown subcommand {subcommand!r}; {hint}"
-                if subcommand
-                else f"a subcommand is missing: {', '.join(self.subcommands)}"
-            )
+            problem = f"unknown subcommand {subcommand!r}; {nearest(subcommand, self.subcommands)}"
+            if not subcommand:
+                problem = f"a subcommand is missing: {', '.join(self.subcommands)}"
             return fail(f"{problem}. See: hanayo {self.name} --help")
         module = import_module(f"lightning_hanayo.cli.{self.name}")
         function = f"{subcommand}{'_' * iskeyword(subcommand)}"
@@ -238,10 +232,8 @@ class CommandGroup:
         )
 
 
-PIPE_COLUMNS = 120
-"""characters per line of a table in a pipe, unless it has more"""
-_BETWEEN = 2
-"""characters between two columns"""
+_PIPE_COLUMNS = 10_000
+"""characters per line of a table in a pipe: more than any needs"""
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: Sequence[bool] | None = None) -> None:
@@ -250,7 +242,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: S
     In a narrow terminal a cell takes several lines, and in a pipe lines are as long as needed: nothing is cut.
     """
     from rich import box
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
@@ -259,6 +250,5 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: S
         table.add_column(name, justify="right" if index else "left", overflow="fold")
     for row, dim in zip(rows, is_dim or [False] * len(rows), strict=True):
         table.add_row(*row, style="dim" if dim else None)
-    needed = sum(_BETWEEN + max(map(cell_len, column)) for column in zip(columns, *rows, strict=True))
-    width = None if sys.stdout.isatty() else max(PIPE_COLUMNS, needed)
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     Console(highlight=False, markup=False, emoji=False, width=width).print(table)

@@ -47,12 +47,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        "hanayo init",
-        "Copy a recipe into a new folder: a model, data and YAML configurations, to run and to change.\n"
-        "Then prints what it has made, and the two commands that train it.",
-        usage=_USAGE,
-    )
+    about = "Copy a recipe into a new folder: a model, data and YAML configurations. Then print how to train it."
+    parser = CommandParser("hanayo init", about, usage=_USAGE)
     parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder to create; it may exist if it is empty")
     parser.add_argument("--recipe", default="gpt", metavar="NAME", help="which recipe (default: gpt)")
     parser.add_argument("--list", action="store_true", help="list the recipes, and end")

@@ -9,11 +9,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -48,7 +47,7 @@ def run_cli(build: Callable[[], Command], *, is_quiet: bool = True) -> Command:
         logging.getLogger(name).setLevel(logging.ERROR)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    default_to_offline(os.environ)
+    default_to_offline()
     # Lightning 2.6.6 itself calls what torch 2.13 deprecates; the user can't change that.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
     try:
@@ -154,15 +153,11 @@ class WaveCLI(LightningCLI):
         return trainer
 
 
-SERVER = "https://api.wandb.ai"
-
-
-def default_to_offline(environment: MutableMapping[str, str]) -> None:
+def default_to_offline() -> None:
     """Set `WANDB_MODE=offline` if the user has chosen no mode and has no API key."""
-    home = Path(environment.get("HOME", "~")).expanduser()
-    server = urlsplit(environment.get("WANDB_BASE_URL", SERVER)).hostname or SERVER
-    logins = [Path(path) for path in (environment.get("NETRC"), home / ".netrc", home / "_netrc") if path]
-    has_login = any(path.is_file() and server in path.read_text(errors="replace").split() for path in logins)
-    if not ("WANDB_MODE" in environment or environment.get("WANDB_API_KEY") or has_login):
-        environment["WANDB_MODE"] = "offline"
-        environment.setdefault("WANDB_SILENT", "true")
+    from requests.utils import get_netrc_auth  # as wandb does
+
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if not ("WANDB_MODE" in os.environ or os.environ.get("WANDB_API_KEY") or get_netrc_auth(server)):
+        os.environ["WANDB_MODE"] = "offline"
+        os.environ.setdefault("WANDB_SILENT", "true")

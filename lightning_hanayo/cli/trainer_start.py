@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.files import read_text, refusing
 
 
 def run(argv: list[str]) -> int:
@@ -31,10 +32,8 @@ def check_configuration(command: str, args: Sequence[str]) -> None:
     """
     if not any(one.startswith(("--config", "-c", "--model", "--print_config")) for one in args):
         file = next((one for one in args if one.endswith((".yaml", ".yml"))), "FILE")
-        raise HanayoError(
-            f"{command} needs a configuration, or at least a model: hanayo {command} --config {file}. "
-            f"To start from an example: hanayo init DIR. All options: hanayo fit --help"
-        )
+        needed = f"{command} needs a configuration, or at least a model: hanayo {command} --config {file}"
+        raise HanayoError(f"{needed}. To start from an example: hanayo init DIR. All options: hanayo fit --help")
     for path in config_files(args):
         if not path.exists() and path.suffix in (".yaml", ".yml", ".json"):
             raise HanayoError(f"--config {path}: there is no such file{_others(path)}")
@@ -53,7 +52,6 @@ def _others(path: Path) -> str:
 MAX_BYTES = 16 << 20
 _SECTIONS = ("trainer", "report")
 _WITH_CLASS = ("model", "data")
-_EXPECTED = "expected sections such as trainer, model and data"
 
 
 def config_files(args: Sequence[str]) -> list[Path]:
@@ -91,10 +89,8 @@ def check_complete(args: Sequence[str]) -> None:
             continue
         for path, found in sections.items():
             if isinstance(found.get(name), Mapping):
-                raise HanayoError(
-                    f"{path} sets options of the {name}, but nothing says which class that is. It changes another "
-                    f"configuration, which comes first: --config {_base(path, name)} --config {path}"
-                )
+                way_out = f"give the configuration that it changes first: --config {_base(path, name)} --config {path}"
+                raise HanayoError(f"{path} sets options of the {name}, but nothing says which class that is; {way_out}")
 
 
 def _base(path: Path, name: str) -> str:
@@ -116,27 +112,21 @@ def _names_class(section: object) -> bool:
 
 def check_config_file(path: Path) -> None:
     """Check one file."""
-    if path.stat().st_size > MAX_BYTES:
-        raise HanayoError(f"{path} has more than {MAX_BYTES >> 20} MiB, and is no configuration")
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        _check_unique(path, root)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8, see byte {error.start}"
-        raise HanayoError(f"{path} can't be read: {reason}") from None
-    except yaml.YAMLError as error:
-        raise HanayoError(f"{path} is no YAML: {_reason(error)}") from None
-    except RecursionError:
-        raise HanayoError(f"{path} is nested too deeply") from None
-    if not isinstance(root, yaml.MappingNode):
-        kind = "a list" if isinstance(root, yaml.SequenceNode) else "empty" if root is None else "a single value"
-        raise HanayoError(f"{path} is {kind}; {_EXPECTED}")
-    for key, value in root.value:
-        if key.value in _SECTIONS and not isinstance(value, yaml.MappingNode):
-            raise HanayoError(f"{path}, line {_line(key)}: {key.value} must be a mapping of its options")
+    with refusing(path, "configuration", "sections such as trainer, model and data"):
+        try:
+            root = yaml.compose(read_text(path, MAX_BYTES), Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            raise HanayoError(_reason(error)) from None
+        _check_unique(root)
+        if not isinstance(root, yaml.MappingNode):
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "empty" if root is None else "a single value"
+            raise HanayoError(f"it is {kind}")
+        for key, value in root.value:
+            if key.value in _SECTIONS and not isinstance(value, yaml.MappingNode):
+                raise HanayoError(f"line {_line(key)}: {key.value} must be a mapping of its options")
 
 
-def _check_unique(path: Path, root: yaml.Node | None) -> None:
+def _check_unique(root: yaml.Node | None) -> None:
     """Check that no mapping has a key twice."""
     nodes, seen = [root], set()
     for node in nodes:  # grows meanwhile; an anchor's node comes once
@@ -147,8 +137,7 @@ def _check_unique(path: Path, root: yaml.Node | None) -> None:
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             before = first.setdefault(str(key.value), key)
             if before is not key and key.value != "<<":
-                lines = f"line {_line(key)}: {key.value} is given twice, first in line {_line(before)}"
-                raise HanayoError(f"{path}, {lines}")
+                raise HanayoError(f"line {_line(key)}: {key.value} is given twice, first in line {_line(before)}")
             nodes.append(value)
         if isinstance(node, yaml.SequenceNode):
             nodes.extend(node.value)

@@ -158,7 +158,7 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         (["--model=plain_model.LateError"], "found out late"),
         (["--model.batch_size=0"], "model.batch_size=0: expected a whole number of at least 1"),
         (["--trainer.devices=2,"], "trainer.devices='2,': `devices` selected with `CPUAccelerator`"),
-        (["--config=empty.ckpt"], "empty.ckpt is empty; expected sections"),
+        (["--config=empty.ckpt"], "empty.ckpt is no configuration: it is empty; expected sections"),
         (["--trainer.precision=transformer-engine"], "Requirement 'transformer_engine>="),
         (["--trainer.strategy=xla"], "Requirement 'torch_xla>="),
         (["--trainer.accelerator=mps"], "`hanayo doctor` shows the build of torch and the devices"),

@@ -33,7 +33,7 @@ LARGE = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "
         (["check"], 2, "hanayo: error: check needs a configuration"),
         (["check", "--config", "nowhere.yaml"], 2, "hanayo: error: --config nowhere.yaml: there is no such file"),
         (["fit", "-c", "wav.yaml"], 2, "there is no such file; in . are other.yaml, wave.yaml\n"),
-        (["fit", "--config=other.yaml"], 2, "other.yaml is a list; expected sections"),
+        (["fit", "--config=other.yaml"], 2, "other.yaml is no configuration: it is a list; expected sections"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,5 +1,6 @@
 """wandb is set to offline only if the user has chosen no mode and has no API key."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,19 @@ import pytest
 from lightning_hanayo.cli.trainer import default_to_offline
 
 
+def mode(given: dict[str, str], home: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What is set for these variables and this home."""
+    for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(home), **given}.items():
+        monkeypatch.setenv(name, value)
+    default_to_offline()
+    return os.environ.get("WANDB_MODE")
+
+
 @pytest.mark.parametrize(
-    "given, mode",
+    "given, expected",
     [
         ({}, "offline"),
         ({"WANDB_API_KEY": ""}, "offline"),
@@ -17,14 +29,14 @@ from lightning_hanayo.cli.trainer import default_to_offline
         ({"WANDB_MODE": "disabled"}, "disabled"),
     ],
 )
-def test_mode_by_environment(given: dict[str, str], mode: str | None, tmp_path: Path) -> None:
-    environment = {"HOME": str(tmp_path), **given}
-    default_to_offline(environment)
-    assert environment.get("WANDB_MODE") == mode
+def test_mode_by_environment(
+    given: dict[str, str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mode(given, tmp_path, monkeypatch) == expected
 
 
 @pytest.mark.parametrize(
-    "entry, server, mode",
+    "entry, server, expected",
     [
         ("machine api.wandb.ai\n  login user\n  password k\n", None, None),
         ("machine example.org\n  login user\n  password k\n", None, "offline"),
@@ -32,9 +44,10 @@ def test_mode_by_environment(given: dict[str, str], mode: str | None, tmp_path: 
         ("not a netrc file", None, "offline"),
     ],
 )
-def test_a_login_counts_only_for_its_server(entry: str, server: str | None, mode: str | None, tmp_path: Path) -> None:
+def test_a_login_counts_only_for_its_server(
+    entry: str, server: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / ".netrc").write_text(entry)
     (tmp_path / ".netrc").chmod(0o600)
-    environment = {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})
-    default_to_offline(environment)
-    assert environment.get("WANDB_MODE") == mode
+    given = {"WANDB_BASE_URL": server} if server else {}
+    assert mode(given, tmp_path, monkeypatch) == expected

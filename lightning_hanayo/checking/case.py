@@ -141,10 +141,8 @@ def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch
     if not batches:
         raise HanayoError("the training loader has no batch")
     if len(batches) < count:
-        raise HanayoError(
-            f"the check needs {counted(count, 'batch')} (steps x data ranks x accumulated batches), and the training "
-            f"loader has {len(batches)}; take fewer steps or smaller batches"
-        )
+        needs = f"the check needs {counted(count, 'batch')} (steps x data ranks x accumulated batches)"
+        raise HanayoError(f"{needs}, and the training loader has {len(batches)}; take fewer steps or smaller batches")
     return Taken(batches, loaders, are_made_by_torch)
 
 
@@ -159,10 +157,8 @@ def topology_of(options: Options, devices: int | None) -> Topology:
         given = [size for size in (pipe, data, *cube_sizes(options.cube)) if isinstance(size, int)]
         devices = prod(given)
         if pipe == "auto" and devices == 1:
-            raise HanayoError(
-                "nothing says how many processes the layout has: give devices=N, or sizes to HanayoStrategy, such as "
-                "pipeline_parallel_size=2"
-            )
+            way_out = "give devices=N, or sizes to HanayoStrategy, such as pipeline_parallel_size=2"
+            raise HanayoError(f"nothing says how many processes the layout has: {way_out}")
     return resolve(devices, pipeline_parallel_size=pipe, data_parallel_size=data, cube=options.cube)
 
 

@@ -23,8 +23,6 @@ from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_mod
 from lightning_hanayo.strategy.setup.plan import plan_model
 from lightning_hanayo.strategy.uncut_step import called_stacks
 
-MAX_STEPS = 1000
-
 
 def check(
     module: pl.LightningModule,
@@ -73,8 +71,6 @@ def check(
     """
     if steps < 1 or accumulate_grad_batches < 1:
         raise HanayoError(f"steps={steps}, accumulate_grad_batches={accumulate_grad_batches}: expected 1 or more")
-    if steps > MAX_STEPS:
-        raise HanayoError(f"steps={steps}: expected at most {MAX_STEPS}, whose values are all kept and compared")
     if depth is not None and depth < 1:
         raise HanayoError(f"depth={depth}: expected a whole number of at least 1, or None")
     if not 0 < timeout < inf:

@@ -162,11 +162,8 @@ def _table(layout: Comparison, microbatches: Comparison | None) -> Table:
     for kind in KINDS:
         if kind in layout.largest:
             gaps = [column.largest.get(kind, 0.0) for column in columns.values()]
-            table.add_row(
-                _PLURALS.get(kind, f"{kind}s"),
-                str(layout.num_values[kind]),
-                *(f"{gap:.0e}" if gap else "0" for gap in gaps),
-            )
+            cells = [f"{gap:.0e}" if gap else "0" for gap in gaps]
+            table.add_row(_PLURALS.get(kind, f"{kind}s"), str(layout.num_values[kind]), *cells)
     return table
 
 

@@ -10,14 +10,15 @@ Copies what a run leaves, by name: losses, gradients, weights, buffers and logge
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
@@ -39,7 +40,7 @@ def rank_of_run(function: Callable[..., RankResult]) -> Callable[..., RankResult
     @wraps(function)
     def run(case: Case, *arguments: Any) -> RankResult | RankFailure:
         try:
-            with _dtype(case.dtype), warnings.catch_warnings(record=True) as caught:
+            with _DtypeContextManager(case.dtype), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 seed_everything(case.seed, verbose=False)
                 result = function(case, *arguments)
@@ -92,17 +93,6 @@ class _LenientSchedulers(Callback):
             config.strict = False
 
 
-@contextmanager
-def _dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors that user code makes have this precision, too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _failure(error: BaseException) -> RankFailure:
     is_refusal, is_consequence = isinstance(error, HanayoError), isinstance(error, PeerFailed)
     rank, trace = int(os.environ.get("RANK", 0)), "".join(traceback.format_exception(error))
@@ -121,14 +111,13 @@ def run_rank(case: Case) -> RankResult:
     is_first = not any((pipe_rank, *cube))
     module = prepare(case, whole=False)
     accumulate = case.trainer.accumulate_grad_batches
-    observer = Observer(
-        # Lightning has divided the loss by the number of batches.
-        lambda outputs: {data_rank: outputs["loss"] * accumulate} if is_first else {},
-        accumulate,
-        topology.data,
-        logs=is_first,
-    )
-    strategy = make_strategy(case)
+
+    def losses(outputs: Any) -> Mapping[int, Tensor]:  # Lightning has divided them by the number of batches
+        return {data_rank: outputs["loss"] * accumulate} if is_first else {}
+
+    observer = Observer(losses, accumulate, topology.data, logs=is_first)
+    sizes = {"pipeline_parallel_size": topology.pipe, "data_parallel_size": topology.data, "cube": topology.cube}
+    strategy = HanayoStrategy(**vars(case.options) | sizes)
     trainer = make_trainer(case, observer, devices=topology.world_size, strategy=strategy)
     trainer.fit(module, make_loader(case, data_rank))
     pipeline = strategy.pipeline
@@ -140,13 +129,6 @@ def run_rank(case: Case) -> RankResult:
         block_names=ownership.stack.block_names,
         num_microbatches=pipeline.layout.num_microbatches,
     )
-
-
-def make_strategy(case: Case) -> HanayoStrategy:
-    """A new strategy with the case's options, on the case's ranks."""
-    topology = case.topology
-    sizes = {"pipeline_parallel_size": topology.pipe, "data_parallel_size": topology.data, "cube": topology.cube}
-    return HanayoStrategy(**vars(case.options) | sizes)
 
 
 def merge(ranks: Sequence[RankResult], topology: Topology) -> list[Values]:

@@ -154,10 +154,8 @@ class _WholeSteps(Callback):
 def _loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
-        raise UnsupportedError(
-            f"training_step returned {type(loss).__name__}: a check needs a loss of every batch, a tensor or a "
-            f"dictionary with the key 'loss'"
-        )
+        expected = "a check needs a loss of every batch, a tensor or a dictionary with the key 'loss'"
+        raise UnsupportedError(f"training_step returned {type(loss).__name__}: {expected}")
     return loss
 
 

@@ -16,13 +16,12 @@ import pytest
 from lightning_hanayo import cli
 from lightning_hanayo.cli import doctor
 from lightning_hanayo.cli.doctor import host, links, measure
-from lightning_hanayo.cli.doctor.host import GIB, Finding, Gpu, Seen, exit_code
+from lightning_hanayo.cli.doctor.host import GIB, Finding, Seen, exit_code
 from lightning_hanayo.cli.doctor.links import Measured, pairs_of
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.machine import Link, Machine
 
 FINE = {"torch": "2.13.0+cpu", "lightning": "2.6.6"}
-GPU = Gpu("H100", 80 * GIB, (9, 0), reached=(0, 1))
 
 
 def levels(findings: Iterable[Finding]) -> dict[str, str]:
@@ -44,7 +43,6 @@ def test_only_a_problem_is_a_failure() -> None:
         ("torch", "2.9.1", "older than 2.10"),
         ("torch", None, "not installed"),
         ("lightning", "2.6.5", "older than 2.6.6"),
-        ("lightning", "2.6.3", "malicious code"),
     ],
 )
 def test_versions_that_are_not_supported_are_problems(name: str, version: str | None, said: str) -> None:
@@ -54,26 +52,23 @@ def test_versions_that_are_not_supported_are_problems(name: str, version: str | 
 
 
 def test_supported_versions_are_well() -> None:
-    assert not levels(host.examine_versions(FINE.get, "3.10.0"))
+    assert not levels(host.examine_versions(FINE.get))
     assert not levels(host.examine_versions({"torch": "2.10.0rc1", "lightning": "2.7"}.get))
-    assert levels(host.examine_versions(FINE.get, "3.9.18")) == {"python": "problem"}
 
 
 def test_gpus_that_torch_cannot_use_are_problems() -> None:
     driver = ["550.54, Enabled"] * 2
-    assert not levels(host.examine_devices(Seen(())))
-    assert levels(host.examine_devices(Seen((), driver=driver))) == {"GPUs": "problem"}
-    assert levels(host.examine_devices(Seen((), cuda="12.8", driver=driver))) == {"GPUs": "problem"}
-    old = Seen([replace(GPU, has_kernels=False)], "12.8", "2.27", driver)
-    assert levels(host.examine_devices(old)) == {"GPU 0": "problem"}
+    assert not levels(host.examine_devices(Seen()))
+    assert levels(host.examine_devices(Seen(driver=driver))) == {"GPUs": "problem"}
+    assert levels(host.examine_devices(Seen(cuda="12.8", driver=driver))) == {"GPUs": "problem"}
 
 
 def test_what_slows_gpus_down_is_noted() -> None:
-    pair = Seen([replace(GPU, reached=(1,)), replace(GPU, reached=(0,))], "12.8", "2.27", ["550.54, Enabled"])
+    pair = Seen(["H100, 80.0 GiB"] * 2, (), "12.8", "2.27", ["550.54, Enabled"])
     assert not levels(host.examine_devices(pair))
     assert levels(host.examine_devices(replace(pair, nccl=""))) == {"CUDA of torch, NCCL": "problem"}
     assert levels(host.examine_devices(replace(pair, driver=["550.54, Disabled"]))) == {"driver, persistence": "note"}
-    apart = replace(pair, gpus=[replace(GPU, reached=()), replace(GPU, num_bytes=GIB, reached=(0,))])
+    apart = replace(pair, gpus=["H100, 80.0 GiB", "H100, 1.0 GiB"], apart=[(0, 1)])
     assert levels(host.examine_devices(apart)) == {"kinds": "note", "direct access": "note"}
 
 
@@ -232,7 +227,7 @@ def test_two_processes_measure_their_link_and_are_gone(tmp_path: Path, capsys: p
 def test_processes_that_take_too_long_are_ended() -> None:
     found = links.measure_here(2, timeout=0.0)
     assert isinstance(found, Finding)
-    assert found.level == "problem" and found.value == "ranks [0, 1] have not finished within 0 s"
+    assert found.level == "problem" and found.value == "rank 0: no answer within 0 s"
 
 
 @pytest.mark.thorough
@@ -285,8 +280,6 @@ def test_the_rank_is_the_launchers() -> None:
     assert links.place({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
     assert links.place(slurm) == (0, 4)
     assert links.place(slurm | {"SLURM_JOB_NAME": "bash"}) is None  # it would wait for ranks that nobody starts
-    with pytest.raises(HanayoError, match="RANK=y: expected a whole number"):
-        links.place({"RANK": "y", "WORLD_SIZE": "2"})
 
 
 def test_a_machine_is_measured_and_read_back(tmp_path: Path) -> None:
@@ -321,7 +314,7 @@ def test_links_between_nodes_may_be_given() -> None:
 
 @pytest.mark.parametrize(("text", "speed"), [("50GB/s", 5e10), ("400Gbit/s", 5e10), ("100 MB", 1e8)])
 def test_speeds(text: str, speed: float) -> None:
-    assert doctor._speed(text) == speed
+    assert doctor.speed(text) == speed
 
 
 def test_no_speed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,9 +48,8 @@ def _parser() -> CommandParser:
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds to measure (default: 120)")
     parser.add_argument("--measure", action="store_true", help="measure products and memory, too, and write the file")
     parser.add_argument("--output", default="machine.json", metavar="FILE", help="to write (default: machine.json)")
-    parser.add_argument(
-        "--network", type=_speed, metavar="SPEED", help="between nodes, if one is measured: 50GB/s or 400Gbit/s"
-    )
+    meaning = "between nodes, if one is measured: 50GB/s or 400Gbit/s"
+    parser.add_argument("--network", type=speed, metavar="SPEED", help=meaning)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -63,9 +62,8 @@ _SPEEDS = {
 }
 
 
-def _speed(text: str) -> float:
-    """Bytes per second."""
-    return quantity(text, _SPEEDS, "bytes or bits per second, such as 50GB/s or 400Gbit/s")
+speed = partial(quantity, units=_SPEEDS, expected="bytes or bits per second, such as 50GB/s or 400Gbit/s")
+"""the type of an option: bytes per second"""
 
 
 def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding], list[list[str]]]:

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
 from typing import Literal
 
@@ -75,8 +76,6 @@ def gibibytes(num_bytes: float) -> str:
 
 _VERSIONS = "versions"
 _LEAST = {"torch": "2.10", "lightning": "2.6.6"}
-_WITHDRAWN = {"lightning": ("2.6.2", "2.6.3")}
-"""releases that contained malicious code"""
 _OTHERS = ("lightning-hanayo", "xxhash", "safetensors", "jsonargparse", "torchmetrics", "transformers")
 
 
@@ -92,15 +91,11 @@ def examine_versions(
     find: Callable[[str], str | None] = installed, python: str = platform.python_version()
 ) -> Iterator[Finding]:
     """Look at Python and the packages; nothing of them is imported."""
-    is_old = _is_older(python, "3.10")
-    yield Finding(_VERSIONS, "python", python).flagged_if(is_old, "problem", "install Python 3.10 or later")
+    yield Finding(_VERSIONS, "python", python)
     for name, wanted in _LEAST.items():
         found, advice = find(name), f"pip install '{name}>={wanted}'"
         if found is None:
             yield Finding(_VERSIONS, name, "not installed", "problem", advice)
-        elif found in _WITHDRAWN.get(name, ()):
-            text = f"{found}, a release with malicious code"
-            yield Finding(_VERSIONS, name, text, "problem", f"{advice}, change all keys")
         elif _is_older(found, wanted):
             yield Finding(_VERSIONS, name, f"{found}, older than {wanted}", "problem", advice)
         else:
@@ -123,23 +118,13 @@ _QUERY_TIMEOUT = 20.0
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """What torch says of one."""
-
-    name: str
-    num_bytes: int
-    capability: tuple[int, int]
-    reached: tuple[int, ...] = ()
-    """those that it reads directly, itself left out"""
-    has_kernels: bool = True
-    """whether torch was built for its capability"""
-
-
-@dataclass(frozen=True)
 class Seen:
     """What torch and the driver say."""
 
-    gpus: Sequence[Gpu]
+    gpus: Sequence[str] = ()
+    """name, memory and compute capability of each"""
+    apart: Sequence[tuple[int, int]] = ()
+    """those of which the first one doesn't read the second one directly"""
     cuda: str = ""
     """the version that torch was built with; "" for a build without CUDA"""
     nccl: str = ""
@@ -154,30 +139,21 @@ def look_at_devices() -> Seen:
         found = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT, check=True)
         driver = [line.strip() for line in found.stdout.splitlines() if line.strip()]
     if find_spec("torch") is None:
-        return Seen((), driver=driver)
+        return Seen(driver=driver)
     import torch
 
-    if not torch.cuda.is_available():
-        return Seen((), torch.version.cuda or "", driver=driver)
     nccl = ""
-    if torch.distributed.is_nccl_available():
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    indices, built = range(torch.cuda.device_count()), torch.cuda.get_arch_list()
-    gpus = []
-    for index in indices:
-        own = torch.cuda.get_device_properties(index)
-        reached = tuple(one for one in indices if one != index and torch.cuda.can_device_access_peer(index, one))
-        has_kernels = not built or any(_runs(one, (own.major, own.minor)) for one in built)
-        gpus.append(Gpu(own.name, own.total_memory, (own.major, own.minor), reached, has_kernels))
-    return Seen(gpus, torch.version.cuda or "", nccl, driver)
-
-
-def _runs(built: str, capability: tuple[int, int]) -> bool:
-    """Whether code for `built` runs on a GPU: sm_90 on its own generation, compute_80 on all later ones."""
-    kind, _, number = built.partition("_")
-    digits = "".join(c for c in number if c.isdigit())
-    version = (int(digits[:-1] or 0), int(digits[-1:] or 0))
-    return version <= capability and (kind == "compute" or version[0] == capability[0])
+    all_pairs = list(permutations(range(torch.cuda.device_count()), 2))
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return Seen(
+        [f"{one.name}, {gibibytes(one.total_memory)}, compute capability {one.major}.{one.minor}" for one in gpus],
+        [pair for pair in all_pairs if not torch.cuda.can_device_access_peer(*pair)],
+        torch.version.cuda or "",
+        nccl,
+        driver,
+    )
 
 
 def examine_devices(seen: Seen) -> Iterator[Finding]:
@@ -200,19 +176,16 @@ def examine_devices(seen: Seen) -> Iterator[Finding]:
         is_unloaded = "disabled" in line.partition(",")[2].lower()
         yield Finding(_DEVICES, "driver, persistence", line).flagged_if(is_unloaded, "note", advice)
     for index, gpu in enumerate(gpus):
-        value = f"{gpu.name}, {gibibytes(gpu.num_bytes)}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-        advice = "install a build of torch for this GPU: https://pytorch.org/get-started/locally"
-        yield Finding(_DEVICES, f"GPU {index}", value).flagged_if(not gpu.has_kernels, "problem", advice)
-    if len({(gpu.name, gpu.num_bytes) for gpu in gpus}) > 1:
+        yield Finding(_DEVICES, f"GPU {index}", gpu)
+    if len(set(gpus)) > 1:
         advice = "give slower GPUs fewer blocks: HanayoStrategy(balance=[...])"
         yield Finding(_DEVICES, "kinds", "the GPUs differ", "note", advice)
     if len(gpus) > 1:
-        apart = [(a, b) for a, gpu in enumerate(gpus) for b in range(len(gpus)) if b != a and b not in gpu.reached]
         value = "each GPU reads all others"
-        if apart:
-            value = f"{len(apart)} of {len(gpus) * (len(gpus) - 1)} pairs don't: {apart[0][0]} and {apart[0][1]}"
+        if seen.apart:
+            value = f"{len(seen.apart)} of {len(gpus) * (len(gpus) - 1)} pairs don't: {seen.apart[0]}"
         advice = "these go through host memory: let neighbours in the pipeline be pairs that reach each other"
-        yield Finding(_DEVICES, "direct access", value).flagged_if(bool(apart), "note", advice)
+        yield Finding(_DEVICES, "direct access", value).flagged_if(bool(seen.apart), "note", advice)
 
 
 _HOST = "host"
@@ -402,10 +375,7 @@ _ON = "(?!0?$).*"
 _TRAPS: Mapping[str, tuple[str, str]] = {
     "CUDA_VISIBLE_DEVICES": ("|-1", "unset it: it hides all GPUs"),
     "CUDA_LAUNCH_BLOCKING": (_ON, "unset it: stages of different ranks can't overlap"),
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        "1",
-        "unset it: with one queue messages wait for computation that was launched before them",
-    ),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "unset it: messages would wait for the computation launched before them"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (_ON, "unset it: each allocation waits for the GPU"),
     "NCCL_DEBUG": ("(?i:trace)", "INFO says enough"),
     "NCCL_P2P_DISABLE": (_ON, "unset it, unless a driver is at fault: GPUs don't read each other"),

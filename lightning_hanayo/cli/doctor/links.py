@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_hanayo.checking.case import RankFailure
 from lightning_hanayo.checking.trainings.processes import run
 from lightning_hanayo.cli.doctor.host import Finding, gibibytes
-from lightning_hanayo.errors import HanayoError, available, is_debugging
+from lightning_hanayo.errors import available, is_debugging
 from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
 from lightning_hanayo.planner.machine import Link
 
@@ -60,23 +60,12 @@ def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None
     """The rank of this process and the number of all, if torchrun or SLURM has started it.
 
     A shell in a job of SLURM is none of its ranks, as for Lightning.
-
-    Raises:
-        HanayoError: these variables are no numbers.
     """
     for names in _LAUNCHERS:
         is_shell = names[0].startswith("SLURM") and environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
         if all(name in environment for name in names) and not is_shell:
-            return _number(names[0], environment), _number(names[1], environment)
+            return int(environment[names[0]]), int(environment[names[1]])
     return None
-
-
-def _number(name: str, environment: Mapping[str, str]) -> int:
-    if not environment[name].isdecimal():
-        error = HanayoError(f"{name}={environment[name]}: expected a whole number; unset it if no launcher has set it")
-        error.failed_first = True  # no rank is known, so this one says it
-        raise error
-    return int(environment[name])
 
 
 def measure_given(rank: int, world_size: int, findings: Sequence[Finding]) -> Measured | Finding:
@@ -109,11 +98,9 @@ def measure_here(num_processes: int, timeout: float) -> Measured | Finding:
     if not failures:
         measured: Measured = results[0]
         return measured
-    ended = [one for one in failures if one.kind != "timed out"]
-    text = f"ranks {[one.rank for one in failures]} have not finished within {timeout:g} s"
-    if ended:
-        printed = ended[0].trace.strip().splitlines() or ["it has printed nothing"]
-        text = f"rank {ended[0].rank}: {ended[0].message}" + f": {printed[-1]}" * (ended[0].kind == "died")
+    cause = min(failures, key=lambda one: one.kind == "timed out")
+    printed = cause.trace.strip().splitlines() if cause.kind == "died" else []
+    text = ": ".join([f"rank {cause.rank}", cause.message, *printed[-1:]])
     if is_debugging():
         print(*(one.trace for one in failures), sep="\n", file=sys.stderr)
     advice = "run it again with HANAYO_DEBUG=1 to see what the processes print"

@@ -47,10 +47,8 @@ def measure(
         HanayoError: no link was measured.
     """
     if found is None or not found.links:
-        raise HanayoError(
-            "--measure needs links: with --devices N it measures those between N processes of this host; under "
-            "torchrun or srun, those between their ranks"
-        )
+        way_out = "with --devices N it measures those between N processes of this host; under torchrun or srun, between"
+        raise HanayoError(f"--measure needs links: {way_out} their ranks")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     inside, outside = (list(found.between(nodes=is_between).values()) for is_between in (False, True))
     within, is_one_node = _median(inside or outside), not outside

@@ -131,7 +131,6 @@ def test_a_folder_that_takes_no_files_is_a_problem(tmp_path: Path, monkeypatch: 
         ({"address": ""}, {}, {"hostname": "problem"}),
         ({"address": ""}, {"GLOO_SOCKET_IFNAME": "eth0"}, {"hostname": "note"}),
         ({"address": "127.0.1.1"}, {}, {"hostname": "note"}),
-        ({"connects": False}, {}, {"connections": "problem"}),
         ({}, {"GLOO_SOCKET_IFNAME": "eth"}, {"GLOO_SOCKET_IFNAME": "problem"}),
         ({}, {"NCCL_SOCKET_IFNAME": "eth"}, {}),
         ({}, {"NCCL_SOCKET_IFNAME": "=eth"}, {"NCCL_SOCKET_IFNAME": "problem"}),
@@ -147,7 +146,7 @@ def test_the_network(
     assert levels(host.examine_network(variables)) == expected
 
 
-def pretend_network(monkeypatch: pytest.MonkeyPatch, address: str = "10.0.0.1", connects: bool = True) -> None:
+def pretend_network(monkeypatch: pytest.MonkeyPatch, address: str = "10.0.0.1") -> None:
     look_up = socket.getaddrinfo
 
     def found(name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -160,7 +159,6 @@ def pretend_network(monkeypatch: pytest.MonkeyPatch, address: str = "10.0.0.1", 
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
     monkeypatch.setattr(socket, "getaddrinfo", found)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(("eth0", "eth1", "lo"), 1)])
-    monkeypatch.setattr(host, "_connects", lambda address: connects)
 
 
 def test_a_port_that_is_taken_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

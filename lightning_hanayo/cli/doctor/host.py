@@ -4,7 +4,7 @@ versions      the installed packages, compared with those that are supported
 devices       the GPUs: how many torch sees, driver, compute capability, which of them reach each other directly
 host          processor cores, memory, limits of the container and of processes, shared memory
 disk          the folders where runs write: free space, speed, whether files are synced and renamed as checkpoints need
-network       names that resolve, interfaces that exist, a port that is free, connections that come through
+network       names that resolve, interfaces that exist, a port that is free; links show what comes through
 environment   variables that change how a run starts, communicates or computes, and those that a launcher has left
 """
 
@@ -15,7 +15,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -310,10 +309,6 @@ def examine_network(environment: Mapping[str, str] = os.environ) -> Iterator[Fin
             advice = f"choose of {', '.join(interfaces)}, or unset it"
             one = Finding(_NETWORK, variable, f"{wanted}: {', '.join(used) or 'no such interface'}")
             yield one.flagged_if(not used, "problem", advice)
-    if not _connects(address or "127.0.0.1"):
-        advice = "let the firewall accept connections of this host to itself; ranks use ports that are free"
-        text = f"none from this host to itself by {address or '127.0.0.1'}"
-        yield Finding(_NETWORK, "connections", text, "problem", advice)
     if "MASTER_ADDR" in environment:
         yield _main_address(environment)
 
@@ -356,16 +351,6 @@ def _reaches(family: int, target: tuple[object, ...]) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as client:
         client.settimeout(_CONNECT_TIMEOUT)
         return client.connect_ex(target) == 0
-
-
-def _connects(address: str) -> bool:
-    """Whether a process of this host reaches another one by that address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.create_server((address, 0), family=family) as server:
-            return _reaches(family, server.getsockname())
-    except OSError:
-        return sys.platform == "darwin"  # where a host may have an address that it can't listen on
 
 
 _ENVIRONMENT = "environment"

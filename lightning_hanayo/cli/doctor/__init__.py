@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.cli.common import CommandParser, number, print_table, quantity
+from lightning_hanayo.cli.common import CommandParser, number, quantity
 from lightning_hanayo.cli.doctor.host import Finding, exit_code
 from lightning_hanayo.errors import is_rank_zero
 
@@ -29,10 +29,10 @@ _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 def run(argv: Sequence[str]) -> int:
     """Look, print, and return the exit code."""
     options, rest = _parser().parse_known_args(argv[1:])
-    findings, table = _examine(options, rest)
+    findings = _examine(options, rest)
     try:
         if is_rank_zero(os.environ):
-            _print(findings, table, as_json=options.json)
+            _print(findings, as_json=options.json)
     except BrokenPipeError:  # the reader of the output has closed the pipe, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code(findings)
@@ -66,8 +66,8 @@ speed = partial(quantity, units=_SPEEDS, expected="bytes or bits per second, suc
 """the type of an option: bytes per second"""
 
 
-def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding], list[list[str]]]:
-    """What was found, and the rows of the table of links."""
+def _examine(options: argparse.Namespace, rest: list[str]) -> list[Finding]:
+    """What was found."""
     from lightning_hanayo.cli.doctor import host
     from lightning_hanayo.cli.doctor.links import place
 
@@ -81,7 +81,7 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
     findings += host.examine_network()
     findings += host.examine_environment(is_rank=place() is not None)
     findings += of_run
-    measured, links, table = _links(options, findings)
+    measured, links = _links(options, findings)
     if options.measure and is_rank_zero(os.environ):
         from lightning_hanayo.cli.doctor.measure import examine, measure
         from lightning_hanayo.plotting.terminal_status import showing
@@ -90,14 +90,12 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
             machine = measure(measured, network=options.network, say=say)
         machine.save(options.output)
         links += examine(machine, options.output)
-    return [*findings, *links], table
+    return [*findings, *links]
 
 
-def _links(
-    options: argparse.Namespace, findings: Sequence[Finding]
-) -> tuple["Measured | None", list[Finding], list[list[str]]]:
-    """What was measured, what is said of it, and the rows of its table."""
-    from lightning_hanayo.cli.doctor.links import Measured, examine, matrix, measure_given, measure_here, place
+def _links(options: argparse.Namespace, findings: Sequence[Finding]) -> tuple["Measured | None", list[Finding]]:
+    """What was measured, and what is said of it."""
+    from lightning_hanayo.cli.doctor.links import Measured, examine, measure_given, measure_here, place
 
     given = place()
     if given is not None and given[1] > 1:
@@ -105,23 +103,19 @@ def _links(
     elif options.devices is not None:
         found = measure_here(options.devices, options.timeout)
     else:
-        return None, [], []
+        return None, []
     if isinstance(found, Finding):
-        return None, [found], []
+        return None, [found]
     other = []
     for host in dict.fromkeys(found.hosts if found.given else ()):
         for one in found.given[found.hosts.index(host)] or ():  # of its first rank
             # what isn't well on another host, and versions and devices that aren't those of this one
             if one not in findings and (one.level != "ok" or one.topic in ("versions", "devices")):
                 other.append(replace(one, topic=f"on {host}", name=f"{one.topic}: {one.name}"))
-    return found, [*other, *examine(found)], matrix(found) if len(found.hosts) <= _MOST_COLUMNS else []
+    return found, [*other, *examine(found)]
 
 
-_MOST_COLUMNS = 8
-"""ranks up to which the table of all links is printed"""
-
-
-def _print(findings: Sequence[Finding], table: list[list[str]], *, as_json: bool) -> None:
+def _print(findings: Sequence[Finding], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         return
@@ -134,8 +128,6 @@ def _print(findings: Sequence[Finding], table: list[list[str]], *, as_json: bool
         print(f"  {_MARKS[finding.level]:<8}{finding.name:<{width}}  {finding.value}")
         if finding.advice:
             print(f"  {'':<8}{'':<{width}}  -> {finding.advice}")
-    if table:
-        print_table(["rank", *(row[0] for row in table)], table)
     problems = sum(finding.level == "problem" for finding in findings)
     notes = sum(finding.level == "note" for finding in findings)
     print(f"\nproblems: {problems}, notes: {notes}")

@@ -203,13 +203,3 @@ def _summary(name: str, links: Mapping[tuple[int, int], Link]) -> Iterator[Findi
     advice = "look at that link's cable, switch or interface, or give its ranks places that send less to each other"
     is_slow = links[slow].bandwidth * _SLOWER < median(bandwidths)
     yield Finding(_TOPIC, f"bandwidth, {name}", value).flagged_if(is_slow, "note", advice)
-
-
-def matrix(measured: Measured) -> list[list[str]]:
-    """Rows of a table: latency in microseconds above the diagonal, bandwidth in MiB/s below it."""
-    size = len(measured.hosts)
-    cells = [["" for _ in range(size)] for _ in range(size)]
-    for (first, second), link in measured.links.items():
-        cells[first][second] = f"{1e6 * link.latency:.0f} us"
-        cells[second][first] = f"{link.bandwidth / 2**20:.0f} MiB/s"
-    return [[str(rank), *row] for rank, row in enumerate(cells)]

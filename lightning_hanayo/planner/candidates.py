@@ -129,7 +129,7 @@ class BatchesOfStep(NamedTuple):
 
     size: int
     """samples of a batch"""
-    num_batches: int
+    batches: int
 
 
 def candidates(
@@ -222,7 +222,7 @@ def _cuts_of(step: BatchesOfStep, least: int) -> Iterator[tuple[int, int, int]]:
     """The same for batches of a given size."""
     for count in _divisors(step.size):
         if count <= MOST_MICROBATCHES and step.size // count % least == 0:
-            yield step.size // count, count, step.num_batches
+            yield step.size // count, count, step.batches
 
 
 @cache

@@ -159,7 +159,13 @@ class MeshAxis:
 
     def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
-        return self.exchange_rows(parts, [1] * self.size, [1] * self.size)
+        if self.size == 1:
+            return Pending.done(parts)
+        out, received = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
+        native = self._native
+        if native is not None:
+            return Pending(self._start(lambda: native.alltoall_base(received, out, [], [])), lambda: received)
+        return Pending(self._exchange([(out, received)]), lambda: received)
 
     def exchange_rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[Tensor]:
         """[sum(sent), ...], whose rows go to rank 0, rank 1, ..., to [sum(received), ...], by the ranks they came from.

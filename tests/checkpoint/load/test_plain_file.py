@@ -46,15 +46,12 @@ def test_a_whole_file_is_read_as_it_was_saved(path: Path) -> None:
     assert load_mapped(path, weights_only=True)["state_dict"]["a.weight"].abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    ("record", "name"),
-    [("data/0", "['state_dict']['a.weight']"), ("data/2", "['optimizer_states'][0]['state'][0]['exp_avg']")],
-)
-def test_a_flipped_bit_is_found_and_its_tensor_named(path: Path, record: str, name: str) -> None:
+@pytest.mark.parametrize("record", ["data/0", "data/2"])
+def test_a_flipped_bit_is_found_and_its_record_named(path: Path, record: str) -> None:
     flip(path, data_of(path, record))
     with pytest.raises(CheckpointError) as raised:
         verify_file(str(path))
-    assert name in str(raised.value) and str(path) in str(raised.value)
+    assert f"its record whole/{record} has other bytes" in str(raised.value) and str(path) in str(raised.value)
 
 
 def test_no_flipped_bit_in_data_stays_unseen(path: Path) -> None:

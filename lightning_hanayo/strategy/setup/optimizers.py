@@ -86,12 +86,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
 def _check(optimizer: Optimizer, scope: Scope | None, *, is_cut: bool, is_sharded: bool) -> None:
     name = type(optimizer).__name__
     if scope == "model" or (scope is None and not is_cut and looks_across_parameters(optimizer)):
-        way_out = "Use one that works on each parameter alone, such as AdamW, or train on data ranks alone, as with DDP"
+        way_out = "Use one that works on each parameter alone, such as AdamW"
         if getattr(optimizer, "defaults", {}).get("max_grad_norm"):
             way_out = "Leave its max_grad_norm out, and use Trainer(gradient_clip_val=...)"
         raise UnsupportedError(
-            f"{name} computes with all parameters together (one vector, a norm or a mean over them), but a rank of a "
-            f"pipeline, of a cube, or with shard_optimizer=True, updates only its own. {way_out}."
+            f"{name} computes with all parameters together (one vector, a norm or a mean over them), and ranks of a "
+            f"pipeline or a cube update only their own. {way_out}, or set pipeline_parallel_size=1, cube=1."
         )
     is_wrapper = name in _WRAPPERS and (is_sharded or scope != "element")
     if is_cut and (scope is None or is_wrapper):

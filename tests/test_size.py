@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
-MAX_LINES = 38_183
+MAX_LINES = 36_129
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 264
+MAX_FILES = 230
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

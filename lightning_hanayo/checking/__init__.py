@@ -8,6 +8,6 @@ examine, verdict  which runs are compared, and what is said about them
 """
 
 from lightning_hanayo.checking.check_module import check
-from lightning_hanayo.checking.verdict import Verdict
+from lightning_hanayo.checking.examine import Verdict
 
 __all__ = ["Verdict", "check"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hanayo.checking.comparison import Values
 from lightning_hanayo.errors import HanayoError, counted
-from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
+from lightning_hanayo.pipeline_parallel.batches.microbatches import children, with_children
 from lightning_hanayo.strategy.lightning.loaders import are_collated, shape_of_loaders
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.topology import Topology, cube_sizes, resolve

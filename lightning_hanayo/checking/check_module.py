@@ -11,11 +11,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
 
+from lightning_hanayo.checking import trainings
 from lightning_hanayo.checking.case import Case, TrainerOptions, select_callbacks, take_batches, topology_of
-from lightning_hanayo.checking.examine import Tell, examine
-from lightning_hanayo.checking.trainings import processes
-from lightning_hanayo.checking.trainings.layout import prepare
-from lightning_hanayo.checking.verdict import Verdict
+from lightning_hanayo.checking.examine import Tell, Verdict, examine
+from lightning_hanayo.checking.trainings import prepare
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.stack import is_ambiguous
 from lightning_hanayo.strategy import HanayoStrategy
@@ -105,7 +104,7 @@ def check(
         except UnsupportedError as error:
             return Verdict("refused", f"refused: {error}")
     notes = tuple(f"the callback {name} was left out: it can't be pickled" for name in left_out)
-    return examine(case, partial(processes.run, timeout=timeout), tell, notes)
+    return examine(case, partial(trainings.run, timeout=timeout), tell, notes)
 
 
 def _copied(module: pl.LightningModule) -> pl.LightningModule:

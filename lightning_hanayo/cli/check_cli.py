@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lightning_hanayo.checking import check
 from lightning_hanayo.checking.case import TrainerOptions, topology_of
-from lightning_hanayo.checking.verdict import as_json, print_verdict
+from lightning_hanayo.checking.examine import as_json, print_verdict
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting.terminal_status import showing

@@ -23,8 +23,7 @@ from lightning_hanayo.dist_checkpointing.folder import (
     look_into,
     verify_file,
 )
-from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.dist_checkpointing.target import UNITS, remove_checkpoint, size_text
+from lightning_hanayo.dist_checkpointing.target import UNITS, remove_checkpoint, size_text, storage_of
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.plotting.terminal_status import showing
 

@@ -23,8 +23,7 @@ from lightning_hanayo.planner.estimates import Estimate, Measured, StepModel
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import Machine, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.planner.plan_file import overlay, save_plan
-from lightning_hanayo.planner.ranking import TOO_LARGE, USABLE, Plan, bytes_of, count_of, make_plan
+from lightning_hanayo.planner.ranking import TOO_LARGE, USABLE, Plan, bytes_of, count_of, make_plan, overlay, save_plan
 from lightning_hanayo.plotting.layouts import Dot, save_layouts
 from lightning_hanayo.plotting.pages import save_layouts_page
 from lightning_hanayo.plotting.terminal_status import showing

@@ -38,7 +38,7 @@ from lightning_hanayo.schedule import (
 from lightning_hanayo.schedule.communication import messages_per_microbatch
 from lightning_hanayo.schedule.comparison import Comparison, compare
 from lightning_hanayo.schedule.cost import gather_compute_scatter
-from lightning_hanayo.schedule.text.timeline_text import timeline_lines
+from lightning_hanayo.schedule.text import timeline_lines
 
 SUBCOMMANDS = {
     "show": "draw one schedule: in the terminal, or as an image, HTML page or trace",

@@ -45,7 +45,7 @@ from lightning_hanayo.dist_checkpointing.region import Region, partition_problem
 from lightning_hanayo.dist_checkpointing.target import AtPoint, Point, Target, go_on, problem_of, target_for
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name, write_tensors
 from lightning_hanayo.errors import CheckpointError
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, gather_objects
+from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects, gather_objects
 
 Kind = Literal["model", "optimizer", "state"]
 """which of a rank's files a tensor is in"""

@@ -42,7 +42,7 @@ from lightning_hanayo.dist_checkpointing.state import (
     decode,
     encode,
 )
-from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.target import storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 
@@ -278,7 +278,7 @@ def _short(value: Any) -> str:
 
 
 _PREFIXES = ("random/", "gradient/")
-_STEM = data_stem(0)[:-5]
+_DATA_STEM = data_stem(0)[:-5]
 
 
 def data_parts(documents: Mapping[int, Any]) -> tuple[list[TensorPart], dict[str, Any]]:
@@ -310,7 +310,7 @@ class DataDocuments(Mapping[int, Any]):
 
     def __iter__(self) -> Iterator[int]:
         texts = self._folder.manifest.texts
-        numbers = sorted(int(one) for stem in texts if (one := stem.removeprefix(_STEM)).isdecimal())
+        numbers = sorted(int(one) for stem in texts if (one := stem.removeprefix(_DATA_STEM)).isdecimal())
         return iter([number for number in numbers if data_stem(number) in texts])
 
     def __len__(self) -> int:

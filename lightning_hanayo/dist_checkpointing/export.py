@@ -47,7 +47,7 @@ from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage, storage_of
+from lightning_hanayo.dist_checkpointing.target import LocalStorage, storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor, bytes_of, write_tensors
 from lightning_hanayo.errors import HanayoError, nearest, writing
 

@@ -43,8 +43,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     stored_as,
 )
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.storage import CHUNK, Storage, storage_of
-from lightning_hanayo.dist_checkpointing.target import is_of_a_save, unnamed_files
+from lightning_hanayo.dist_checkpointing.target import CHUNK, Storage, is_of_a_save, storage_of, unnamed_files
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, header_
 from lightning_hanayo.dist_checkpointing.format import ImpossibleError, Manifest, StoredPart, WholeTensor, read_header
 from lightning_hanayo.dist_checkpointing.load_state import tensors_of
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.target import storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder

@@ -22,8 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.dist_checkpointing.target import check_replaceable, problem_of, remove_next_to, temporary_path
+from lightning_hanayo.dist_checkpointing.target import (
+    check_replaceable,
+    problem_of,
+    remove_next_to,
+    storage_of,
+    temporary_path,
+)
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.partition.ownership import state_of_own_tensors

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hanayo.errors import UnsupportedError, listed
-from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
+from lightning_hanayo.pipeline_parallel import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, quiet

@@ -10,13 +10,12 @@ from lightning_hanayo.schedule.communication import (
     without_forwards,
 )
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import waits_for
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.simulate import Span, Timeline, simulate
-from lightning_hanayo.schedule.table import Action, Kind
-from lightning_hanayo.schedule.text.timeline_text import timeline_text
+from lightning_hanayo.schedule.table import Action, Kind, waits_for
+from lightning_hanayo.schedule.text import timeline_text
 
 __all__ = [
     "Action", "CostModel", "Kind", "Request", "Schedule", "Span", "Timeline", "build",

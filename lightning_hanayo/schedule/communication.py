@@ -27,9 +27,8 @@ from operator import itemgetter
 from typing import TypeVar
 
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import cell_waits, executable_order, last_gradients, producers
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.table import Action, Kind, Table
+from lightning_hanayo.schedule.table import Action, Kind, Table, cell_waits, executable_order, last_gradients, producers
 
 _COSTS = CostModel()
 _HOP = 0.01

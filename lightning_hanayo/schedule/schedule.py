@@ -7,7 +7,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.communication import complete
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.table import Table
-from lightning_hanayo.schedule.text.csv_table import locate_error, read_table, write_rows
+from lightning_hanayo.schedule.text import locate_error, read_table, write_rows
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from operator import attrgetter
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import last_gradients
 from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, is_size
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.table import COMPUTE, Action, Kind, Table
+from lightning_hanayo.schedule.table import COMPUTE, Action, Kind, Table, last_gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,17 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
-from lightning_hanayo.pipeline_parallel.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource, leaves
+from lightning_hanayo.pipeline_parallel.batches.microbatches import (
+    ONE_LOADER,
+    BatchPlan,
+    BatchRule,
+    BatchSource,
+    HostNumbers,
+    PieceSizes,
+    leaves,
+)
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader, named_arrays
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.tensor_parallel.boundary import (
     AllGatherObject,
     MicrobatchReshard,

@@ -43,7 +43,7 @@ from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.patches import replaced
 from lightning_hanayo.strategy.run import Run
-from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.setup.prepared_model import Cube
 
 StateOf = Callable[[nn.Module, Cube | None], dict[str, Any]]
 """returns the state that is saved of a cut module, given how its parameters are sharded over a cube"""

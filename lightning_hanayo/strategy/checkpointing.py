@@ -16,7 +16,7 @@ from lightning_hanayo.dist_checkpointing.commit import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, UnsupportedError, available
 from lightning_hanayo.partition import guards
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.strategy.checkpoints import parts, save
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, KeptValues, load_optimizers, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, saved_run
@@ -28,8 +28,7 @@ from lightning_hanayo.strategy.optimizer_steps import reading_states
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session
-from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
+from lightning_hanayo.strategy.setup.prepared_model import Cube, PreparedModel
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 
 

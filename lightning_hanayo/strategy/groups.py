@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.overlap.link_queue import DeviceLink, LinkQueue
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.topology import Topology
 

@@ -30,8 +30,8 @@ from torch.autograd.graph import _engine_run_backward
 
 from lightning_hanayo.monitor.waiting import Waiting, stated
 from lightning_hanayo.pipeline_parallel.capture.threads import SuspendedCall
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import Broadcast, numbers
 from lightning_hanayo.pipeline_parallel.engine import Engine
+from lightning_hanayo.pipeline_parallel.object_collectives import Broadcast, numbers
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transfer, Transport
 from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.strategy import patches

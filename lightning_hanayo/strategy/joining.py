@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.processes import Member, end_with_parent, outlive_parent
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.waits import named
 from lightning_hanayo.topology import Topology
 

@@ -24,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hanayo.chunked_loss.causal_models import chunk_losses, has_causal_models
-from lightning_hanayo.chunked_loss.cross_entropy import CHUNK, is_in_loss
+from lightning_hanayo.chunked_loss.cross_entropy import CHUNK, chunk_losses, has_causal_models, is_in_loss
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.partition.stack import Stack, find_stack, is_ambiguous, modules_outside, num_parameters_outside
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource
 from lightning_hanayo.planner.communication_volume import ExpertLayer, LinearLayer
 from lightning_hanayo.planner.machine import DTYPES
 from lightning_hanayo.planner.model_facts import BlockFacts, Code, ModelFacts
@@ -39,7 +38,7 @@ from lightning_hanayo.strategy.uncut_step import on_copy, recorded_calls, run_st
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor_parallel.layers.experts import is_fused_experts
 from lightning_hanayo.tensor_parallel.layers.linear import features
-from lightning_hanayo.tensor_parallel.outside_vocabulary import vocabulary_weights
+from lightning_hanayo.tensor_parallel.outside_parameters import vocabulary_weights
 
 VIEWS = (
     "detach", "view", "_unsafe_view", "alias", "t", "transpose", "unsqueeze", "squeeze", "select", "slice", "split",

@@ -46,8 +46,8 @@ from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.optimizer.guarded_states import RefusedStates
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards, set_values
 from lightning_hanayo.strategy.run import Run
-from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
+from lightning_hanayo.strategy.setup.prepared_model import Cube
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.topology import AXES

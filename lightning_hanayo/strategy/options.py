@@ -16,11 +16,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, Union, get_args, get_or
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, SplitFunction
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchRule, SplitFunction
 from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.planner.layout import check_schedule
 from lightning_hanayo.schedule.number_checks import LARGEST, check_num_actions, is_number, is_size, is_whole
-from lightning_hanayo.strategy.losses.loss_weight import LossWeight
+from lightning_hanayo.strategy.losses import LossWeight
 from lightning_hanayo.topology import MAX_RANKS, cube_sizes
 
 AutoInt = Literal["auto"] | int

@@ -23,15 +23,15 @@ from torch import nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.pipeline_parallel import split_backward
-from lightning_hanayo.pipeline_parallel.autograd.recomputation import stop_recomputing
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
+from lightning_hanayo.pipeline_parallel.graph_boundary import stop_recomputing
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.stages import Stage

@@ -21,8 +21,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, BatchesOfStep, Candidate, Choices
 from lightning_hanayo.planner.machine import KNOWN
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.planner.plan_file import OF_BOTH, load_plan, strategy_options
-from lightning_hanayo.planner.ranking import bytes_of, make_plan
+from lightning_hanayo.planner.ranking import OF_BOTH, bytes_of, load_plan, make_plan, strategy_options
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.model_facts import read_batch
 from lightning_hanayo.strategy.options import Options

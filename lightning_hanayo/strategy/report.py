@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, counted
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import gather_objects
+from lightning_hanayo.pipeline_parallel.object_collectives import gather_objects
 from lightning_hanayo.pipeline_parallel.profiling.trace import (
     BatchTrace,
     RecordedBatch,
@@ -43,8 +43,13 @@ from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_comparison, save_timeline, save_trace
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, simulate
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
-from lightning_hanayo.strategy.lightning.inspection import peak_flops, samples_per_rank, step_flops, whole_on_meta
-from lightning_hanayo.strategy.lightning.state import logged_step
+from lightning_hanayo.strategy.lightning.state import (
+    logged_step,
+    peak_flops,
+    samples_per_rank,
+    step_flops,
+    whole_on_meta,
+)
 from lightning_hanayo.strategy.pipeline import Pipeline
 
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}

@@ -33,7 +33,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_hanayo.dist_checkpointing.folder import Found, look_at
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
-from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.target import storage_of
 from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, with_notes
 from lightning_hanayo.monitor import processes
 from lightning_hanayo.strategy.checkpoints.resume import saved_run

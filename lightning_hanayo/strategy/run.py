@@ -20,7 +20,7 @@ from lightning_hanayo.pipeline_parallel.rng import SharedGenerators
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Relay
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import ProcessGroups
-from lightning_hanayo.strategy.losses.step_samples import SampleCount
+from lightning_hanayo.strategy.losses import SampleCount
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.tensor_parallel.mesh import Mesh
@@ -28,7 +28,7 @@ from lightning_hanayo.topology import Topology
 
 if TYPE_CHECKING:
     from lightning_hanayo.strategy.pipeline import Pipeline
-    from lightning_hanayo.strategy.setup.cube import Cube
+    from lightning_hanayo.strategy.setup.prepared_model import Cube
 
 End = Callable[[], object]
 

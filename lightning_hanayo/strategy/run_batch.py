@@ -18,8 +18,7 @@ import torch
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
-from lightning_hanayo.pipeline_parallel.batches.plan import children
+from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, children
 from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
 from lightning_hanayo.pipeline_parallel.profiling.trace import is_profiling
 from lightning_hanayo.pipeline_parallel.stages import find_loss, loss_of
@@ -27,7 +26,7 @@ from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_metrics_of
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.strategy.probing.probe import own_copy
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop

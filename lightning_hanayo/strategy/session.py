@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects, broadcast_object
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource, PieceSizes
+from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams, next_number
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.seeds import seed_of
@@ -29,13 +28,12 @@ from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
-from lightning_hanayo.strategy.lightning import inspection, state, user_hooks
+from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import first_batch
 from lightning_hanayo.strategy.lightning.loops import agree_on_counts, end_searches_on_failure, validate_together
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
 from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
-from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
-from lightning_hanayo.strategy.losses.token_losses import TokenLosses
+from lightning_hanayo.strategy.losses import LossWeight, LossWeighting, PieceWeights, TokenLosses, for_model
 from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.optimizer_steps import OptimizerSteps
@@ -46,9 +44,8 @@ from lightning_hanayo.strategy.run import Run, RunParts
 from lightning_hanayo.strategy.setup.adapt import adapt
 from lightning_hanayo.strategy.setup.build_pipeline import build_pipeline, examine_first_batch, whole_values
 from lightning_hanayo.strategy.setup.checks import run_uncompiled, warn_of_batch_statistics
-from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
-from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
+from lightning_hanayo.strategy.setup.prepared_model import Cube, PreparedModel
 from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
 from lightning_hanayo.strategy.uncut_step import called_stacks
 from lightning_hanayo.strategy.user_code import collectives
@@ -199,7 +196,7 @@ class Session(Run):
             report_plan(module, plan, options, self.topology, called)
         if values is not None:
             values.check(module, prepared.cube)
-        self._for_summaries = inspection.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)
+        self._for_summaries = state.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)
         if several:
             conversion = plan.conversion if prepared.cube is None else prepared.cube.plan
             kind: Literal["registered", "generic"] = (
@@ -339,7 +336,7 @@ class Session(Run):
 
     def find_held_bytes(self, module: "pl.LightningModule") -> None:
         """Find how much the fullest rank holds. Called by all ranks, before a training."""
-        own = inspection.held_bytes(module)
+        own = state.held_bytes(module)
         held = all_gather_objects(self.groups.replica, own) if self.topology.replica_size > 1 else [own]
         self.held_bytes = max(held)
         """by the rank that holds the most, before a training"""
@@ -349,7 +346,7 @@ class Session(Run):
         if self.topology.replica_size > 1 and self.rank == 0:
             layout, ownership = self.pipeline.layout, self.pipeline.ownership
             held, pictures = self.held_bytes, self.pictures
-            rank_zero_info(inspection.describe_run(self.trainer, layout, ownership, self.topology, held, pictures))
+            rank_zero_info(state.describe_run(self.trainer, layout, ownership, self.topology, held, pictures))
 
     def gather_model(self) -> "pl.LightningModule | None":
         """See `HanayoStrategy.gather_model`."""

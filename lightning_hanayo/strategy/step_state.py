@@ -24,8 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import check_parameter_hooks
 from lightning_hanayo.packed_values import inner_tensors
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.pipeline_parallel.comm.replicated_tensors import ReplicatedTensors
+from lightning_hanayo.pipeline_parallel.object_collectives import ReplicatedTensors, broadcast_object
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.versions import identity_of, versions_of
 

@@ -22,10 +22,9 @@ from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
 from lightning_hanayo.strategy.checkpoints.load import check_start
 from lightning_hanayo.strategy.checkpoints.save import check_plugin, check_saving
 from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
-from lightning_hanayo.strategy.lightning.inspection import record_all_threads
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
-from lightning_hanayo.strategy.lightning.state import move_optimizers, unguard_states, unwrapped
+from lightning_hanayo.strategy.lightning.state import move_optimizers, record_all_threads, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options, takes
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout

@@ -32,7 +32,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.processes import begin_fork
 from lightning_hanayo.partition.deferred_init import MetaCopy, like
 from lightning_hanayo.partition.stack import Calls, find_stack, passed_stacks
-from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
+from lightning_hanayo.pipeline_parallel.batches.microbatches import children, with_children
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

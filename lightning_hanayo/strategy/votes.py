@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, PeerFailed, ReplicasDifferError, UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.state import unwrapped

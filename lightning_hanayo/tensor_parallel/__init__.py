@@ -13,11 +13,9 @@ if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
     from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, register_block
     from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D
-    from lightning_hanayo.tensor_parallel.layers.dropout import Dropout3D
     from lightning_hanayo.tensor_parallel.layers.embedding import Embedding3D, Head3D, cross_entropy3d
-    from lightning_hanayo.tensor_parallel.layers.feed_forward import FeedForward3D, SwiGLU3D
-    from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
-    from lightning_hanayo.tensor_parallel.layers.norm import LayerNorm3D, RMSNorm3D, parallelize_rms_norm
+    from lightning_hanayo.tensor_parallel.layers.linear import FeedForward3D, Linear3D, SwiGLU3D
+    from lightning_hanayo.tensor_parallel.layers.norm import Dropout3D, LayerNorm3D, RMSNorm3D, parallelize_rms_norm
     from lightning_hanayo.tensor_parallel.mesh import Mesh
     from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
     from lightning_hanayo.tensor_parallel.sharding import ShardedModule, all_reduce_partial_gradients
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 
 _MODULES = (
     "convert.specs",  # first: the only one that imports no torch
-    "convert.parallelize", "convert.layer_specs", "layers.attention", "layers.dropout", "layers.embedding",
-    "layers.feed_forward", "layers.linear", "layers.norm", "mesh", "product", "sharding", "stage_context",
+    "convert.parallelize", "convert.layer_specs", "layers.attention", "layers.embedding",
+    "layers.linear", "layers.norm", "mesh", "product", "sharding", "stage_context",
 )  # fmt: skip
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.plan_file import strategy_options
+from lightning_hanayo.planner.ranking import strategy_options
 from recipes.benchmarks.fits import random_batches
 from recipes.benchmarks.harness import ORDINARY, run_ranks
 from recipes.benchmarks.live_bytes import LiveBytes, peak_of_fit

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.message import gradient_message
+from lightning_hanayo.pipeline_parallel.p2p import gradient_message
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
 from recipes.benchmarks.case import TORCHS, Candidate

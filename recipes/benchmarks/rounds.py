@@ -10,8 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
-from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.p2p import Message, MessageKey, PointToPointChannel
 from lightning_hanayo.schedule import simulate
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import gradient_of

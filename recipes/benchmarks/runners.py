@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from typing_extensions import override
 
-from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import run_backward
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Communicate, Compute, Engine, Program
-from lightning_hanayo.pipeline_parallel.message import MessageKey
-from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.graph_boundary import run_backward
+from lightning_hanayo.pipeline_parallel.p2p import MessageKey, PointToPointChannel
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage

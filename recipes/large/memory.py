@@ -18,7 +18,7 @@ from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.planner.candidates import ONE_RANK, Candidate
 from lightning_hanayo.planner.estimates import StepModel
 from lightning_hanayo.planner.machine import machine
-from lightning_hanayo.planner.plan_file import strategy_options
+from lightning_hanayo.planner.ranking import strategy_options
 from lightning_hanayo.strategy.model_facts import read_model
 from recipes.benchmarks.harness import ORDINARY, run_ranks
 from recipes.benchmarks.live_bytes import peak_of_fit

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import LocalStorage
 from lightning_hanayo.strategy import session
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.setup import build_pipeline

@@ -28,7 +28,7 @@ step, on the last rank, delays the next backward.
 """
 
 from lightning_hanayo.schedule import Action, Kind, Schedule, Span, Timeline
-from lightning_hanayo.schedule.dependency import executable_order, waits_in
+from lightning_hanayo.schedule.table import executable_order, waits_in
 from recipes.paper.closed_form import Times
 
 

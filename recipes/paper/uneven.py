@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
-from lightning_hanayo.schedule.search.problem import SchedulingProblem
+from lightning_hanayo.schedule.search.evaluator import SchedulingProblem
 from lightning_hanayo.schedule.search.search import lower_bounds
 from lightning_hanayo.schedule.table import loop, zigzag
 from recipes.paper import figure

@@ -8,7 +8,7 @@ from lightning import LightningModule, Trainer
 
 import lightning_hanayo
 from lightning_hanayo import HanayoStrategy, check
-from lightning_hanayo.checking.trainings import processes
+from lightning_hanayo.checking import trainings
 from lightning_hanayo.errors import HanayoError
 from tests.harness import models
 from tests.harness.limits import real_seconds
@@ -31,7 +31,7 @@ def _hook(*_: Any) -> None: ...
 
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "run", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(trainings, "run", lambda *_, **__: pytest.fail("a process was started"))
 
 
 def test_check_is_a_public_name() -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_hanayo.pipeline_parallel.message import gradient_message
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.pipeline_parallel.p2p import gradient_message
+from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_hanayo.checking.case import cast, select_callbacks, take_batches, topology_of
-from lightning_hanayo.checking.trainings.layout import make_loader as make_check_loader
+from lightning_hanayo.checking.trainings import make_loader as make_check_loader
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.topology import Topology

@@ -12,7 +12,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchRule
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS
 from tests.checking.verdicts import Break, verdict_of
 from tests.habits.step_state import Annealed

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lightning_hanayo.checking.case import RankFailure, RankResult
 from lightning_hanayo.checking.comparison import EXACT, Comparison, Key, Values, compare
-from lightning_hanayo.checking.verdict import (
+from lightning_hanayo.checking.examine import (
     Verdict,
     as_json,
     print_verdict,

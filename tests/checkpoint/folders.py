@@ -20,7 +20,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     WholeTensor,
 )
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.target import storage_of
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name, write_tensors
 
 Cut = Mapping[str, Sequence[Region]]

@@ -11,7 +11,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from lightning_hanayo import chunk_loss
-from lightning_hanayo.chunked_loss.causal_models import Logits
+from lightning_hanayo.chunked_loss.cross_entropy import Logits
 from lightning_hanayo.errors import UnsupportedError
 from tests.harness import models
 from tests.harness.pool import Pool

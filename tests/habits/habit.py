@@ -18,7 +18,7 @@ import torch
 from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource
 from lightning_hanayo.strategy.batch_split import BatchSplitter
 from tests.harness.models import build
 from tests.harness.pool import Failure, Pool, RunFailed

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 import lightning_hanayo
+from lightning_hanayo.pipeline_parallel import object_collectives
 from lightning_hanayo.pipeline_parallel.capture.threads import ThreadState
-from lightning_hanayo.pipeline_parallel.comm import object_collectives
 
 _PACKAGE = Path(lightning_hanayo.__file__).parent
 _READING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero")

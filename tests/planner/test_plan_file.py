@@ -7,8 +7,7 @@ import yaml
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.machine import machine
-from lightning_hanayo.planner.plan_file import load_plan, overlay, save_plan, strategy_options
-from lightning_hanayo.planner.ranking import Plan, make_plan
+from lightning_hanayo.planner.ranking import Plan, load_plan, make_plan, overlay, save_plan, strategy_options
 from tests.planner.llamas import SEVEN_B
 
 

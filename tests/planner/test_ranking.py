@@ -14,8 +14,7 @@ from lightning_hanayo.planner.candidates import BatchesOfStep, Choices, candidat
 from lightning_hanayo.planner.estimates import Estimate
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import Code
-from lightning_hanayo.planner.plan_file import strategy_options
-from lightning_hanayo.planner.ranking import TOO_LARGE, make_plan
+from lightning_hanayo.planner.ranking import TOO_LARGE, make_plan, strategy_options
 from tests.planner.llamas import SEVEN_B, SEVENTY_B, llama
 
 H100 = machine("h100")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lightning_hanayo.planner.plan_file import load_plan
+from lightning_hanayo.planner.ranking import load_plan
 from lightning_hanayo.strategy import HanayoStrategy
 from recipes.large import memory, operations, startup
 from recipes.large.data import Pretraining

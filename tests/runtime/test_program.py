@@ -7,7 +7,7 @@ rank 1       1F0 2F0 1F1 2I0 ...      stages 1 and 2: between them nothing is se
 import pytest
 
 from lightning_hanayo.pipeline_parallel.engine import Compute, Program
-from lightning_hanayo.pipeline_parallel.message import MessageKey
+from lightning_hanayo.pipeline_parallel.p2p import MessageKey
 from lightning_hanayo.schedule import Schedule, build
 from tests.schedule.samples import split
 

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import filterfalse
 
-from lightning_hanayo.schedule.dependency import source_stage
-from lightning_hanayo.schedule.table import Action, Kind, Rows, Table
+from lightning_hanayo.schedule.table import Action, Kind, Rows, Table, source_stage
 
 Dependencies = Mapping[Action, tuple[Action, ...]]
 """For each action of a table, the actions of the same table that it waits for."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.schedule import Action, Schedule, complete, waits_for
-from lightning_hanayo.schedule.dependency import executable_order, waits_in
+from lightning_hanayo.schedule.table import executable_order, waits_in
 from tests.schedule import message_rule
 from tests.schedule.samples import row, schedules, table, unhurried
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchRule, BatchSource
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights
+from lightning_hanayo.strategy.losses import LossWeighting, PieceWeights
 from tests.habits.batches import CHANGED_IN_PLACE
 from tests.habits.habit import check
 from tests.harness.pool import Pool

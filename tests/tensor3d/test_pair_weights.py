@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.overlap.turns import DeviceTurns
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.pairs import RECORDED, Pairs, kinds_of
 from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.tensor_parallel.layers.linear import Linear3D

@@ -29,7 +29,7 @@ from typing import Literal
 
 import psutil
 
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage, storage_of
+from lightning_hanayo.dist_checkpointing.target import LocalStorage, storage_of
 
 Level = Literal["ok", "note", "problem"]
 GIB = 2**30

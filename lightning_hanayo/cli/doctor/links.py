@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.checking.case import RankFailure
-from lightning_hanayo.checking.trainings.processes import run
+from lightning_hanayo.checking.trainings import run
 from lightning_hanayo.cli.doctor.host import Finding, gibibytes
 from lightning_hanayo.errors import available, is_debugging
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
 from lightning_hanayo.planner.machine import Link
 
 _TOPIC = "links"

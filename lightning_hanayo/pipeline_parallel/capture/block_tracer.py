@@ -29,23 +29,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
-from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import current_sequence_number, edges_of
-from lightning_hanayo.pipeline_parallel.autograd.recomputation import as_now
 from lightning_hanayo.pipeline_parallel.capture import between
-from lightning_hanayo.pipeline_parallel.capture.between import StandIns, Value
-from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
-from lightning_hanayo.pipeline_parallel.capture.proxy import (
+from lightning_hanayo.pipeline_parallel.capture.between import (
     SKIPPED_BLOCKS,
     Proxy,
+    StandIns,
+    Value,
     Valueless,
     proxies_like,
     subtree,
     user_line,
 )
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
+from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
 from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_state, suspend
-from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.graph_boundary import as_now, current_sequence_number, edges_of
+from lightning_hanayo.pipeline_parallel.p2p import Message
 from lightning_hanayo.versions import version_of
 
 MOST_CALLS = 1 << 24

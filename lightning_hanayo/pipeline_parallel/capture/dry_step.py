@@ -27,7 +27,7 @@ from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.state import is_metric, undone
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
-from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.p2p import Message
 
 State = dict[str, float | Tensor]
 Given = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
 from lightning_hanayo.pipeline_parallel.capture import between
+from lightning_hanayo.pipeline_parallel.capture.between import subtree
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, BlockRun, Carriers
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import begin_code_before
-from lightning_hanayo.pipeline_parallel.capture.proxy import subtree
-from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.p2p import Message
 
 NO_OUTPUT: pytree.Skeleton = pytree.NONE
 NO_TREES: pytree.Skeleton = ("tuple",)

@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks
-from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
+from lightning_hanayo.pipeline_parallel import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch, StepFunction
+from lightning_hanayo.pipeline_parallel.capture.between import SKIPPED_BLOCKS, Proxy, functions_on_proxies, user_line
 from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer, TracedStack
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
-from lightning_hanayo.pipeline_parallel.capture.proxy import SKIPPED_BLOCKS, Proxy, functions_on_proxies, user_line
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import (
     SuspendedCall,
@@ -39,7 +39,7 @@ from lightning_hanayo.pipeline_parallel.capture.threads import (
     ThreadState,
     current_tracer,
 )
-from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.p2p import Message
 from lightning_hanayo.pipeline_parallel.pytree import OutputReference
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 

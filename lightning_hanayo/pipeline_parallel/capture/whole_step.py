@@ -23,14 +23,13 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel import pytree
-from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
+from lightning_hanayo.pipeline_parallel import graph_boundary, pytree
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.carriers import CarrierOfDryRun
 from lightning_hanayo.pipeline_parallel.capture.dry_step import kept_buffers
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
-from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel.p2p import Message
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.versions import version_of
 

@@ -24,7 +24,7 @@ from lightning_hanayo.clock import Clock, HostClock
 from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.pipeline_parallel.transport import Transport
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, Timeline
-from lightning_hanayo.schedule.dependency import producers
+from lightning_hanayo.schedule.table import producers
 
 _TAG = (1 << 31) - 1
 """no message of a batch has this tag"""

@@ -85,10 +85,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.dependency import waits_for
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
-from lightning_hanayo.schedule.table import Action, Kind, zigzag
+from lightning_hanayo.schedule.table import Action, Kind, waits_for, zigzag
 
 _F0, _I0, _W0 = _DOWN = tuple((0, kind) for kind in (Kind.F, Kind.I, Kind.W))
 _F1, _I1, _W1 = _UP = tuple((1, kind) for kind in (Kind.F, Kind.I, Kind.W))

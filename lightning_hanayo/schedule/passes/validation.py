@@ -8,9 +8,8 @@ from typing import NoReturn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import Dependencies, cell_waits, executable_order
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.table import Action, Kind, Rows, Table
+from lightning_hanayo.schedule.table import Action, Dependencies, Kind, Rows, Table, cell_waits, executable_order
 
 _PAIR_ORDER = (Kind.F, Kind.B, Kind.I)
 _WHOLE_BACKWARDS = ({Kind.B}, {Kind.I, Kind.W})

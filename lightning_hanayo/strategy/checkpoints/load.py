@@ -31,7 +31,7 @@ from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit, tensors_of
-from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.target import storage_of
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, listed, nearest
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks, place_in_world, with_common_errors

@@ -42,8 +42,8 @@ from lightning_hanayo.dist_checkpointing.state import RUN
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
-from lightning_hanayo.strategy.lightning import resumed_loops
-from lightning_hanayo.strategy.lightning.resumed_loops import (
+from lightning_hanayo.strategy.lightning import loops
+from lightning_hanayo.strategy.lightning.loops import (
     batch_size,
     generators_of_loaders,
     has_persistent_workers,
@@ -52,7 +52,7 @@ from lightning_hanayo.strategy.lightning.resumed_loops import (
     random_states_before,
     stateful_loaders,
 )
-from lightning_hanayo.strategy.losses.step_samples import WAY_OUT, StepSamples, accumulation
+from lightning_hanayo.strategy.losses import WAY_OUT, StepSamples, accumulation
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.topology import Topology
 from lightning_hanayo.weight_gradients import gradient_dtype
@@ -194,7 +194,7 @@ def resume_state(run: Run, choice: "StepChoice | None") -> ResumeState:
         "seed": run.seed,
         "samples": vars(_samples(run)),
         "layout": _layout(run),
-        "metrics": resumed_loops.metrics(trainer),
+        "metrics": loops.metrics(trainer),
         "runs_once": choice is not None and choice.runs_once,
     }
     states: list[Any] = []
@@ -205,7 +205,7 @@ def resume_state(run: Run, choice: "StepChoice | None") -> ResumeState:
         before = random_states_before(trainer) if states else {}
         random = {"now": generator_states(run.device) | of_loaders, "before": before}
     with run.guard.off():
-        accumulates = resumed_loops.num_accumulated(trainer) and not resumed_loops.was_in_batch(trainer)
+        accumulates = loops.num_accumulated(trainer) and not loops.was_in_batch(trainer)
         gradients = list(AccumulatedGradients(run).parts()) if accumulates else []
     tensors = [
         TensorPart.whole(f"random/{rank}/{when}/{name}", state, "state")
@@ -233,12 +233,12 @@ class Resume:
         if reads_data and saved is not None:
             document = saved.data.get(run.data_rank, {})
         elif reads_data and run.topology.data == 1:  # a plain Trainer stores those of one process
-            document = {"loaders": resumed_loops.plain_loader_states(trainer)}
+            document = {"loaders": loops.plain_loader_states(trainer)}
         self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
         self._set_random = self._random_states(reads_data=reads_data)
-        self._is_before_plateau = resumed_loops.is_before_plateau(trainer)
-        self._is_after_last_batch = resumed_loops.is_after_last_batch(trainer)
-        resumed_loops.correct_loops(trainer)
+        self._is_before_plateau = loops.is_before_plateau(trainer)
+        self._is_after_last_batch = loops.is_after_last_batch(trainer)
+        loops.correct_loops(trainer)
 
     def start(self, choice: "StepChoice | None") -> None:
         """Called by all ranks in `on_train_start`. `choice`: of how often steps run.
@@ -247,7 +247,7 @@ class Resume:
             HanayoError: optimizer steps would take other samples than they did.
         """
         trainer, run, saved = self._trainer, self._run, self._saved
-        self._is_scheduled = resumed_loops.follow_accumulation_schedule(trainer)
+        self._is_scheduled = loops.follow_accumulation_schedule(trainer)
         lines = list(_lines(run, saved, has_position=bool(self._loader_states)))
         if self._is_after_last_batch:
             lines.append("the checkpoint was saved before the end of an epoch: its validation and hooks are left out.")
@@ -259,10 +259,10 @@ class Resume:
             if choice is not None and choice.may_run_once:
                 choice.runs_once = bool(saved.document.get("runs_once"))
             lines += self._restore_gradients(saved)
-            resumed_loops.set_metrics(trainer, saved.document.get("metrics", {}))
+            loops.set_metrics(trainer, saved.document.get("metrics", {}))
             if self._is_before_plateau:
-                resumed_loops.update_plateau_schedulers(trainer)
-        resumed_loops.read_data_anew(trainer, run.attributes, self._loader_states, self._have_more, self._set_random)
+                loops.update_plateau_schedulers(trainer)
+        loops.read_data_anew(trainer, run.attributes, self._loader_states, self._have_more, self._set_random)
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
@@ -304,7 +304,7 @@ class Resume:
 
     def _restore_gradients(self, saved: SavedRun) -> Iterator[str]:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
-        if before == now and resumed_loops.num_accumulated(self._trainer):
+        if before == now and loops.num_accumulated(self._trainer):
             with self._run.guard.off():
                 AccumulatedGradients(self._run).restore(saved)
         elif before != now and saved.has_gradients:
@@ -314,14 +314,14 @@ class Resume:
 def _lines(run: Run, saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
     """What can't be as in the uninterrupted run. `has_position`: the checkpoint holds the loaders' states."""
     trainer = run.trainer
-    accumulated, in_epoch = resumed_loops.num_accumulated(trainer), resumed_loops.is_in_epoch(trainer)
+    accumulated, in_epoch = loops.num_accumulated(trainer), loops.is_in_epoch(trainer)
     has_state = bool(stateful_loaders(trainer))
     if saved is None:
         yield "the checkpoint holds no random states: shuffled data and random numbers may differ from then on."
     elif (layout := saved.layout) != _layout(run):
         yield f"the checkpoint was saved on {layout}, this is {_layout(run)}: values are added up in another order."
     if in_epoch:
-        number = resumed_loops.num_batches(trainer)
+        number = loops.num_batches(trainer)
         yield f"{number} batches of the epoch have been trained: metrics of the epoch are of the rest alone."
     if in_epoch and not (has_position and has_state):
         missing = "state_dict() and load_state_dict()" if not has_state else "state in the checkpoint"
@@ -330,7 +330,7 @@ def _lines(run: Run, saved: SavedRun | None, *, has_position: bool) -> Iterator[
         yield "the loader has persistent_workers: they draw other random numbers than workers that have gone on."
     if accumulated and (saved is None or not saved.has_gradients):
         yield f"the checkpoint holds no gradients of the {accumulated} batches accumulated since the last step."
-    if resumed_loops.was_in_batch(trainer):
+    if loops.was_in_batch(trainer):
         yield "the checkpoint was saved inside a batch, which a loader with a state does not give again."
 
 
@@ -341,10 +341,10 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
         HanayoError: the epoch can't go on: each data rank has read its own samples, or no whole number of batches fits.
     """
     before = saved.samples
-    if not resumed_loops.is_in_epoch(trainer) or (before.batch, before.data) == (now.batch or before.batch, now.data):
+    if not loops.is_in_epoch(trainer) or (before.batch, before.data) == (now.batch or before.batch, now.data):
         return None
-    num_batches, size = resumed_loops.num_batches(trainer), now.batch * now.data
-    is_whole = size > 0 and resumed_loops.can_scale_batches(trainer, before.batch * before.data, size)
+    num_batches, size = loops.num_batches(trainer), now.batch * now.data
+    is_whole = size > 0 and loops.can_scale_batches(trainer, before.batch * before.data, size)
     if saved.loader_states(0) or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
             f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
@@ -353,10 +353,10 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
         )
     if size == before.batch * before.data:
         return None
-    resumed_loops.scale_batches(trainer, before.batch * before.data, size)
+    loops.scale_batches(trainer, before.batch * before.data, size)
     return (
         f"{num_batches} batches of {before.batch} samples on {before.data} data ranks count as "
-        f"{resumed_loops.num_batches(trainer)} of {now.batch} on {now.data}. A sampler that shuffles has another order "
+        f"{loops.num_batches(trainer)} of {now.batch} on {now.data}. A sampler that shuffles has another order "
         f"on another number of data ranks: in this epoch some samples may come twice, and others not at all."
     )
 

@@ -35,7 +35,7 @@ from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import encode
-from lightning_hanayo.dist_checkpointing.storage import storage_of
+from lightning_hanayo.dist_checkpointing.target import storage_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.strategy.checkpoints.parts import with_distributed_marked

@@ -31,8 +31,8 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.monitor.processes import begin_fork, heed_signals_of_parent_alone
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource
+from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import generator_states
 from lightning_hanayo.strategy.lightning.loops import SameLength
 from lightning_hanayo.strategy.patches import TemporaryAttributes

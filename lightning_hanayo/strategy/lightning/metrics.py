@@ -24,9 +24,9 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers
 from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
+from lightning_hanayo.pipeline_parallel.object_collectives import from_text, to_text
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import ONE_PACKAGE, OtherPackageError, UnsupportedError, available
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures, leave_at_exit, leave_group, pause_at_exit, store_after_failure
 from lightning_hanayo.strategy.groups import AllGather, ProcessGroups, backend_for, forget_groups, group_factory
 from lightning_hanayo.strategy.joining import close_monitor, monitor_of_world, store_of_start

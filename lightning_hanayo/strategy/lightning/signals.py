@@ -37,7 +37,7 @@ from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generat
 from lightning_hanayo.strategy import stopping
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
-from lightning_hanayo.strategy.lightning.resumed_loops import generators_of_loaders
+from lightning_hanayo.strategy.lightning.loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
 

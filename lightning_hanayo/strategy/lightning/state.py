@@ -8,30 +8,70 @@ rank 0    gradients are finite     found_inf 0   --+-- all-reduce --   1, skip  
 rank 1    one gradient is inf      found_inf 1   --+                   1, skip    scale / 2
 
 Optimizers as Lightning wraps and moves them, where some parameters are placeholders.
+
+What Lightning shows of a run: model summaries, FLOPs, profiles, throughput, and one line on what runs.
+
+Counts FLOPs of the whole model on the meta device, and what the device could do.
+
+Lets Lightning's model summaries show the whole model where this rank holds a part of it.
+
+set-up      the module, still whole      ->  a copy with all tensors on the meta device
+summary     `example_input_array` runs through the copy: sizes and FLOPs, without values or devices
+
+Lets Lightning's `PyTorchProfiler` see a pipeline: all threads, and steps that are under way at the same time.
+
+main thread    F stage 0 micro-batch 0 | F stage 0 micro-batch 1 | ...      ranges of the engine
+step's thread    [pl][module]...: embedding   ... suspended ...   head      ranges of modules, one set per thread
+
+Says in one line what a run does with its ranks, its samples and their memory.
+
+ddp on 4 devices         4 batches of the loader in each step
+a pipeline of 4 ranks    1 batch
+
+Lets Lightning's `ThroughputMonitor` count a batch once, although several ranks work on it.
 """
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
+from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_hanayo.errors import UnsupportedError, available
+from lightning_hanayo.errors import UnsupportedError, available, counted
 from lightning_hanayo.partial_values import PartialValues
+from lightning_hanayo.partition.deferred_init import MetaCopy
 from lightning_hanayo.partition.guards import MissingValues
+from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.partition.stack import Stack
+from lightning_hanayo.pipeline_parallel.profiling.trace import RANGE
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.planner.ranking import bytes_of
+from lightning_hanayo.strategy.lightning.loops import batch_size
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.patches import TemporaryAttributes
+from lightning_hanayo.topology import Topology
 
 
 def batch_idx(trainer: "pl.Trainer") -> int:
@@ -224,3 +264,245 @@ def _plain(value: Any) -> Any:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(Tensor)
+
+
+def forward_flops(module: "pl.LightningModule") -> int:
+    """The FLOPs of a forward of `example_input_array`; 0 if it depends on more than shapes.
+
+    torch counts products of matrices, convolutions and attention. Nothing is computed.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ModelSummary(whole_on_meta(module), max_depth=0).total_flops
+    except Exception:  # the user's forward, with tensors that have no values
+        return 0
+
+
+_BACKWARD = 2
+"""FLOPs of a backward, in forwards: the gradients of both operands of each product"""
+
+
+def step_flops(
+    module: "pl.LightningModule", given: float | None, num_samples: Callable[[Any], int]
+) -> tuple[Callable[[Any], float], str]:
+    """The FLOPs of forward and backward of one data rank's batch, and a line about their source.
+
+    They are the number given here, or as `module.flops_per_batch`, else counted with `example_input_array`, in
+    proportion to the samples of a batch and of the example, which `num_samples` returns; 0 where they aren't known.
+    """
+    if given is None:
+        given = getattr(module, "flops_per_batch", None)
+    if given is not None:
+        number = float(given)
+        return lambda _: number, f"{number:.3g} per batch of a data rank, as given"
+    example = module.example_input_array
+    samples = 0 if example is None else num_samples(example)
+    forward = forward_flops(module) if samples else 0
+    if not forward:
+        advice = "whose forward must depend on shapes alone, or WaveReport(flops_per_batch=...)"
+        return lambda _: 0.0, f"not known, so no FLOP/s: set example_input_array of the module, {advice}"
+    per_sample = (1 + _BACKWARD) * forward / samples
+    said = f"{per_sample:.3g} per sample: 3 times a forward of example_input_array"
+    return lambda batch: per_sample * num_samples(batch), said
+
+
+def peak_flops(trainer: "pl.Trainer") -> int | None:
+    """FLOP/s of this rank's device at the run's precision; None if Lightning doesn't know the chip."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
+
+
+_WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""weak references to copies of modules from before they were cut: a copy leads to the Trainer, and so to its module"""
+
+
+def _whole_of(module: Any) -> Any:
+    found = _WHOLE.get(module)
+    return None if found is None else found()
+
+
+def keep_whole(module: "pl.LightningModule", *, is_cut: bool, cuts: bool) -> object:
+    """From now on, summaries of `module` show it as it is now, whole. Called before a run cuts or converts it.
+
+    `is_cut`: an earlier run has; `cuts`: this run will. If it won't, summaries show the module itself.
+
+    Returns:
+        The copy, which is shown for as long as it is referenced.
+    """
+    if not cuts:
+        _WHOLE.pop(module, None)
+    elif _whole_of(module) is None or not is_cut:  # a copy of a module that was cut has the whole shapes of a pipeline
+        whole = _on_meta(module)
+        _WHOLE[module] = ref(whole)
+        if not hasattr(ModelSummary.summarize, "__wrapped__"):
+            ModelSummary.summarize = _summarizing_whole(ModelSummary.summarize)  # type: ignore[assignment,method-assign]
+    return _whole_of(module)
+
+
+def whole_on_meta(module: "pl.LightningModule") -> Any:
+    """The whole module with all tensors on the meta device; of one that is cut, the copy that summaries show."""
+    whole = _whole_of(module)
+    if whole is None:
+        return _on_meta(module)
+    _follow(whole, module)
+    return whole
+
+
+def _on_meta(module: "pl.LightningModule") -> Any:
+    whole: Any = MetaCopy(module).modules[""]
+    vars(whole)["_device"] = torch.device("meta")  # where it expects its batches
+    return whole
+
+
+def _summarizing_whole(plain: Callable[[ModelSummary], Any]) -> Callable[[ModelSummary], Any]:
+    """`ModelSummary.summarize`, which turns to the whole copy of a module that was cut."""
+
+    @wraps(plain)
+    def summarize(summary: ModelSummary) -> Any:
+        module = summary._model
+        whole = _whole_of(module)
+        if whole is None:
+            return plain(summary)
+        summary._model = whole
+        _follow(whole, module)
+        try:
+            with torch.device("meta"):
+                return plain(summary)
+        except Exception as error:
+            _follow(whole, module)  # the failed forward has left it in eval mode
+            reason = "forward depends on more than the shapes of example_input_array"
+            rank_zero_warn(f"The model summary shows no sizes and FLOPs: {reason}, and the model is cut: {error!r}")
+            vars(summary)["_forward_example_input"] = lambda: None
+            return plain(summary)
+
+    return summarize
+
+
+def _follow(whole: "pl.LightningModule", module: "pl.LightningModule") -> None:
+    """Take over changes since the copy was made: modes, which parameters are trained, and the Trainer."""
+    vars(whole)["_trainer"] = vars(module)["_trainer"]
+    modules, parameters = dict(whole.named_modules()), dict(whole.named_parameters())
+    for name, part in module.named_modules():
+        if name in modules:
+            modules[name].training = part.training
+    for name, parameter in module.named_parameters():
+        if name in parameters:
+            parameters[name].requires_grad_(parameter.requires_grad)
+
+
+def record_all_threads(module: "pl.LightningModule") -> None:
+    """Let the profiler of the module's Trainer record all threads, unless the user has set its `experimental_config`.
+
+    Called before the profiler starts. By default torch records the thread that starts it.
+    """
+    trainer = vars(module).get("_trainer")
+    if trainer is not None and (profiler := _profiler_of(trainer)) is not None:
+        profiler._profiler_kwargs.setdefault("experimental_config", _ExperimentalConfig(profile_all_threads=True))
+
+
+def follow_steps(trainer: "pl.Trainer", stack: Stack, attributes: TemporaryAttributes) -> None:
+    """Let the profiler name modules in steps that overlap, and the blocks of a cut stack where they really run.
+
+    A step only records its calls of the blocks, so Lightning's hooks on them would time something else.
+    """
+    profiler = _profiler_of(trainer)
+    register = None if profiler is None else profiler._register
+    if register is None:
+        return
+    register._records = _RecordsByThread()
+    for name, block in zip(stack.block_names, stack.blocks, strict=True):
+        for handle in register._handles.pop(name, ()):
+            handle.remove()
+        attributes.set(block, RANGE, f"[pl][module]{type(block).__module__}.{type(block).__name__}: {name}")
+
+
+class _RecordsByThread(dict[str, Any]):
+    """The ranges that are open, by name, in the calling thread: several steps are in a module at the same time."""
+
+    def __setitem__(self, name: str, record: Any) -> None:
+        super().__setitem__(self._key(name), record)
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(self._key(name))
+
+    @staticmethod
+    def _key(name: str) -> str:
+        return f"{threading.get_ident()} {name}"
+
+
+def _profiler_of(trainer: "pl.Trainer") -> PyTorchProfiler | None:
+    profiler = vars(trainer)["profiler"]  # a function of Lightning's sets it
+    return profiler if isinstance(profiler, PyTorchProfiler) else None
+
+
+def describe_run(
+    trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, fullest: int, pictures: str = ""
+) -> str:
+    """Five or six lines for the user, at the start of a training whose model is cut.
+
+    Args:
+        trainer: whose training loader is known.
+        layout: of the pipeline.
+        ownership: which stage has which blocks.
+        topology: of all ranks.
+        fullest: bytes of weights and gradients on the rank that holds the most.
+        pictures: where they will be; "" if there are none.
+    """
+    stack, cube = ownership.stack, "x".join(map(str, topology.cube))
+    parts = f"{counted(layout.num_stages, 'stage')} on {counted(topology.pipe, 'pipeline rank')}"
+    parts += f" in a {cube} cube" if topology.cube != (1, 1, 1) else ""
+    waves = f", {counted(layout.num_waves, 'wave')}" if layout.num_waves else ""
+    count = min(layout.num_microbatches, batch_size(trainer) or layout.num_microbatches)
+    bubble = layout.predict(count)
+    many = counted(count, "micro-batch")
+    once = ". The step runs once a batch: all micro-batches' activations are held" if layout.runs_step_once else ""
+    if count < layout.num_microbatches:
+        many += ", as many as a batch has samples"
+    return (
+        f"{stack.name}: {counted(len(stack), 'block')}, {parts}, x {topology.data} data = "
+        f"{counted(topology.world_size, 'rank')}\n"
+        f"  schedule        {layout.schedule}{waves}, {many}: predicted bubble {bubble:.0%}{once}\n"
+        f"  samples         {_samples(trainer, topology)}\n"
+        f"  learning rates  scale with trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size\n"
+        f"  memory          {bytes_of(fullest)} of weights and gradients on the fullest rank"
+        + f"\n  pictures        {pictures}"
+        * bool(pictures)
+    )
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of this rank's parameters and of the gradients that they will have."""
+    own = [one for one in module.parameters() if not one.is_meta]
+    return sum(one.numel() * one.element_size() * (1 + one.requires_grad) for one in own)
+
+
+def samples_per_rank(trainer: "pl.Trainer") -> int | None:
+    """How many samples of each data rank make an optimizer step, where the loader tells."""
+    batch = batch_size(trainer)
+    return None if batch is None else batch * trainer.accumulate_grad_batches
+
+
+def _samples(trainer: "pl.Trainer", topology: Topology) -> str:
+    of_rank, accumulated, data = samples_per_rank(trainer), trainer.accumulate_grad_batches, topology.data
+    if of_rank is None:
+        per_step = accumulated * data
+        count = "one batch" if per_step == 1 else f"{per_step} batches"
+        return f"a step takes {count} of the loader; ddp would take {accumulated * topology.world_size}"
+    return (
+        f"a step takes {of_rank * data}, {of_rank} for each data rank; ddp would take {of_rank * topology.world_size}"
+    )
+
+
+def count_batches_once(trainer: "pl.Trainer", topology: Topology) -> None:
+    """Let totals be over data ranks, and a "device" be all ranks that hold one copy of the model.
+
+    Lightning multiplies rank 0's batches by the number of ranks, but only the data ranks see different batches.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                throughput.world_size = topology.data
+                if callback.available_flops is not None:
+                    throughput.available_flops = callback.available_flops * topology.replica_size

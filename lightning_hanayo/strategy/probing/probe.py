@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource, children, with_children
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource, PieceSizes, children, with_children
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps, Ran
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.pipeline_parallel.stages import find_loss
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metrics import copy_state, recorded_logs, restore_state
 from lightning_hanayo.strategy.probing import comparison
-from lightning_hanayo.strategy.probing.rules import NAMED, Named, Rule, are_close, named_tensors, possible_rules
+from lightning_hanayo.strategy.probing.comparison import NAMED, Named, Rule, are_close, named_tensors, possible_rules
 from lightning_hanayo.strategy.run import Run
 
 DRAWS, WHOLE_DRAWS = 4, 2

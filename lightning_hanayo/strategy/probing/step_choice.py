@@ -21,12 +21,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_hanayo.partition.stack import modules_outside
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import all_gather_objects
+from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import SplitBatch
-from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights
+from lightning_hanayo.strategy.losses import LossWeight, LossWeighting, PieceWeights
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.probing.probe import Probe, Sample, Verdict
-from lightning_hanayo.strategy.probing.rules import (
+from lightning_hanayo.strategy.probing.comparison import (
     CLOSE,
     EACH,
     NAMED,
@@ -37,11 +36,12 @@ from lightning_hanayo.strategy.probing.rules import (
     are_close,
     named_tensors,
 )
+from lightning_hanayo.strategy.probing.probe import Probe, Sample, Verdict
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
 
 if TYPE_CHECKING:
-    from lightning_hanayo.strategy.setup.cube import Cube
+    from lightning_hanayo.strategy.setup.prepared_model import Cube
 
 ALWAYS, LOOKS = 16, 64
 """the first batches are all looked at; later, where the host would wait for it, every so many"""

@@ -1,7 +1,7 @@
 """Adapts Trainer, callbacks and module to a run on several ranks, until the attributes of the run are restored."""
 
 from lightning_hanayo.strategy import guarded_hooks
-from lightning_hanayo.strategy.lightning import inspection, loaders, metrics, user_hooks
+from lightning_hanayo.strategy.lightning import loaders, metrics, state, user_hooks
 from lightning_hanayo.strategy.lightning.loops import keep_inference_mode
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.user_code.collectives import Progress
@@ -33,5 +33,5 @@ def adapt(run: Run, progress: Progress, hand_over: HandOver, votes: StepVotes) -
         validation = trainer.fit_loop.epoch_loop.val_loop
         attributes.before(validation, "run", lambda: run.pipeline.step_state.update_over_data())
     if not run.pipeline.is_single:
-        inspection.follow_steps(trainer, run.pipeline.ownership.stack, attributes)
-    inspection.count_batches_once(trainer, topology)
+        state.follow_steps(trainer, run.pipeline.ownership.stack, attributes)
+    state.count_batches_once(trainer, topology)

@@ -22,7 +22,6 @@ from lightning_hanayo.partition.deferred_init import DeferredInit, MetaCopy, is_
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside, other_lists
 from lightning_hanayo.pipeline_parallel import split_backward
-from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.between import StandIns
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, FilledArguments, RecordedOutputs
@@ -30,11 +29,11 @@ from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_p
 from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import ReplacedParameters, UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
-from lightning_hanayo.pipeline_parallel.comm.replicated_tensors import ReplicatedTensors
 from lightning_hanayo.pipeline_parallel.engine import Engine
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce, TiedGradients, sparse_weights
+from lightning_hanayo.pipeline_parallel.graph_boundary import recompute
+from lightning_hanayo.pipeline_parallel.object_collectives import ReplicatedTensors, broadcast_object
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
@@ -49,8 +48,8 @@ from lightning_hanayo.pipeline_parallel.stages import (
     NoReshard,
     SingleStage,
     Stage,
+    TensorParallelFirstStage,
 )
-from lightning_hanayo.pipeline_parallel.tp_stages import TensorParallelFirstStage
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind
@@ -61,11 +60,15 @@ from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.pipeline import OUTSIDE, Ends, GradientSync, Pipeline
 from lightning_hanayo.strategy.run import Run
-from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.strategy.setup.full_parameters import FullParameters
 from lightning_hanayo.strategy.setup.plan import ModelPlan, recomputed_modules
-from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
-from lightning_hanayo.strategy.setup.values import fill_initial_values, load_on_all_ranks, load_pretrained, make_room
+from lightning_hanayo.strategy.setup.prepared_model import Cube, PreparedModel
+from lightning_hanayo.strategy.setup.values import (
+    FullParameters,
+    fill_initial_values,
+    load_on_all_ranks,
+    load_pretrained,
+    make_room,
+)
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 

@@ -20,7 +20,7 @@ from lightning_hanayo.partition.stack import (
     modules_outside,
     other_lists,
 )
-from lightning_hanayo.pipeline_parallel.autograd.recomputation import attention_of
+from lightning_hanayo.pipeline_parallel.graph_boundary import attention_of
 from lightning_hanayo.planner.layout import RECOMPUTING, Layout, TooFewBlocks, choose
 from lightning_hanayo.schedule.registry import AUTO
 from lightning_hanayo.strategy.lightning import user_hooks

@@ -30,14 +30,21 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, listed
 from lightning_hanayo.partition.guards import MissingValues
-from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, PieceSizes
-from lightning_hanayo.pipeline_parallel.batches.plan import Array, Attribute, children, leaves, with_children
+from lightning_hanayo.pipeline_parallel.batches.microbatches import (
+    Array,
+    Attribute,
+    HostNumbers,
+    PieceSizes,
+    children,
+    leaves,
+    with_children,
+)
 from lightning_hanayo.pipeline_parallel.batches.reader import step_to
-from lightning_hanayo.pipeline_parallel.capture.proxy import Valueless, user_line
+from lightning_hanayo.pipeline_parallel.capture.between import Valueless, user_line
 from lightning_hanayo.pipeline_parallel.capture.state import INTERNAL, LIBRARIES, MAX_LENGTH, PLAIN, is_metric
 from lightning_hanayo.pipeline_parallel.stages import detach_tree, find_loss
 from lightning_hanayo.strategy.batch_split import SplitBatch
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.versions import version_of
 
 

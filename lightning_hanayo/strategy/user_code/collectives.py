@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.monitor.waiting import Waiting
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
+from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures, meet
 from lightning_hanayo.strategy.groups import AllGather
 from lightning_hanayo.strategy.patches import PatchedFunction, PatchedInRuns

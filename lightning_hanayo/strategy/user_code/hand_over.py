@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
-from lightning_hanayo.pipeline_parallel.batches.plan import children, with_children
+from lightning_hanayo.pipeline_parallel.batches.microbatches import children, with_children
 from lightning_hanayo.pipeline_parallel.batches.reader import step_to
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import from_text, to_text
+from lightning_hanayo.pipeline_parallel.object_collectives import from_text, to_text
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.user_code.collected import Collections, Missing, name_of
 

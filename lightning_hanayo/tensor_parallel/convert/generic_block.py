@@ -31,9 +31,9 @@ from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel import on_use
 from lightning_hanayo.tensor_parallel.collectives import END, all_to_all, padded, split_dim
 from lightning_hanayo.tensor_parallel.convert import conversion
-from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
 from lightning_hanayo.tensor_parallel.layers.experts import ExpertSharding, ShardedExperts, is_fused_experts
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
+from lightning_hanayo.tensor_parallel.layers.norm import parallelize_dropout
 from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.tensor_parallel.stage_context import StageContext

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from lightning_hanayo.tensor_parallel.convert.specs import RMS_NORMS, class_name
 from lightning_hanayo.tensor_parallel.layers.attention import attention_sizes, parallelize_attention
-from lightning_hanayo.tensor_parallel.layers.dropout import parallelize_dropout
-from lightning_hanayo.tensor_parallel.layers.norm import parallelize_norm, parallelize_rms_norm
+from lightning_hanayo.tensor_parallel.layers.norm import parallelize_dropout, parallelize_norm, parallelize_rms_norm
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 ParallelizeLayer = Callable[[Any, StageContext], None]

@@ -21,9 +21,8 @@ from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel.convert import conversion, layer_specs
 from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, joined, set_attribute
-from lightning_hanayo.tensor_parallel.layers.dropout import rank_random_stream
 from lightning_hanayo.tensor_parallel.layers.linear import SharedInput, features, parallelize_linear
-from lightning_hanayo.tensor_parallel.layers.norm import replicate_norm
+from lightning_hanayo.tensor_parallel.layers.norm import rank_random_stream, replicate_norm
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
 from lightning_hanayo.tensor_parallel.sharding import fused_order
 from lightning_hanayo.tensor_parallel.stage_context import StageContext

@@ -17,8 +17,8 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.collectives import all_gather_replicated, all_reduce
-from lightning_hanayo.tensor_parallel.layers.dropout import rank_random_stream
 from lightning_hanayo.tensor_parallel.layers.linear import ShardedProduct, guarded_weight, parallelize_linear
+from lightning_hanayo.tensor_parallel.layers.norm import rank_random_stream
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, fused_order, shard_parameters
 from lightning_hanayo.tensor_parallel.stage_context import StageContext

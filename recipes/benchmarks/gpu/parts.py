@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
-from lightning_hanayo.pipeline_parallel.message import Message, gradient_message
+from lightning_hanayo.pipeline_parallel.p2p import Message, gradient_message
 from lightning_hanayo.pipeline_parallel.pairs import RECORDED, Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue

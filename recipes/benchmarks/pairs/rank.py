@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.overlap.pair_time import Segments, run_alone, run_pair
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
+from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import RECORDED, Pairs, kinds_of
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace

@@ -9,7 +9,7 @@ from lightning import LightningModule
 from torch import nn
 
 from lightning_hanayo.checking.case import Case
-from lightning_hanayo.checking.trainings.layout import prepare, shrink, switch_dropout_off
+from lightning_hanayo.checking.trainings import prepare, shrink, switch_dropout_off
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.topology import Topology

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
+from lightning_hanayo.checking import trainings
 from lightning_hanayo.checking.case import RankFailure, RankResult
 from lightning_hanayo.checking.comparison import Key
-from lightning_hanayo.checking.trainings import processes
 from tests.harness.limits import real_seconds
 from tests.harness.thorough import covered
 
@@ -44,7 +44,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def test_each_rank_finds_its_place_in_the_environment(capfd: pytest.CaptureFixture[str]) -> None:
-    results = processes.run(2, environment, "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    results = trainings.run(2, environment, "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
     assert [isinstance(one, RankResult) and one.stack for one in results] == ["0 0 2 127.0.0.1", "1 1 2 127.0.0.1"]
     assert capfd.readouterr() == ("", "")
 
@@ -56,31 +56,31 @@ def write(tensor: torch.Tensor) -> RankResult:
 
 @pytest.mark.parametrize("platform", covered(["linux", "darwin"], by=["linux"]))
 def test_what_a_rank_writes_into_its_arguments_stays_there(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PLATFORM", platform)
+    monkeypatch.setattr(trainings, "PLATFORM", platform)
     tensor = torch.ones(2)
-    assert processes.run(1, write, tensor)[0] == RankResult({})
+    assert trainings.run(1, write, tensor)[0] == RankResult({})
     assert torch.equal(tensor, torch.ones(2))
 
 
 def test_tensors_come_back() -> None:
-    (result,) = processes.run(1, environment, "RANK")
+    (result,) = trainings.run(1, environment, "RANK")
     assert isinstance(result, RankResult) and torch.equal(result.values[Key(0, "loss", "x")], torch.ones(2))
 
 
 def test_the_others_are_killed_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "GRACE", 0.1)
-    failure, other = processes.run(2, fails_on_one, "0")
+    monkeypatch.setattr(trainings, "GRACE", 0.1)
+    failure, other = trainings.run(2, fails_on_one, "0")
     assert isinstance(failure, RankFailure) and failure.message == "as planned"
     assert isinstance(other, RankFailure) and other.kind == "timed out"
 
 
 def test_a_rank_that_takes_too_long_is_killed() -> None:
-    (failure,) = processes.run(1, fails_on_one, "1", timeout=real_seconds(0.5))
+    (failure,) = trainings.run(1, fails_on_one, "1", timeout=real_seconds(0.5))
     assert isinstance(failure, RankFailure) and failure.kind == "timed out"
 
 
 def test_a_rank_that_dies_shows_what_it_printed_last() -> None:
-    (failure,) = processes.run(1, dies, None)
+    (failure,) = trainings.run(1, dies, None)
     assert isinstance(failure, RankFailure)
     assert (failure.kind, failure.message) == ("died", "the process ended with exit code 7")
     assert "last words" in failure.trace

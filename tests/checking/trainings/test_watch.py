@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hanayo.checking.trainings.reference import StepWatch
+from lightning_hanayo.checking.trainings import StepWatch
 
 
 def test_rounding_is_seen() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.dist_checkpointing.storage import CHUNK, LocalStorage, RemoteStorage, Storage, storage_of
+from lightning_hanayo.dist_checkpointing.target import CHUNK, LocalStorage, RemoteStorage, Storage, storage_of
 
 
 @pytest.fixture(params=["{}/a.ckpt", "memory:/{}/a.ckpt"], ids=["local", "remote"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import StoredPart, WholeTensor
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import LocalStorage
 from lightning_hanayo.dist_checkpointing.tensor_file import read_region
 from tests.checkpoint.folders import part_of, write_folder
 from tests.checkpoint.mapped_bytes import mapped_bytes

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import LocalStorage
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 
 

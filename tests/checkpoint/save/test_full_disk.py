@@ -16,8 +16,7 @@ import torch
 from lightning_hanayo.dist_checkpointing.commit import SavingRanks, write_files
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage
-from lightning_hanayo.dist_checkpointing.target import Point, go_on, target_for
+from lightning_hanayo.dist_checkpointing.target import LocalStorage, Point, go_on, target_for
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.peers import errors_on_ranks, on_ranks

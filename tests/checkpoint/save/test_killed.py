@@ -17,8 +17,7 @@ from lightning_hanayo.dist_checkpointing.commit import SavingRanks
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.storage import storage_of
-from lightning_hanayo.dist_checkpointing.target import Point, next_to
+from lightning_hanayo.dist_checkpointing.target import Point, next_to, storage_of
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.object_store import ObjectStore

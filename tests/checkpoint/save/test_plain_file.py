@@ -11,8 +11,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning_hanayo.dist_checkpointing.commit import SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage
-from lightning_hanayo.dist_checkpointing.target import Point
+from lightning_hanayo.dist_checkpointing.target import LocalStorage, Point
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 

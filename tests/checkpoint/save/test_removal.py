@@ -10,8 +10,7 @@ from lightning_hanayo.dist_checkpointing.commit import SavingRanks
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage
-from lightning_hanayo.dist_checkpointing.target import remove_checkpoint
+from lightning_hanayo.dist_checkpointing.target import LocalStorage, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of
 

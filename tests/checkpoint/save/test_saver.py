@@ -14,8 +14,7 @@ from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.storage import LocalStorage, RemoteStorage, storage_of
-from lightning_hanayo.dist_checkpointing.target import Point, go_on
+from lightning_hanayo.dist_checkpointing.target import LocalStorage, Point, RemoteStorage, go_on, storage_of
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.peers import errors_on_ranks, on_ranks

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hanayo.pipeline_parallel.autograd import graph_boundary
-from lightning_hanayo.pipeline_parallel.autograd.graph_boundary import DetachedInputs
-from lightning_hanayo.pipeline_parallel.message import Message
+from lightning_hanayo.pipeline_parallel import graph_boundary
+from lightning_hanayo.pipeline_parallel.graph_boundary import DetachedInputs
+from lightning_hanayo.pipeline_parallel.p2p import Message
 
 
 def received(*tensors: Tensor) -> Message:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute
+from lightning_hanayo.pipeline_parallel.graph_boundary import recompute
 
 
 class Shifted(nn.Linear):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchPlan, BatchRule, BatchSource
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchPlan, BatchRule, BatchSource
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader
 
 TYPES = torch.tensor([[0, 1, 1, 1, 1, 0, 1], [0] * 7, [0, 1, 1, 0, 0, 0, 0]])

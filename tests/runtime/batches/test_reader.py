@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchRule, BatchSource
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchRule, BatchSource
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader
 
 Pair = namedtuple("Pair", "x y")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from lightning_hanayo.pipeline_parallel.message import (
+from lightning_hanayo.pipeline_parallel.p2p import (
     ALIGN,
     HEADER,
     Message,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_hanayo
-from lightning_hanayo.pipeline_parallel.comm import object_collectives as module
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import (
+from lightning_hanayo.pipeline_parallel import object_collectives as module
+from lightning_hanayo.pipeline_parallel.object_collectives import (
     all_gather_objects,
     broadcast_object,
     from_bytes,

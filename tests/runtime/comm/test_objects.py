@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.message import Spec
+from lightning_hanayo.pipeline_parallel.p2p import Spec
 from lightning_hanayo.pipeline_parallel.pytree import Flattener, unflatten, with_ragged_dims_of
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_hanayo.pipeline_parallel.message import Message, MessageKey, gradient_message, unpack_gradients
-from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.p2p import (
+    Message,
+    MessageKey,
+    PointToPointChannel,
+    gradient_message,
+    unpack_gradients,
+)
 from lightning_hanayo.pipeline_parallel.pytree import Flattener
 from lightning_hanayo.pipeline_parallel.transport import Work
 from recipes.benchmarks.live_bytes import LiveBytes

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.errors import PeerFailed
-from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
-from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.p2p import Message, MessageKey, PointToPointChannel
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Relay
 from tests.harness.pool import Pool, RunFailed
 

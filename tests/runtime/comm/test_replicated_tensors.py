@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.comm.replicated_tensors import ReplicatedTensors
+from lightning_hanayo.pipeline_parallel.object_collectives import ReplicatedTensors
 from tests.harness.pool import Pool
 
 DTYPES = (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float64, torch.int64)

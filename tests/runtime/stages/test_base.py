@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.capture.proxy import Proxy
+from lightning_hanayo.pipeline_parallel.capture.between import Proxy
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
-from lightning_hanayo.pipeline_parallel.message import Message, gradient_message, unpack_gradients
+from lightning_hanayo.pipeline_parallel.p2p import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.pytree import Flattener
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import MiddleStage

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, build, simulate, validate
-from lightning_hanayo.schedule.search.list_scheduler import ListScheduler
-from lightning_hanayo.schedule.search.problem import SchedulingProblem
-from lightning_hanayo.schedule.search.search import lower_bounds
+from lightning_hanayo.schedule.search.evaluator import SchedulingProblem
+from lightning_hanayo.schedule.search.search import ListScheduler, lower_bounds
 from lightning_hanayo.schedule.table import loop, zigzag
 from tests.harness.thorough import covered
 from tests.schedule.drawing import drawn

@@ -28,7 +28,7 @@ from lightning_hanayo.schedule import (
     with_loss_stage,
     without_forwards,
 )
-from lightning_hanayo.schedule.dependency import source_stage
+from lightning_hanayo.schedule.table import source_stage
 from tests.harness.thorough import covered
 from tests.schedule.samples import make, row, schedules, split, table, unhurried
 

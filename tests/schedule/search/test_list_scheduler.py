@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import CostModel, Schedule, simulate, validate
-from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, ListScheduler
-from lightning_hanayo.schedule.search.problem import SchedulingProblem
+from lightning_hanayo.schedule.search.evaluator import Evaluator, SchedulingProblem
+from lightning_hanayo.schedule.search.search import FillPolicy, ListScheduler
 from lightning_hanayo.schedule.table import zigzag
 from tests.schedule.samples import row, unhurried
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import CostModel, Schedule, simulate
-from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.search.problem import SchedulingProblem
+from lightning_hanayo.schedule.search.evaluator import Evaluator, SchedulingProblem
 from lightning_hanayo.schedule.search.search import Pattern, Pauses
 from lightning_hanayo.schedule.table import zigzag
 from tests.schedule.samples import unhurried

@@ -1,7 +1,7 @@
 """Schedules drawn as text."""
 
 from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate, timeline_text
-from lightning_hanayo.schedule.text.timeline_text import MAX_COLUMNS, timeline_lines
+from lightning_hanayo.schedule.text import MAX_COLUMNS, timeline_lines
 from tests.schedule.samples import make
 
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from lightning_hanayo.monitor.waiting import stated
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
-from lightning_hanayo.pipeline_parallel.message import Message, MessageKey
-from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
+from lightning_hanayo.pipeline_parallel.p2p import Message, MessageKey, PointToPointChannel
 from lightning_hanayo.pipeline_parallel.transport import MEANINGS, MessageKind, ProcessGroupTransport, Relay
 from lightning_hanayo.strategy import hangs
 from lightning_hanayo.strategy.hangs import WORLD, find_wait, operations_done, read_stack

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.plan import BatchSource
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource
 from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes, MicrobatchLog
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses import PieceWeights
 
 SPLIT = BatchSplitter().split(torch.zeros(4, 1), 2, BatchSource())
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
-from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
+from lightning_hanayo.strategy.losses import LossWeighting, PieceWeights, for_model
 from tests.harness import models
 
 Batch = namedtuple("Batch", "x labels")

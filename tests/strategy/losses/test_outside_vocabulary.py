@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hanayo.errors import PeerFailed, UnsupportedError
-from lightning_hanayo.tensor_parallel.outside_vocabulary import vocabulary_weights
+from lightning_hanayo.tensor_parallel.outside_parameters import vocabulary_weights
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.strategy.losses.step_samples import SampleCount, StepSamples, accumulation
+from lightning_hanayo.strategy.losses import SampleCount, StepSamples, accumulation
 
 SAVED = StepSamples(8, 4, 1)
 

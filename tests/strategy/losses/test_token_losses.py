@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo import chunk_loss, chunked_cross_entropy
 from lightning_hanayo.chunked_loss import token_shares
-from lightning_hanayo.chunked_loss.causal_models import ChunkedLoss, Logits
+from lightning_hanayo.chunked_loss.cross_entropy import ChunkedLoss, Logits
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.losses.token_losses import TokenLosses
+from lightning_hanayo.strategy.losses import TokenLosses
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.tensor_parallel.mesh import Mesh, Pending
 from tests.harness import models

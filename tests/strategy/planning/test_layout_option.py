@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.machine import machine
-from lightning_hanayo.planner.plan_file import overlay, save_plan, strategy_options
-from lightning_hanayo.planner.ranking import make_plan
+from lightning_hanayo.planner.ranking import make_plan, overlay, save_plan, strategy_options
 from tests.harness.pool import Pool
 from tests.planner.llamas import llama
 from tests.strategy.planning.test_read_model import SAMPLES, Module

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hanayo.strategy.probing.rules import (
+from lightning_hanayo.strategy.probing.comparison import (
     EACH,
     SAMPLES,
     Rule,

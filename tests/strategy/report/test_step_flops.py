@@ -8,7 +8,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from lightning_hanayo.strategy.lightning.inspection import step_flops
+from lightning_hanayo.strategy.lightning.state import step_flops
 
 LAYERS, WIDTH, HIDDEN, HEADS, TOKENS, WORDS = 3, 8, 20, 2, 5, 11
 

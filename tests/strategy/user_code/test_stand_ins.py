@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
-from lightning_hanayo.pipeline_parallel.batches.plan import children
-from lightning_hanayo.pipeline_parallel.comm.object_collectives import to_text
+from lightning_hanayo.pipeline_parallel.batches.microbatches import children
+from lightning_hanayo.pipeline_parallel.object_collectives import to_text
 from lightning_hanayo.strategy.user_code.collected import hide_changed, sent_or_own
 from lightning_hanayo.strategy.user_code.hand_over import Packer, from_packed
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.tensor_parallel.layers.dropout import Dropout3D, parallelize_dropout, rank_random_stream
+from lightning_hanayo.tensor_parallel.layers.norm import Dropout3D, parallelize_dropout, rank_random_stream
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import make_mesh, process_group
 from tests.harness.pool import Pool

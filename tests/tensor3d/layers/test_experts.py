@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.autograd.recomputation import recompute
+from lightning_hanayo.pipeline_parallel.graph_boundary import recompute
 from lightning_hanayo.tensor_parallel.layers.experts import ExpertSharding, is_fused_experts
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.stage_context import StageContext

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from lightning_hanayo.tensor_parallel.layers.feed_forward import FeedForward3D, SwiGLU3D
-from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, parallelize_linear
+from lightning_hanayo.tensor_parallel.layers.linear import FeedForward3D, Linear3D, SwiGLU3D, parallelize_linear
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor_parallel.stage_context import StageContext

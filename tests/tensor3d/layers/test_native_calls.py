@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D
-from lightning_hanayo.tensor_parallel.layers.dropout import Dropout3D
 from lightning_hanayo.tensor_parallel.layers.embedding import Embedding3D, Head3D, cross_entropy3d
-from lightning_hanayo.tensor_parallel.layers.feed_forward import FeedForward3D, SwiGLU3D
-from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
-from lightning_hanayo.tensor_parallel.layers.norm import LayerNorm3D, RMSNorm3D
+from lightning_hanayo.tensor_parallel.layers.linear import FeedForward3D, Linear3D, SwiGLU3D
+from lightning_hanayo.tensor_parallel.layers.norm import Dropout3D, LayerNorm3D, RMSNorm3D
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.sharding import DimShard
 from lightning_hanayo.tensor_parallel.stage_context import StageContext

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_hanayo.planner.layout import choose
-from lightning_hanayo.strategy.lightning.inspection import describe_run, held_bytes
+from lightning_hanayo.strategy.lightning.state import describe_run, held_bytes
 from lightning_hanayo.topology import Topology
 
 

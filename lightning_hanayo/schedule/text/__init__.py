@@ -1,1 +1,0 @@
-"""Schedules as text: CSV files, and drawings for a terminal."""

@@ -30,7 +30,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +46,7 @@ from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.loaders import source_of
-from lightning_hanayo.strategy.lightning.state import batch_idx, batch_key
+from lightning_hanayo.strategy.lightning.state import DefaultDtype, batch_idx, batch_key
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.losses import LossWeight, LossWeighting, for_model
 from lightning_hanayo.strategy.setup.values import fill_initial_values, load_pretrained, plan_pretrained
@@ -90,7 +89,7 @@ def rank_of_run(function: Callable[..., RankResult]) -> Callable[..., RankResult
     @wraps(function)
     def run(case: Case, *arguments: Any) -> RankResult | RankFailure:
         try:
-            with _DtypeContextManager(case.dtype), warnings.catch_warnings(record=True) as caught:
+            with DefaultDtype(case.dtype), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 seed_everything(case.seed, verbose=False)
                 result = function(case, *arguments)

@@ -235,7 +235,7 @@ class Owner:
     way_out: str = (
         f"A hook that runs on all ranks calls {partial_values.FULL_PARAMETER} and uses what it returns; training_step "
         f"uses what on_train_batch_start has got so. For norms over all gradients use torch.nn.utils.clip_grad_norm_, "
-        f"get_total_norm, or Lightning's grad_norm; for weight decay the optimizer's"
+        f"get_total_norm, or Lightning's grad_norm; for weight decay the optimizer's weight_decay"
     )
     drawn: Drawn = field(default_factory=Drawn, compare=False)
     """the same of all owners of a run"""

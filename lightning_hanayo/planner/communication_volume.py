@@ -64,6 +64,11 @@ class Volume(_Elements):
         """Elements received in the forward."""
         return self.gather_x + self.gather_w + self.scatter_y + self.exchange_x + self.exchange_y
 
+    @property
+    def backward(self) -> float:
+        """Elements received in the backward."""
+        return self.total - self.forward
+
 
 @dataclass(frozen=True)
 class Storage(_Elements):

@@ -30,10 +30,10 @@ def fit_over_channels(training: Training, layout: Layout) -> tuple[Outcome, set[
     used: set[tuple[int, int]] = set()
     original = ProcessGroupTransport._post
 
-    def note(self: ProcessGroupTransport, peer: int, tag: int, buffer: Tensor, *, sends: bool) -> Work:
+    def note(self: ProcessGroupTransport, peer: int, tag: int, buffer: Tensor, *, sends: bool, on_host: bool) -> Work:
         if self._channels:
             used.add((self.rank, peer) if sends else (peer, self.rank))
-        return original(self, peer, tag, buffer, sends=sends)
+        return original(self, peer, tag, buffer, sends=sends, on_host=on_host)
 
     with pytest.MonkeyPatch.context() as patch, channels_over_gloo():
         patch.setattr(ProcessGroupTransport, "_post", note)

@@ -86,5 +86,5 @@ def test_blocks_arguments_that_differ_between_ranks_in_a_second_pass_are_refused
     training = Training(Padded, partial(models.padded, (6,)), steps=1)
     with pytest.raises(RunFailed) as caught:
         pool.run(2, fit, training, Layout(1, 1, 1, cube=(1, 2, 1)), timeout=30.0)
-    assert re.search("pass number 2 .*differ in structure or shape between the ranks", caught.value.first.message)
+    assert re.search("pass number 2 .*structure or shape between a cube's ranks", caught.value.first.message)
     assert [failure for failure in caught.value.failures if failure.kind == "timed out"] == []

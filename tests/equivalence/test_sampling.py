@@ -57,5 +57,5 @@ def test_pipeline_ranks_get_the_same_samples(pool: Pool, layout: Layout) -> None
 def test_a_sampler_over_all_processes_is_refused() -> None:
     loader = DataLoader(range(24), sampler=DistributedSampler(range(24), 4, 0))  # type: ignore[arg-type]
     check_sampler(loader, num_data=4, num_ranks=4)
-    with pytest.raises(UnsupportedError, match="to 4 processes, of which 2 see different"):
+    with pytest.raises(UnsupportedError, match="to 4 ranks, of which 2 read data"):
         check_sampler(loader, num_data=2, num_ranks=4)

@@ -370,7 +370,7 @@ def exact(name: str, model: Any, batches: Any = VECTORS, **options: Any) -> Habi
 
 
 QUANTIZED = on(pipelines=EXACT, cubes=Refused("whose weights are packed"))
-SPECTRAL = everywhere(PerMicrobatch("training changes once for each of the 4 micro-batches"))
+SPECTRAL = everywhere(PerMicrobatch("training changes in each of a batch.s 4 micro-batches"))
 
 HABITS = [
     exact("a block computes with the parameters of its layers: a norm over `self.parameters()`", Penalised),

@@ -42,6 +42,7 @@ from weakref import WeakKeyDictionary, ref
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import ThroughputMonitor
@@ -72,6 +73,9 @@ from lightning_hanayo.strategy.lightning.loops import batch_size
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.topology import Topology
+
+DefaultDtype = _DtypeContextManager
+"""inside it, new floating-point tensors have the dtype that it is given"""
 
 
 def batch_idx(trainer: "pl.Trainer") -> int:

@@ -412,7 +412,7 @@ def world_size_watched(note: Callable[[FrameType], None]) -> Iterator[None]:
 
     def noted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if {*args, *kwargs.values()} <= {None, dist.group.WORLD}:
-            note(sys._getframe(3))  # behind this function, `PatchedFunction.call` and the replaced code
+            note(sys._getframe(2))  # behind this function and the replaced code
         return original(*args, **kwargs)
 
     patch = PatchedFunction(distributed_c10d.get_world_size, noted)

@@ -141,7 +141,9 @@ def test_means_over_an_epoch_are_those_of_one_process(size: str, num_samples: in
 
 def test_what_may_be_a_constant_is_named() -> None:
     """All micro-batches have one sample: nothing tells a constant from 4 tokens in each sample."""
-    with pytest.warns(UserWarning, match=r"self.log\('mean', batch_size=4\): a batch has 3 .* leave batch_size out"):
+    with pytest.warns(
+        UserWarning, match=r"self.log\('mean', batch_size=4\) gives one number for 3 .* leave batch_size out"
+    ):
         epoch_means("constant", 7, HanayoStrategy(1, num_microbatches=4))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "self.log")

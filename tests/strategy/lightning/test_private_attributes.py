@@ -76,6 +76,7 @@ USED = {
         "_train_time_interval",
     },
     "of strategies and launchers": {
+        "_DtypeContextManager",
         "_HYDRA_AVAILABLE",
         "_auto_add_worker_init_fn",
         "_basic_subprocess_cmd",

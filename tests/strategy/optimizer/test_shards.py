@@ -237,9 +237,9 @@ class Traced(Adam):
             finish(stage)
 
         shards.finish = noted
-        run = pipeline.engine._actions
-        for (stage, kind), action in list(run.items()):
-            run[stage, kind] = partial(self._noted, f"{kind.name}{stage}", action)
+        for stage, run in pipeline.engine.stages.items():
+            for kind, name in (("F", "forward"), ("B", "backward")):
+                setattr(run, name, partial(self._noted, f"{kind}{stage}", getattr(run, name)))
 
     def _noted(self, name: str, action: Any, *args: Any) -> Any:
         self.events.append(name)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import save_trace, timeline
+from lightning_hanayo.plotting import chrome_trace, save_trace
 from lightning_hanayo.plotting.timeline import timeline_messages
 from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate
 from tests.schedule.samples import schedules, unhurried
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 def events(timeline: Timeline, phase: str, **options: Any) -> list[Event]:
-    return [e for e in timeline({"it": timeline}, **options)["traceEvents"] if e["ph"] == phase]
+    return [e for e in chrome_trace({"it": timeline}, **options)["traceEvents"] if e["ph"] == phase]
 
 
 @unhurried
@@ -70,7 +70,7 @@ def test_each_rank_has_a_counter_of_its_activations() -> None:
 
 def test_threads_and_processes_have_names() -> None:
     one = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
-    trace = timeline({"measured": one, "predicted": one})
+    trace = chrome_trace({"measured": one, "predicted": one})
     names = [(e["name"], e.get("tid"), e["args"]) for e in trace["traceEvents"] if e["ph"] == "M" and e["pid"] == 1]
     assert ("process_name", None, {"name": "predicted"}) in names
     assert ("thread_name", 2, {"name": "rank 1"}) in names
@@ -102,10 +102,10 @@ def test_a_pair_of_actions_has_two_threads() -> None:
 def test_the_file_is_json(tmp_path: Path) -> None:
     timelines = {"it": simulate(build("gpipe", num_ranks=2, num_microbatches=2))}
     save_trace(tmp_path / "trace.json", timelines)
-    assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(json.dumps(timeline(timelines)))
+    assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(json.dumps(chrome_trace(timelines)))
     with pytest.raises(HanayoError, match="can't be written"):
         save_trace(tmp_path / "nowhere" / "trace.json", timelines)
 
 
 def test_nothing_is_a_trace_too() -> None:
-    assert [e["ph"] for e in timeline({"it": Timeline(())})["traceEvents"]] == ["M"]
+    assert [e["ph"] for e in chrome_trace({"it": Timeline(())})["traceEvents"]] == ["M"]

@@ -289,7 +289,7 @@ HABITS = [
     Habit("a second pass with gradients on the first one's output", Reasons, VECTORS, everywhere(EXACT)),
     Habit("a head on features of a frozen stack, under `torch.no_grad`", FrozenFeatures, VECTORS, everywhere(EXACT)),
     Habit("only the first blocks under `torch.no_grad`", FrozenBlocks, VECTORS,
-          everywhere(Refused("the blocks before it with grad mode"))),
+          everywhere(Refused("is called with grad mode on, and the blocks before it with grad mode off"))),
     Habit("another pass in some steps", SometimesTwice, VECTORS,
           everywhere(Refused("All steps of a training epoch must make the same passes"))),
     Habit("another pass from the second epoch on", FromAnEpochOn, partial(models.vectors, (8, 6), torch.float64),

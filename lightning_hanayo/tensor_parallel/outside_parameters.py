@@ -6,7 +6,7 @@ reduce_scatter     ... until after the last backward: each rank gets its shard o
 
 They are the embedding, the head, and in generic blocks whatever isn't converted. The collectives run before and after a
 batch, so the user's code needs none. The `Parameter` objects stay, so ties and names hold. Of those that are
-`kept_sharded` there are never whole values, but in dry runs: see `outside_vocabulary`.
+`kept_sharded` there are never whole values, but in dry runs: see below.
 
 bytes, besides the shards    before the batch    whole values, and copies of one bucket
                              during it           whole values, whole gradients
@@ -61,7 +61,7 @@ class OutsideParameters:
         self.parameters: list[nn.Parameter] = []
         self.shards: dict[Tensor, Shard] = {}
         self.kept_sharded: set[nn.Parameter] = set()
-        """those that stay sharded while a batch runs: see `outside_vocabulary`"""
+        """those that stay sharded while a batch runs, such as embedding and head"""
         self._old_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._local: dict[nn.Parameter, Tensor] = {}
 

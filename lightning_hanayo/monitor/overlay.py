@@ -143,6 +143,9 @@ class Overlay:
             link.finish()
         if ends:
             await asyncio.wait(ends, timeout=seconds)
+        own = {asyncio.current_task(), *self._dials.values(), *ends}
+        while accepting := asyncio.all_tasks() - own:  # a server that closes before them leaves their sockets open
+            await asyncio.wait(accepting)
         if self._server is not None:
             self._server.close()
         for link in (*self._links.values(), *self._strangers):

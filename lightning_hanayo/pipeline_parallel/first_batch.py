@@ -319,8 +319,11 @@ class _BlockRun:
         seeds = [_ramp(output) * factor for output in outputs]
         if half >= 0:
             dim = self._dims[0] if self._dims else 0
-            for seed in [seed for seed in seeds if self._has_rows(seed, dim)]:
-                seed.narrow(dim, *_rows(self._samples, 1 - half)).zero_()
+            for seed in seeds:
+                if self._has_rows(seed, dim):
+                    seed.narrow(dim, *_rows(self._samples, 1 - half)).zero_()
+                elif half:  # it counts in the first half, such as a row of padding in a cube
+                    seed.zero_()
         with graph_boundary.without_autocast():
             made: Any = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
         return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, made, strict=True)]

@@ -182,6 +182,21 @@ def test_in_a_cube_blocks_run_equally_often_on_any_number_of_samples(change: Any
     assert calls(5) == calls(2) == calls(1) == calls(0) > 4
 
 
+class WithWeight(Block):
+    """Returns its weight, too, which has no samples."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.linear.weight.tanh()
+
+
+def test_outputs_without_samples_count_in_one_half() -> None:
+    block = WithWeight(injected(lambda x: 0 * x.sum()))
+    first = prepared(block, is_cube=True)
+    with first.recording():
+        block(inputs(5))
+    first.examine(Batch(), 5)
+
+
 class Recurrent(Block):
     """Adds the state that a cache has of its samples, and stores the next one there."""
 

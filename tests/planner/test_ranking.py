@@ -22,7 +22,7 @@ SMALL = llama(8, 256, 768, 8, 8)
 
 
 @given(some.integers(1, 48), some.integers(1, 96))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_each_layout_has_all_devices_and_the_samples_that_were_asked_for(devices: int, samples: int) -> None:
     for one in candidates(SMALL, devices, samples, Counter()):
         assert one.topology.world_size == devices

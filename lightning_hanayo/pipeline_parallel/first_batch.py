@@ -268,17 +268,18 @@ class _BlockRun:
         ]  # a new model's are small
         try:
             with torch.no_grad():
-                whole = self._run(self._values)
-                if not _is_near(whole, self._run(self._values)):
-                    return False  # it isn't the same each time
+                whole, again = self._run(self._values), self._run(self._values)
                 stays = {dim: [self._stays(whole, dim, half) for half in (0, 1)] for dim in self._tried}
-            return bool(self._dims) and not any(all(stays[dim]) for dim in self._dims)
+            is_repeatable = _is_near(whole, again)  # known only now: ranks of a cube, which may differ, run alike
+            return is_repeatable and bool(self._dims) and not any(all(stays[dim]) for dim in self._dims)
         finally:
             self._values = given
 
     def kind_of_gradients(self) -> str:
         """Why they aren't proportional to those that come in, as in `Findings`; empty if they are, or not known."""
         zero, once, twice = (self._backward(factor) for factor in (0.0, 1.0, 2.0))
+        # before anything is decided: ranks of a cube, which may differ, run alike
+        halves = [self._backward(1.0, half) for half in (0, 1)] if self._tried else []
         if 0 < _size(zero) < inf:
             if self._is_cube or not self._dims:
                 return "unknown"
@@ -291,10 +292,7 @@ class _BlockRun:
             triples = zip(zero, other, both, strict=True)
             added = [a + b if a.shape == c.shape else torch.cat([a, b], self._dims[0]) for a, b, c in triples]
             return "sum" if _is_near(added, both) else "mean" if _is_near(added, both, both) else "another"
-        if not isfinite(_size(twice)) or not self._tried:
-            return ""
-        halves = [self._backward(1.0, half) for half in (0, 1)]
-        if not self._dims:
+        if not isfinite(_size(twice)) or not self._dims:
             return ""
         if _is_near(twice, once, once):
             return "dependent" * (_gap(once, *halves) > 2 * self._rounding(once))  # such as gradients in fp8

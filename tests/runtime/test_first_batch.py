@@ -6,8 +6,10 @@ right as it is        gradients are averaged            an error          a warn
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
+from math import nan
 from typing import Any
 
 import pytest
@@ -168,7 +170,17 @@ def test_in_a_cube_samples_that_depend_on_each_other_are_rejected(change: Any) -
         examine(Block(change), is_cube=True)
 
 
-@pytest.mark.parametrize("change", [ScaledToFp8.apply, torch.tanh], ids=["fp8", "tanh"])
+def counted(calls: Iterator[int]) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * next(calls) if len(x) > 2 else x
+
+
+def nan_if_many(x: Tensor) -> Tensor:
+    return ScaledToFp8.apply(x * (nan if len(x) > 2 else 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "change", [ScaledToFp8.apply, torch.tanh, counted(count(1)), nan_if_many], ids=["fp8", "tanh", "counted", "NaN"]
+)
 def test_in_a_cube_blocks_run_equally_often_on_any_number_of_samples(change: Any) -> None:
     """One of 2, 1 and no samples; each call of a layer is a collective."""
 

@@ -87,7 +87,7 @@ class Recording:
     """Records one action as it runs: when it computes, and which collectives it starts and waits for."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[float, Ticket | None, int | None, bool]] = []
+        self._parts: list[tuple[float, Ticket | None, int | None]] = []
         self._mark = perf_counter()
         self._computed = 0.0
         """seconds before that"""
@@ -96,13 +96,10 @@ class Recording:
         """The action starts a collective."""
         self._add(ticket, None)
 
-    def wait(self, ticket: Ticket, other: "Recording | None" = None) -> None:
-        """It needs the result of a collective: its own, or that of the pair's `other` action.
-
-        That of one which an earlier action has started is taken to be there.
-        """
-        if ticket.recorded is not None and ticket.recorded in (self, other):
-            self._add(None, ticket.number, is_shared=ticket.recorded is other)
+    def wait(self, ticket: Ticket) -> None:
+        """It needs the result of a collective. That of one which an earlier action has started is taken to be there."""
+        if ticket.recorded is self:
+            self._add(None, ticket.number)
         else:
             self._computed += perf_counter() - self._mark
 
@@ -117,13 +114,12 @@ class Recording:
     def segments(self) -> tuple[Segment, ...]:
         """The action's segments. Call it when its collectives have ended."""
         return tuple(
-            Segment(compute, None if ticket is None else ticket.seconds, wait, is_shared)
-            for compute, ticket, wait, is_shared in self._parts
+            Segment(compute, None if ticket is None else ticket.seconds, wait) for compute, ticket, wait in self._parts
         )
 
-    def _add(self, ticket: Ticket | None, wait: int | None, *, is_shared: bool = False) -> None:
+    def _add(self, ticket: Ticket | None, wait: int | None) -> None:
         now = perf_counter()
-        self._parts.append((now - self._mark + self._computed, ticket, wait, is_shared))
+        self._parts.append((now - self._mark + self._computed, ticket, wait))
         self._mark, self._computed = now, 0.0
 
 
@@ -192,7 +188,7 @@ class LinkQueue:
         slot = self.turns.slot
         recording = self.recordings.get(slot)
         if recording is not None:
-            recording.wait(ticket, self.recordings.get(1 - slot))
+            recording.wait(ticket)
         self._awaited[slot] = ticket
         self._check_progress()
         self.turns.wait(lambda: ticket.is_done, ticket.block)

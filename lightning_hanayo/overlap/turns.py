@@ -37,8 +37,6 @@ class DeviceTurns:
         self.slot = 0
         """the action that has the device: 0, or 1 in a pair"""
         self.is_pair = False
-        self.are_twins = False
-        """whether both actions do the same to the same stage"""
         self.number = 0
         """of the pair that runs; between two pairs a number of its own"""
         self.states: Sequence[ActionState] = ()
@@ -51,7 +49,6 @@ class DeviceTurns:
         self._is_free = False
         self._waiting: list[int] = []
         self._failed = False
-        self._ended: set[int] = set()
         self._partner: _Partner | None = None
 
     def __reduce__(self) -> tuple[type["DeviceTurns"], tuple[()]]:
@@ -65,7 +62,6 @@ class DeviceTurns:
         *,
         by_turns: bool = True,
         prefer: int | None = None,
-        are_twins: bool = False,
     ) -> tuple[T, T]:
         """Run both actions, `second` in a thread of its own, and return both results.
 
@@ -75,15 +71,14 @@ class DeviceTurns:
             by_turns: whether the device changes hands wherever an action waits, even if it needn't, beginning with 0.
             prefer: otherwise, which of them gets the device where both could use it; None: the one that waits longer,
                 and first the action 0.
-            are_twins: whether both do the same to the same stage.
 
         Raises:
             BaseException: of an action; the other one is unwound.
         """
         self._partner = self._partner or _Partner()
         self._by_turns, self._prefer, self._failed = by_turns, prefer, False
-        self._waiting, self._is_free, self._ended = [0, 1], True, set()  # in this order: 0 begins
-        self.slot, self.is_pair, self.are_twins = 0, True, are_twins
+        self._waiting, self._is_free = [0, 1], True  # in this order: 0 begins
+        self.slot, self.is_pair = 0, True
         self.number += 1
         results: dict[int, T] = {}
         errors: list[BaseException] = []
@@ -98,13 +93,12 @@ class DeviceTurns:
                 errors.append(error)
                 self._failed = True
                 self.on_failure()
-            self._ended.add(slot)
             self._give()
 
         done = self._partner.start(lambda: act(1, second))
         act(0, first)  # in this thread: user code outside of pairs runs here, too
         done.wait()
-        self.slot, self.is_pair, self.are_twins = 0, False, False
+        self.slot, self.is_pair = 0, False
         self.number += 1
         if errors:
             raise errors[0]
@@ -122,20 +116,6 @@ class DeviceTurns:
             self.offer()
         else:
             self._hand_over(block, stands_in_line=False)
-
-    def wait_for_other(self, is_there: Callable[[], bool]) -> None:
-        """In a pair: let the other action have the device until it has made `is_there()` true, or has ended."""
-        other = 1 - self.slot
-
-        def goes_on() -> bool:
-            return is_there() or other in self._ended or self._failed
-
-        def block() -> None:
-            with self._changed:
-                self._changed.wait_for(goes_on)
-
-        while not goes_on():
-            self._hand_over(lambda: None if self._by_turns else block(), stands_in_line=self._by_turns)
 
     def offer(self) -> None:
         """Give the device to the preferred action, if it could use it."""

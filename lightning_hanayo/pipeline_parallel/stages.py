@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,6 @@ class NoHooks:
     `finish_gradients`    when the last one has been made: sums that are under way must end
     """
 
-    allows_twins = True
-    """whether two forwards, or two backwards, of the stage may run at once now"""
     keeps_weights = False
     """whether layers gather their weights once a batch, so that its first and last actions differ from others"""
 
@@ -89,9 +87,6 @@ class NoReshard:
 @dataclass(eq=False, repr=False, kw_only=True)
 class Stage(ABC):
     """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients."""
-
-    allows_twins: ClassVar[bool] = False
-    """whether two forwards, or two backwards, may run at once: not where user code may see that"""
 
     queue: WeightGradientQueue
     """where the stage's layers leave their weight gradients while the backward is split"""

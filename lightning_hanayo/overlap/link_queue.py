@@ -10,7 +10,6 @@ else it is that in which they start. A thread of the queue's own puts them on th
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, ClassVar, Protocol
 
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.pair_time import Order, Segment
-from lightning_hanayo.overlap.turns import DeviceTurns
+from lightning_hanayo.overlap.turns import DeviceTurns, Worker
 
 
 class Work(Protocol):
@@ -137,8 +136,7 @@ class LinkQueue:
         self.turns.on_failure = self.cancel
         self.recordings: dict[int, Recording] = {}
         """by slot: of the actions that run now"""
-        self._carried: SimpleQueue[Ticket | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._link = Worker("hanayo-link")
         self._plan: Order | None = None
         self._next = 0
         """the place in the plan of the collective that the link carries next"""
@@ -157,9 +155,6 @@ class LinkQueue:
         Raises:
             HanayoError: it wasn't planned.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._carry, daemon=True, name="hanayo-link")
-            self._thread.start()
         ticket, slot = Ticket(self, post), self.turns.slot
         ticket.number = self._numbers[slot]
         self._numbers[slot] += 1
@@ -251,20 +246,12 @@ class LinkQueue:
     def close(self, timeout: float = 5.0) -> None:
         """End the queue's thread, and that of second actions; wait for so many seconds until they have ended."""
         self.turns.close(timeout)
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._carried.put(None)
-            thread.join(timeout)
+        self._link.close(timeout)
 
     def _put(self, ticket: Ticket) -> None:
         self._under_way = [one for one in self._under_way if not one.is_done]
         self._under_way.append(ticket)
-        self._carried.put(ticket)
-
-    def _carry(self) -> None:
-        while (ticket := self._carried.get()) is not None:
-            ticket.carry()
-            del ticket  # frees the tensors that it has received
+        self._link.submit(ticket.carry)
 
 
 class DeviceLink(LinkQueue):

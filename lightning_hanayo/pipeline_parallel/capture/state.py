@@ -88,8 +88,6 @@ class Holder:
         self.container = container
         self.clock = clock
         self.has_attributes = has_attributes
-        self.is_idle = False
-        """whether existing values never change, so that only new attributes need a check"""
         self.blocks: set[int] = set()
         self.is_outside = False
         """whether the model reaches it outside the blocks, too"""
@@ -172,7 +170,6 @@ class Scanner:
         self.holders = holders
         self._clock = clock
         self._containers = [holder.container for holder in holders]
-        self._active = [holder for holder in holders if not holder.is_idle]
         self.shared = [holder for holder in holders if holder.is_outside]
         """those that the model reaches outside the blocks, too"""
         self._time = -1
@@ -184,11 +181,7 @@ class Scanner:
             return {}
         changes: dict[Key, Any] = {}
         for holder in [one for one in self.holders if not one.is_unchanged]:
-            own = holder.changes()
-            if own and holder.is_idle:
-                holder.is_idle = False
-                self._active.append(holder)
-            changes |= own
+            changes |= holder.changes()
         return changes
 
     def undo(self) -> None:
@@ -203,7 +196,7 @@ class Scanner:
         if list(map(len, self._containers)) != self._lengths:
             return False
         try:
-            values = chain.from_iterable([holder.values(holder.container) for holder in self._active])
+            values = chain.from_iterable([holder.values(holder.container) for holder in self.holders])
         except KeyError:
             return False
         return all(map(is_, values, self._values)) and not any(holder.is_mutated for holder in self._with_tensors)
@@ -212,8 +205,8 @@ class Scanner:
         """Copy the holders' values of their last look: one list is compared faster than many."""
         self._time = self._clock.time
         self._lengths = [len(holder.copy) for holder in self.holders]
-        self._values = [value for holder in self._active for value in holder.values(holder.copy)]
-        self._with_tensors = [holder for holder in self._active if holder.tensors]
+        self._values = [value for holder in self.holders for value in holder.values(holder.copy)]
+        self._with_tensors = [holder for holder in self.holders if holder.tensors]
 
 
 def _same_content(content: Any, other: Any) -> bool:
@@ -234,15 +227,6 @@ LIBRARIES = (
     "wandb",
 )  # fmt: skip
 """objects of classes in these packages hold nothing that a step sets"""
-_IDLE = {
-    nn.Linear: {"in_features", "out_features"},
-    nn.LayerNorm: {"normalized_shape", "eps", "elementwise_affine"},
-    nn.RMSNorm: {"normalized_shape", "eps", "elementwise_affine"},
-    nn.ModuleList: set(),
-}
-"""modules of exactly these classes, with only these attributes, store nothing: it is enough to count attributes"""
-_OF_LIBRARIES = ("_hanayo", "_is_hf_initialized")
-"""how attributes begin that are no state of a module"""
 
 
 class ModuleState:
@@ -357,9 +341,6 @@ class _Search:
         if is_metric(module):
             return
         self._add(name, vars(module), block, has_attributes=True)
-        known = _IDLE.get(type(module))
-        names = {name for name in vars(module).keys() - INTERNAL if not name.startswith(_OF_LIBRARIES)}
-        self.found[id(vars(module))].is_idle = known is not None and names <= known | {"training", "forward"}
         if module._buffers:
             self._add(name + BUFFERS, module._buffers, block, has_attributes=True)
         if module._modules and block is not None:

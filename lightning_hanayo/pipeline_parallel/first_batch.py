@@ -263,9 +263,8 @@ class _BlockRun:
         if any(isinstance(part, _BatchNorm) and part.training for part in self._block.modules()):
             return False
         given = self._values
-        self._values = [
-            8 * one if i in self._streams else one for i, one in enumerate(given)
-        ]  # a new model's are small
+        # a new model's are small
+        self._values = [8 * one if i in self._streams else one for i, one in enumerate(given)]
         try:
             with torch.no_grad():
                 whole = self._run(self._values)

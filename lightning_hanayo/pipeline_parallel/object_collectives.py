@@ -304,8 +304,7 @@ class ReplicatedTensors:
                 spec = "None" if tensor is None else f"{dtype} {list(tensor.shape)}"
                 raise UnsupportedError(
                     f"{name} is a buffer ({spec} on this rank) whose shape or dtype differs between data ranks, which "
-                    f"take the values of rank 0, as with DDP. Make it the same on all, or keep it in an attribute that "
-                    f"is no buffer."
+                    f"take rank 0's values. Make it the same on all, or keep it in an attribute that is no buffer."
                 )
         return [name for name, flag in zip(own, largest[0].tolist(), strict=True) if flag]
 

@@ -137,8 +137,7 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
     name = f" ({value.__module__}.{value.__qualname__})" if isinstance(value, (type, FunctionType)) else ""
     return UnsupportedError(
         f"{what} is a {kind.__module__}.{kind.__qualname__}{name}, which can't be sent to the next pipeline stage. "
-        f"Tensors, plain values, and tuples, lists and dictionaries of them can; as arguments of blocks also jagged "
-        f"nested tensors, BlockMasks, and classes and functions of such values that sys.modules knows by name."
+        f"Tensors, plain values, tuples, lists and dictionaries can, and as arguments named classes and functions."
     )
 
 

@@ -183,17 +183,6 @@ _MAX_UNDER_WAY = 16
 """how many messages a rank may be ahead of the next one: more than a step sends, so no step waits for another's end"""
 
 
-class UnexpectedMessage(HanayoError):
-    """Another kind of message came than this rank waits for."""
-
-    def __init__(self, rank: int, expected: MessageKind, got: MessageKind) -> None:
-        super().__init__(
-            f"pipeline rank {rank} waits for a message of the kind {expected!r}, but pipeline rank 0 has sent one of "
-            f"the kind {got!r}: the ranks are at different points of the run. A hook or callback that does something "
-            f"on some ranks only, or a data loader whose length differs between ranks, can cause this."
-        )
-
-
 class Relay:
     """Broadcasts small decisions of pipeline rank 0: how a batch is cut, what was logged, that the data has ended.
 
@@ -212,7 +201,7 @@ class Relay:
         """Return rank 0's `value`, which JSON can hold, on every rank. The values of the other ranks are ignored.
 
         Raises:
-            UnexpectedMessage: rank 0 has sent another kind of message.
+            HanayoError: rank 0 has sent another kind of message.
         """
         if self.transport.num_ranks == 1:
             return value
@@ -227,7 +216,10 @@ class Relay:
             self._send(data)
         got, value = json.loads(data)
         if got != kind:
-            raise UnexpectedMessage(self.transport.rank, kind, got)
+            raise HanayoError(
+                f"pipeline rank {self.transport.rank} waits for a message of the kind {kind!r}, but rank 0 has sent "
+                f"one of the kind {got!r}: does a hook run on some ranks only, or do loaders have other lengths?"
+            )
         return value
 
     def finish(self) -> None:

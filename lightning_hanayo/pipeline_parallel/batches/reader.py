@@ -124,9 +124,8 @@ def _token_counts(items: Mapping[Any, Any], kind: _Kind, rule: BatchRule, module
     if not isinstance(tokens, Array) or len(wanted) != 1:
         missing = f"no model's config has {kind.token_id}" if isinstance(ids, Array) else "no input_ids"
         raise UnsupportedError(
-            f"{kind.patches} has the patches of all samples' {kind.name}s, and it isn't known whose they are: the "
-            f"batch has no mm_token_type_ids, and {missing}. Add mm_token_type_ids [batch, seq] (0: text, 1: image, "
-            "2: video), or use HanayoStrategy(split_batch=...)."
+            f"whose the patches in {kind.patches} are isn't known: there are no mm_token_type_ids, and {missing}. Add "
+            "mm_token_type_ids [batch, seq] (0: text, 1: image, 2: video), or use HanayoStrategy(split_batch=...)."
         )
     is_token = torch.as_tensor(tokens) == wanted.pop()
     dim = rule.sample_dim(is_token.ndim)
@@ -266,16 +265,9 @@ class BatchReader:
             return None
         settled = self._settled.setdefault(source.stage, {})
         max_ndim = max((array.ndim for _, array, _ in arrays), default=0)
-        reader = _Reader(self.rule, source, settled, path, max_ndim, ragged)
-        readings = reader.readings(batch, candidates)
+        readings = _Reader(self.rule, source, settled, path, max_ndim, ragged).readings(batch, candidates)
         if not readings or [one.cost for one in readings[1:2]] == [readings[0].cost]:
-            possible = [reading.samples for reading in readings]
-            # would dimension 1 explain the tensors with the most dimensions, and all others?
-            rule = replace(self.rule, batch_dim=1)
-            as_sequences = replace(reader, rule=rule, settled={}).readings(batch, _candidates(batch, arrays, rule))
-            largest = {array.shape[1:2] for _, array, _ in arrays if array.ndim == max_ndim}
-            helps = self.rule.batch_dim == 0 and bool(as_sequences) and largest == {(as_sequences[0].samples,)}
-            raise disagreement(arrays, path, possible, self.rule, is_sequence_first=helps)
+            raise disagreement(arrays, path, [reading.samples for reading in readings], self.rule)
         best, *others = readings
         if source.is_unbatched:
             self._check_unbatched(batch, best, path)
@@ -515,9 +507,7 @@ def check_opaque(value: Any, path: str) -> None:
         raise _uncuttable(f"{path} is a {type(value).__qualname__} that holds tensors", path)
 
 
-def disagreement(
-    arrays: Sequence[NamedArray], path: str, possible: list[int], rule: BatchRule, *, is_sequence_first: bool
-) -> UnsupportedError:
+def disagreement(arrays: Sequence[NamedArray], path: str, possible: list[int], rule: BatchRule) -> UnsupportedError:
     """The error for tensors that don't agree on a number of samples, with all shapes by key path.
 
     Args:
@@ -525,25 +515,23 @@ def disagreement(
         path: of it, in Python.
         possible: the numbers of samples that would explain all tensors, if there are several.
         rule: how it was to be cut.
-        is_sequence_first: whether `batch_dim=1` would help.
     """
     shapes = {where: tuple(array.shape) for where, array, _ in arrays}
     shown = [f"{where} {shape}" for where, shape in shapes.items()]
     rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
     numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
     problem = numbers if possible else "has tensors with different numbers of rows"
-    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else ""
-    if not is_sequence_first:  # the tensors whose rows differ from those of most others may be whole
-        rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
-        counts = Counter(rows.values()).most_common(2)
-        odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
-        is_even = len(counts) == 2 and counts[0][1] == counts[1][1]
-        if "" not in odd and 0 < len(odd) <= 3 and not is_even:
-            all_share = f"if all samples share {'it' if len(odd) == 1 else 'them'}"
-            advice = f"HanayoStrategy(whole={odd!r}) {all_share}, or "
+    ways = [SPLIT_BATCH] if rule.batch_dim else ["HanayoStrategy(batch_dim=1) if it is sequence-first", SPLIT_BATCH]
+    # the tensors whose rows differ from those of most others may be whole
+    rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
+    counts = Counter(rows.values()).most_common(2)
+    odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
+    is_even = len(counts) == 2 and counts[0][1] == counts[1][1]
+    if "" not in odd and 0 < len(odd) <= 3 and not is_even:
+        ways.insert(0, f"HanayoStrategy(whole={odd!r}) if all samples share {'it' if len(odd) == 1 else 'them'}")
     return UnsupportedError(
         f"{path} {problem}, and can't be cut into micro-batches: {', '.join(shown[:MAX_SHAPES])}{rest}. "
-        f"Use {advice}{SPLIT_BATCH}."
+        f"Use {', or '.join(ways)}."
     )
 
 

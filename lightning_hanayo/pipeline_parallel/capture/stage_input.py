@@ -107,9 +107,8 @@ class StageInput(NamedTuple):
                     continue
                 if part := pytree.hidden_part(self.returned, outputs[-1], "output"):
                     raise UnsupportedError(
-                        f"a {type(block).__name__} of the stack returns a value ({part}) where the last block of the "
-                        f"first stage returns None, or nothing, so that the step would miss it. Return a tensor "
-                        f"always, or set an attribute of the block (self.value = ...)."
+                        f"a {type(block).__name__} of the stack returns a value ({part}) where the first stage's last "
+                        f"block returns None. Return a tensor always, or set an attribute (self.value = ...)."
                     )
         except BaseException:
             for carrier, own in zip(carriers, begun, strict=True):

@@ -313,7 +313,8 @@ class StateCarrier(Carrier):
                 f"{what} was set in the step to {why}, so blocks that run later, or on another rank, would not see it. "
                 f"Pass it to the block as an argument, set it in on_train_batch_start on all ranks{model}."
             )
-        return "unavailable", f"{what} was set by {by} to {why}"
+        way_out = "Store tensors or plain values, alone or in a tuple, list or dictionary, or let the block return it."
+        return "unavailable", f"{what} was set by {by} to {why}. {way_out}"
 
     def _why_not(self, value: Any) -> str | None:
         """Why a value can't be sent; None if it can."""
@@ -366,9 +367,8 @@ class StateCarrier(Carrier):
         for key in early.changed & late.keys():
             if (type(late[key]) in rejected and key[1] not in MODES) or key[1] == CONTENT:
                 raise UnsupportedError(
-                    f"{_named(key)} is changed in the step before the blocks are called and again after it; steps of "
-                    f"other micro-batches, which change it too, run in between. Change it once, or in "
-                    f"on_train_batch_start."
+                    f"{_named(key)} is changed in the step before the blocks are called and again after it; other "
+                    f"micro-batches' steps run in between. Change it once, or in on_train_batch_start."
                 )
 
 

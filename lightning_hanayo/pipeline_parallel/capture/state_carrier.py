@@ -33,6 +33,7 @@ from lightning_hanayo.pipeline_parallel.capture.state import (
     CONTENT,
     MODULES,
     MUTATED,
+    PARAMETERS,
     PLAIN,
     REMOVED,
     REPLACED,
@@ -121,9 +122,18 @@ class StateCarrier(Carrier):
         self._all.undo()
 
     def leave(self, earlier: Left | None, *, begins_pass: bool = True) -> tuple[Tree | None, Left]:
-        """Return the values that blocks on other ranks may read, and the whole state of the step."""
+        """Return the values that blocks on other ranks may read, and the whole state of the step.
+
+        Raises:
+            UnsupportedError: a module has got another parameter, which the next step would find.
+        """
         assert self._local is not None
         changes = self._scan()
+        for key in [one for one in changes if one[0].endswith(PARAMETERS)]:
+            raise UnsupportedError(
+                f"{_named(key)} is replaced while the stack is called (functional_call), but steps of other "
+                f"micro-batches run in between. Call it outside the stack, or in a block."
+            )
         left = earlier or Left()
         if earlier is not None and begins_pass and left.number < self._num_started:
             self._check_order(left._replace(has_passed=True), changes)
@@ -373,7 +383,9 @@ class StateCarrier(Carrier):
 
 
 def _named(key: Key) -> str:
-    return ".".join(part.removesuffix(BUFFERS).removesuffix(MODULES) for part in key if part != CONTENT)
+    return ".".join(
+        part.removesuffix(BUFFERS).removesuffix(PARAMETERS).removesuffix(MODULES) for part in key if part != CONTENT
+    )
 
 
 def _without_mutated(changes: Mapping[Key, Any]) -> dict[Key, Any]:

@@ -10,6 +10,7 @@ else it is that in which they start. A thread of the queue's own puts them on th
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, ClassVar, Protocol
 
@@ -27,27 +28,25 @@ class Work(Protocol):
         """Block until the transfer has ended."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Ticket:
     """A collective in the queue, or on the wire."""
 
-    __slots__ = ("_done", "_error", "_queue", "_work", "number", "post", "recorded", "seconds")
-
-    def __init__(self, queue: "LinkQueue", post: Callable[[], Work]) -> None:
-        self._queue = queue
-        self.post: Callable[[], Work] | None = post
-        self.number = 0
-        """among those of its action"""
-        self.recorded: Recording | None = None
-        """of its action"""
-        self.seconds = 0.0
-        """how long the link carried it"""
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._work: Work | None = None
+    queue: "LinkQueue"
+    post: Callable[[], Work] | None
+    number: int = 0
+    """among those of its action"""
+    recorded: "Recording | None" = None
+    """of its action"""
+    seconds: float = 0.0
+    """how long the link carried it"""
+    _done: threading.Event = field(default_factory=threading.Event)
+    _error: BaseException | None = None
+    _work: Work | None = None
 
     def wait(self) -> None:
         """Block until the collective has ended; in a pair the other action has the device meanwhile."""
-        self._queue.wait(self)
+        self.queue.wait(self)
 
     @property
     def is_done(self) -> bool:

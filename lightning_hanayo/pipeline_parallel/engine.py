@@ -70,7 +70,8 @@ class Program:
     @property
     def pairs(self) -> list[tuple[Action, Action]]:
         """The actions that run at once."""
-        return [(step.first.action, step.second.action) for step in self.steps if isinstance(step, Pair)]
+        pairs = (step for step in self.steps if isinstance(step, Pair) and step.may_run_at_once)
+        return [(pair.first.action, pair.second.action) for pair in pairs]
 
     @staticmethod
     def from_schedule(schedule: Schedule, rank: int) -> "Program":

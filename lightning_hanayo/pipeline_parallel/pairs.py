@@ -44,8 +44,6 @@ class PairedKind(NamedTuple):
     kind: Kind
     is_edge: bool
     """whether it is the stage's first or last of this kind (`Program.edges`)"""
-    slot: int
-    """0: the first action of its pair; 1: the second one"""
 
 
 Plans = dict[tuple[PairedKind, PairedKind], PairRun]
@@ -198,5 +196,5 @@ def make_plans(
 
 def kinds_of(first: Action, second: Action, edges: Collection[Action] = frozenset()) -> tuple[PairedKind, PairedKind]:
     """The kinds of a pair's actions."""
-    one, other = (PairedKind(each.stage, each.kind, each in edges, slot) for slot, each in enumerate((first, second)))
+    one, other = (PairedKind(each.stage, each.kind, each in edges) for each in (first, second))
     return one, other

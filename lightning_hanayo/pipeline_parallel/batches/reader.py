@@ -154,15 +154,6 @@ def _image_ends(sizes: list[int], tokens: list[int], kind: _Kind) -> tuple[int, 
     return tuple(ends)
 
 
-@dataclass(frozen=True)
-class ListShape:
-    """The length of a list, the rows of the first tensor in it, and whether it is a list and not a tuple."""
-
-    length: int
-    rows: int
-    is_list: bool
-
-
 def is_list(value: Any) -> bool:
     """A list or a tuple, but no named tuple."""
     return isinstance(value, (list, tuple)) and children(value) is not None and not hasattr(value, "_fields")
@@ -194,11 +185,6 @@ def _leaves_near_arrays(value: Any) -> Iterator[Any]:
     elif holds_arrays(value):
         for item in items.values():
             yield from _leaves_near_arrays(item)
-
-
-def shape_of(items: Sequence[Any]) -> ListShape:
-    """Describes a list for the warning."""
-    return ListShape(len(items), next(iter(_rows(items)), 0), isinstance(items, list))
 
 
 def _rows(items: Sequence[Any]) -> list[int]:
@@ -271,13 +257,14 @@ class BatchReader:
         best, *others = readings
         if source.is_unbatched:
             self._check_unbatched(batch, best, path)
-        doubtful = best.doubtful | {where: shape for other in others for where, shape in other.as_samples.items()}
-        for where, shape in doubtful.items():
+        doubtful = best.doubtful | {where: items for other in others for where, items in other.as_samples.items()}
+        for where, items in doubtful.items():
             # Tuples of a few columns are usual: a collate_fn returns `(x, y)`. Lists are more often lists of samples.
-            is_unusual = shape.is_list or shape.length >= shape.rows
+            rows = next(iter(_rows(items)), 0)
+            is_unusual = isinstance(items, list) or len(items) >= rows
             if self._warns and is_unusual and where not in settled and not source.is_collated:
                 warnings.warn(
-                    f"{where} is a list of {shape.length} items with {shape.rows} rows each, which may be columns or "
+                    f"{where} is a list of {len(items)} items with {rows} rows each, which may be columns or "
                     f"samples; they are cut as columns. If they are samples, use {SPLIT_BATCH}.",
                     stacklevel=2,
                 )
@@ -319,9 +306,9 @@ class Reading:
     cost: int = 0
     """the higher, the less usual"""
     meanings: dict[str, Meaning] = field(default_factory=dict)
-    as_samples: dict[str, ListShape] = field(default_factory=dict)
+    as_samples: dict[str, Sequence[Any]] = field(default_factory=dict)
     """lists read as samples, which might be columns"""
-    doubtful: dict[str, ListShape] = field(default_factory=dict)
+    doubtful: dict[str, Sequence[Any]] = field(default_factory=dict)
     """lists read as columns, which might be samples"""
 
 
@@ -420,14 +407,14 @@ class _Reader:
             self.reading.cost += (settled != "samples") + 2 * (settled == "columns")
             self.reading.meanings[path] = "samples"
             if len(set(_rows(value))) <= 1:  # otherwise tensors of different lengths can't be columns
-                self.reading.as_samples[path] = shape_of(value)
+                self.reading.as_samples[path] = value
             return Items(self._attributes(value, path))
         if columns is None:
             raise _Mismatch
         self.reading.cost += columns.cost + 2 * (not is_clean) + 2 * (settled == "samples")
         self.reading.meanings |= columns.meanings | {path: "columns"}
         self.reading.as_samples |= columns.as_samples
-        self.reading.doubtful |= columns.doubtful | ({path: shape_of(value)} if may_be_samples else {})
+        self.reading.doubtful |= columns.doubtful | ({path: value} if may_be_samples else {})
         return columns.cut
 
     def _attributes(self, value: Any, path: str) -> dict[Any, Cut]:

@@ -18,7 +18,6 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -238,23 +237,15 @@ def function_of(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-@contextmanager
-def modes(grad: bool, autocast: Autocast) -> Iterator[None]:
-    """In this context the modes are those in which the step calls a function. A pass without gradients has none."""
-    with (
-        autocast_as(autocast, torch.is_autocast_cache_enabled()),
-        torch.set_grad_enabled(grad and torch.is_grad_enabled()),
-    ):
-        yield
-
-
 def run(args: Sequence[Any], kwargs: dict[str, Any], name: str, changed_modes: tuple[bool, Autocast] | None) -> Any:
-    """Run a recorded function."""
+    """Run a recorded function, in the modes in which the step calls it. A pass without gradients has none."""
     if name == KEPT:
         return args
     if changed_modes is None:
         return function_of(name)(*args, **kwargs)
-    with modes(*changed_modes):
+    grad, autocast = changed_modes
+    grad_mode = torch.set_grad_enabled(grad and torch.is_grad_enabled())
+    with grad_mode, autocast_as(autocast, torch.is_autocast_cache_enabled()):
         return function_of(name)(*args, **kwargs)
 
 

@@ -180,8 +180,7 @@ class DrySteps:
         hooks = (value for items in parts for key, value in items if key.endswith("_hooks"))
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
         user = self.user  # where steps run all blocks, no carriers undo what they set
-        is_whole = self._runs_blocks
-        state = undone(self.model, user.blocks, user.name) if is_whole else kept_buffers(self._modules)
+        state = undone(self.model, user.blocks, user.name) if self._runs_blocks else kept_buffers(self._modules)
         with quiet[0], quiet[1], _kept(hooks), state, torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             try:

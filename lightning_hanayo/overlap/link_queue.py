@@ -90,14 +90,10 @@ class Recording:
         self._computed = 0.0
         """seconds before that"""
 
-    def start(self, ticket: Ticket) -> None:
-        """The action starts a collective."""
-        self._add(ticket, None)
-
     def wait(self, ticket: Ticket) -> None:
         """It needs the result of a collective. That of one which an earlier action has started is taken to be there."""
         if ticket.recorded is self:
-            self._add(None, ticket.number)
+            self.add(wait=ticket.number)
         else:
             self._computed += perf_counter() - self._mark
 
@@ -105,17 +101,14 @@ class Recording:
         """It has the device again."""
         self._mark = perf_counter()
 
-    def end(self) -> None:
-        """It has ended."""
-        self._add(None, None)
-
     def segments(self) -> tuple[Segment, ...]:
         """The action's segments. Call it when its collectives have ended."""
         return tuple(
             Segment(compute, None if ticket is None else ticket.seconds, wait) for compute, ticket, wait in self._parts
         )
 
-    def _add(self, ticket: Ticket | None, wait: int | None) -> None:
+    def add(self, ticket: Ticket | None = None, wait: int | None = None) -> None:
+        """It has computed until now: then it starts a collective, waits for one, or ends."""
         now = perf_counter()
         self._parts.append((now - self._mark + self._computed, ticket, wait))
         self._mark, self._computed = now, 0.0
@@ -159,7 +152,7 @@ class LinkQueue:
         self._numbers[slot] += 1
         if (recording := self.recordings.get(slot)) is not None:
             ticket.recorded = recording
-            recording.start(ticket)
+            recording.add(ticket)
         if self._plan is None:
             self._put(ticket)
             return ticket

@@ -135,7 +135,7 @@ class Pairs:
             with torch.autograd.set_multithreading_enabled(False):  # a device's thread would run one of both at a time
                 result = run()
             if recording is not None:
-                recording.end()
+                recording.add()
             queue.check_action(slot)
             return result
 

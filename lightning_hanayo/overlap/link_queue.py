@@ -10,7 +10,7 @@ else it is that in which they start. A thread of the queue's own puts them on th
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from queue import SimpleQueue
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, ClassVar, Protocol
 
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.pair_time import Order, Segment
-from lightning_hanayo.overlap.turns import DeviceTurns
+from lightning_hanayo.overlap.turns import DeviceTurns, Worker
 
 
 class Work(Protocol):
@@ -28,27 +28,25 @@ class Work(Protocol):
         """Block until the transfer has ended."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Ticket:
     """A collective in the queue, or on the wire."""
 
-    __slots__ = ("_done", "_error", "_queue", "_work", "number", "post", "recorded", "seconds")
-
-    def __init__(self, queue: "LinkQueue", post: Callable[[], Work]) -> None:
-        self._queue = queue
-        self.post: Callable[[], Work] | None = post
-        self.number = 0
-        """among those of its action"""
-        self.recorded: Recording | None = None
-        """of its action"""
-        self.seconds = 0.0
-        """how long the link carried it"""
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._work: Work | None = None
+    queue: "LinkQueue"
+    post: Callable[[], Work] | None
+    number: int = 0
+    """among those of its action"""
+    recorded: "Recording | None" = None
+    """of its action"""
+    seconds: float = 0.0
+    """how long the link carried it"""
+    _done: threading.Event = field(default_factory=threading.Event)
+    _error: BaseException | None = None
+    _work: Work | None = None
 
     def wait(self) -> None:
         """Block until the collective has ended; in a pair the other action has the device meanwhile."""
-        self._queue.wait(self)
+        self.queue.wait(self)
 
     @property
     def is_done(self) -> bool:
@@ -87,22 +85,15 @@ class Recording:
     """Records one action as it runs: when it computes, and which collectives it starts and waits for."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[float, Ticket | None, int | None, bool]] = []
+        self._parts: list[tuple[float, Ticket | None, int | None]] = []
         self._mark = perf_counter()
         self._computed = 0.0
         """seconds before that"""
 
-    def start(self, ticket: Ticket) -> None:
-        """The action starts a collective."""
-        self._add(ticket, None)
-
-    def wait(self, ticket: Ticket, other: "Recording | None" = None) -> None:
-        """It needs the result of a collective: its own, or that of the pair's `other` action.
-
-        That of one which an earlier action has started is taken to be there.
-        """
-        if ticket.recorded is not None and ticket.recorded in (self, other):
-            self._add(None, ticket.number, is_shared=ticket.recorded is other)
+    def wait(self, ticket: Ticket) -> None:
+        """It needs the result of a collective. That of one which an earlier action has started is taken to be there."""
+        if ticket.recorded is self:
+            self.add(wait=ticket.number)
         else:
             self._computed += perf_counter() - self._mark
 
@@ -110,20 +101,16 @@ class Recording:
         """It has the device again."""
         self._mark = perf_counter()
 
-    def end(self) -> None:
-        """It has ended."""
-        self._add(None, None)
-
     def segments(self) -> tuple[Segment, ...]:
         """The action's segments. Call it when its collectives have ended."""
         return tuple(
-            Segment(compute, None if ticket is None else ticket.seconds, wait, is_shared)
-            for compute, ticket, wait, is_shared in self._parts
+            Segment(compute, None if ticket is None else ticket.seconds, wait) for compute, ticket, wait in self._parts
         )
 
-    def _add(self, ticket: Ticket | None, wait: int | None, *, is_shared: bool = False) -> None:
+    def add(self, ticket: Ticket | None = None, wait: int | None = None) -> None:
+        """It has computed until now: then it starts a collective, waits for one, or ends."""
         now = perf_counter()
-        self._parts.append((now - self._mark + self._computed, ticket, wait, is_shared))
+        self._parts.append((now - self._mark + self._computed, ticket, wait))
         self._mark, self._computed = now, 0.0
 
 
@@ -141,8 +128,7 @@ class LinkQueue:
         self.turns.on_failure = self.cancel
         self.recordings: dict[int, Recording] = {}
         """by slot: of the actions that run now"""
-        self._carried: SimpleQueue[Ticket | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._link = Worker("hanayo-link")
         self._plan: Order | None = None
         self._next = 0
         """the place in the plan of the collective that the link carries next"""
@@ -161,15 +147,12 @@ class LinkQueue:
         Raises:
             HanayoError: it wasn't planned.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._carry, daemon=True, name="hanayo-link")
-            self._thread.start()
         ticket, slot = Ticket(self, post), self.turns.slot
         ticket.number = self._numbers[slot]
         self._numbers[slot] += 1
         if (recording := self.recordings.get(slot)) is not None:
             ticket.recorded = recording
-            recording.start(ticket)
+            recording.add(ticket)
         if self._plan is None:
             self._put(ticket)
             return ticket
@@ -192,7 +175,7 @@ class LinkQueue:
         slot = self.turns.slot
         recording = self.recordings.get(slot)
         if recording is not None:
-            recording.wait(ticket, self.recordings.get(1 - slot))
+            recording.wait(ticket)
         self._awaited[slot] = ticket
         self._check_progress()
         self.turns.wait(lambda: ticket.is_done, ticket.block)
@@ -255,20 +238,12 @@ class LinkQueue:
     def close(self, timeout: float = 5.0) -> None:
         """End the queue's thread, and that of second actions; wait for so many seconds until they have ended."""
         self.turns.close(timeout)
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._carried.put(None)
-            thread.join(timeout)
+        self._link.close(timeout)
 
     def _put(self, ticket: Ticket) -> None:
         self._under_way = [one for one in self._under_way if not one.is_done]
         self._under_way.append(ticket)
-        self._carried.put(ticket)
-
-    def _carry(self) -> None:
-        while (ticket := self._carried.get()) is not None:
-            ticket.carry()
-            del ticket  # frees the tensors that it has received
+        self._link.submit(ticket.carry)
 
 
 class DeviceLink(LinkQueue):

@@ -33,8 +33,6 @@ class Segment(NamedTuple):
     """seconds of the link that the collective takes which starts then; the first one that starts has number 0"""
     wait: int | None = None
     """the number of the collective whose result is needed then"""
-    is_shared: bool = False
-    """whether that is a collective of the pair's other action; alone, an action finds its result there"""
 
     def scaled(self, factor: float) -> "Segment":
         """The same in another unit of time."""
@@ -138,8 +136,8 @@ class _Run:
         self._device = self._link = 0.0
         self._ready = [0.0 for _ in self.actions]
         """when each action can use the device; infinity: that isn't known yet"""
-        self._awaited: list[tuple[int, int] | None] = [None for _ in self.actions]
-        """the collective that each action waits for whose end isn't known yet: whose it is, and its number"""
+        self._awaited: list[int | None] = [None for _ in self.actions]
+        """the number of the own collective that each action waits for, whose end isn't known yet"""
         self._places = [0 for _ in self.actions]
         self._is_done = [False for _ in self.actions]
         self._started: list[list[tuple[float, float]]] = [[] for _ in self.actions]
@@ -182,16 +180,15 @@ class _Run:
         now = max(self._device, self._ready[number])
         segments = self.actions[number]
         for place in range(self._places[number], len(segments)):
-            compute, start, wait, is_shared = segments[place]
+            compute, start, wait = segments[place]
             now += compute
             if start is not None:
                 self._start(number, now, start)
-            owner = 1 - number if is_shared else number
-            if wait is not None and owner < len(self._ends) and self._ends[owner].get(wait, inf) > now:
+            if wait is not None and self._ends[number].get(wait, inf) > now:
                 self._carry_until(now)
-                if self._ends[owner].get(wait, inf) > now:
-                    self._ready[number] = self._ends[owner].get(wait, inf)
-                    self._awaited[number] = owner, wait
+                if self._ends[number].get(wait, inf) > now:
+                    self._ready[number] = self._ends[number].get(wait, inf)
+                    self._awaited[number] = wait
                     self._places[number] = place + 1
                     self._device = now
                     return None
@@ -231,6 +228,5 @@ class _Run:
         started, takes = self._started[action][collective]
         self._link = self._ends[action][collective] = max(self._link, started) + takes
         self.carried.append((action, collective))
-        for number, awaited in enumerate(self._awaited):
-            if awaited == (action, collective):
-                self._ready[number] = self._link
+        if self._awaited[action] == collective:
+            self._ready[action] = self._link

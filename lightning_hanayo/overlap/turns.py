@@ -37,8 +37,6 @@ class DeviceTurns:
         self.slot = 0
         """the action that has the device: 0, or 1 in a pair"""
         self.is_pair = False
-        self.are_twins = False
-        """whether both actions do the same to the same stage"""
         self.number = 0
         """of the pair that runs; between two pairs a number of its own"""
         self.states: Sequence[ActionState] = ()
@@ -51,21 +49,14 @@ class DeviceTurns:
         self._is_free = False
         self._waiting: list[int] = []
         self._failed = False
-        self._ended: set[int] = set()
-        self._partner: _Partner | None = None
+        self._partner = Worker("hanayo-pair")
 
     def __reduce__(self) -> tuple[type["DeviceTurns"], tuple[()]]:
         """A copy, in another process maybe, has turns of its own."""
         return DeviceTurns, ()
 
     def run(
-        self,
-        first: Callable[[], T],
-        second: Callable[[], T],
-        *,
-        by_turns: bool = True,
-        prefer: int | None = None,
-        are_twins: bool = False,
+        self, first: Callable[[], T], second: Callable[[], T], *, by_turns: bool = True, prefer: int | None = None
     ) -> tuple[T, T]:
         """Run both actions, `second` in a thread of its own, and return both results.
 
@@ -75,15 +66,13 @@ class DeviceTurns:
             by_turns: whether the device changes hands wherever an action waits, even if it needn't, beginning with 0.
             prefer: otherwise, which of them gets the device where both could use it; None: the one that waits longer,
                 and first the action 0.
-            are_twins: whether both do the same to the same stage.
 
         Raises:
             BaseException: of an action; the other one is unwound.
         """
-        self._partner = self._partner or _Partner()
         self._by_turns, self._prefer, self._failed = by_turns, prefer, False
-        self._waiting, self._is_free, self._ended = [0, 1], True, set()  # in this order: 0 begins
-        self.slot, self.is_pair, self.are_twins = 0, True, are_twins
+        self._waiting, self._is_free = [0, 1], True  # in this order: 0 begins
+        self.slot, self.is_pair = 0, True
         self.number += 1
         results: dict[int, T] = {}
         errors: list[BaseException] = []
@@ -98,13 +87,18 @@ class DeviceTurns:
                 errors.append(error)
                 self._failed = True
                 self.on_failure()
-            self._ended.add(slot)
             self._give()
 
-        done = self._partner.start(lambda: act(1, second))
+        done = threading.Event()
+
+        def act_second() -> None:
+            act(1, second)
+            done.set()
+
+        self._partner.submit(act_second)
         act(0, first)  # in this thread: user code outside of pairs runs here, too
         done.wait()
-        self.slot, self.is_pair, self.are_twins = 0, False, False
+        self.slot, self.is_pair = 0, False
         self.number += 1
         if errors:
             raise errors[0]
@@ -123,20 +117,6 @@ class DeviceTurns:
         else:
             self._hand_over(block, stands_in_line=False)
 
-    def wait_for_other(self, is_there: Callable[[], bool]) -> None:
-        """In a pair: let the other action have the device until it has made `is_there()` true, or has ended."""
-        other = 1 - self.slot
-
-        def goes_on() -> bool:
-            return is_there() or other in self._ended or self._failed
-
-        def block() -> None:
-            with self._changed:
-                self._changed.wait_for(goes_on)
-
-        while not goes_on():
-            self._hand_over(lambda: None if self._by_turns else block(), stands_in_line=self._by_turns)
-
     def offer(self) -> None:
         """Give the device to the preferred action, if it could use it."""
         if self.is_pair and not self._by_turns and self._prefer != self.slot and self._prefer in self._waiting:
@@ -144,9 +124,7 @@ class DeviceTurns:
 
     def close(self, timeout: float = 5.0) -> None:
         """End the thread, and wait for so many seconds until it has ended."""
-        if self._partner is not None:
-            self._partner.close(timeout)
-            self._partner = None
+        self._partner.close(timeout)
 
     def _hand_over(self, block: Callable[[], None], *, stands_in_line: bool) -> None:
         """Give the device away, `block`, and take it again."""
@@ -188,26 +166,31 @@ class DeviceTurns:
         return self._prefer if self._prefer in self._waiting else self._waiting[0]
 
 
-class _Partner(threading.Thread):
-    """The thread of second actions."""
+class Worker:
+    """A thread that runs one task after another. It starts with the first one, also after it was closed."""
 
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="hanayo-pair")
-        self._tasks: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
-        super().start()
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
-    def start(self, task: Callable[[], None]) -> threading.Event:  # type: ignore[override]
-        done = threading.Event()
-        self._tasks.put((task, done))
-        return done
-
-    def run(self) -> None:
-        while (one := self._tasks.get()) is not None:
-            task, done = one
-            task()
-            done.set()
-            del task, one  # frees the action's tensors
+    def submit(self, task: Callable[[], object]) -> None:
+        """Run the task, which raises nothing, after those before it."""
+        if self._thread is None:
+            self._tasks = SimpleQueue()
+            self._thread = threading.Thread(target=_run_all, args=(self._tasks,), daemon=True, name=self._name)
+            self._thread.start()
+        self._tasks.put(task)
 
     def close(self, timeout: float) -> None:
-        self._tasks.put(None)
-        self.join(timeout)
+        """End the thread, and wait for so many seconds until it has ended."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._tasks.put(None)
+            thread.join(timeout)
+
+
+def _run_all(tasks: "SimpleQueue[Callable[[], object] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # frees its tensors

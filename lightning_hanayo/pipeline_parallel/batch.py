@@ -77,14 +77,9 @@ class Batch:
             )
         if self.num_microbatches == 1 or isinstance(error, PeerFailed):
             return
-        samples, sizes = "", self.num_samples
-        if sizes:
-            samples = f"; {sizes[microbatch]} of {sum(sizes)} samples"
-            if max(sizes) > min(sizes) + 1:  # the first batch of a step that runs once is cut so
-                samples += f", cut into {', '.join(map(str, sizes))}"
-        this = f"micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{samples})"
+        sizes = f" of {', '.join(map(str, self.num_samples))} samples" if self.num_samples else ""
+        runs = "the blocks run" if self.is_whole else "the step and the blocks run"
         error.add_note(
-            f"The step runs on the whole batch, its blocks on one micro-batch at a time, the last one on {this}."
-            if self.is_whole
-            else f"This was on {this}: the step and the blocks run on one micro-batch of a batch at a time."
+            f"This was on micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{sizes}): {runs} on one "
+            f"micro-batch of a batch at a time."
         )

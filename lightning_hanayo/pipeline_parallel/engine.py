@@ -6,7 +6,7 @@ Each computation knows the keys of the messages it needs and makes. Consecutive 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Compute:
     is_local: bool
     """whether the message it needs was made on this rank"""
     is_last_gradient: bool = False
-    """whether no later action makes gradients of its stage's weights, nor does one that runs at the same time"""
+    """whether no later action makes gradients of its stage's weights"""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Pair:
 
     first: Compute
     second: Compute
+
+    @property
+    def may_run_at_once(self) -> bool:
+        """Whether it is a forward and a backward: user code would see two forwards, and two backwards add anyhow."""
+        return (self.first.action.kind is Kind.F) != (self.second.action.kind is Kind.F)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,8 @@ class Program:
     @property
     def pairs(self) -> list[tuple[Action, Action]]:
         """The actions that run at once."""
-        return [(step.first.action, step.second.action) for step in self.steps if isinstance(step, Pair)]
+        pairs = (step for step in self.steps if isinstance(step, Pair) and step.may_run_at_once)
+        return [(pair.first.action, pair.second.action) for pair in pairs]
 
     @staticmethod
     def from_schedule(schedule: Schedule, rank: int) -> "Program":
@@ -99,17 +105,9 @@ def _paired(run: Sequence[Compute | Action], schedule: Schedule) -> Iterator[Com
         if isinstance(one, Compute) and one.action in schedule.partner_of:
             second = next(rest)
             assert isinstance(second, Compute), "a pair's actions are neighbours"
-            yield _pair(one, second)
+            yield Pair(one, second)
         else:
             yield one
-
-
-def _pair(first: Compute, second: Compute) -> Pair:
-    """Of two that make gradients of one stage, none is the last one."""
-    actions = first.action, second.action
-    if actions[0].stage == actions[1].stage and all(action.kind in _MAKES_GRADIENTS for action in actions):
-        first, second = (replace(one, is_last_gradient=False) for one in (first, second))
-    return Pair(first, second)
 
 
 def _compute(action: Action, schedule: Schedule, is_last_gradient: bool) -> Compute:
@@ -196,7 +194,7 @@ class Engine:
                 if batch.reduce_gradients:
                     self._copy_waiting_gradients()
                     self.reduce_gradients(step.stage)
-            elif isinstance(step, Pair) and self._may_run_at_once(step):
+            elif isinstance(step, Pair) and self.pairs is not None and step.may_run_at_once:
                 self._run_pair(step, batch)
             else:
                 for one in (step.first, step.second) if isinstance(step, Pair) else (step,):
@@ -232,15 +230,6 @@ class Engine:
         )
         for step, marks in zip((first, second), ran, strict=True):
             self.trace.add(step.action, reached, *marks)
-
-    def _may_run_at_once(self, pair: Pair) -> bool:
-        if self.pairs is None:
-            return False
-        actions = pair.first.action, pair.second.action
-        if (actions[0].kind is Kind.F) != (actions[1].kind is Kind.F):
-            return True
-        stages = [self.stages[action.stage] for action in actions]
-        return all(stage.allows_twins and stage.hooks.allows_twins for stage in stages)
 
     def _receive(self, step: Compute) -> Message | None:
         """The message that the action needs."""

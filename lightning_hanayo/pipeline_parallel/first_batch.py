@@ -135,16 +135,18 @@ class FirstBatch:
 
     def _examine_blocks(self, calls: dict[int, Any], found: Findings) -> set[type]:
         """Run one block of each kind; returns the kinds of nodes with functions of others."""
-        in_blocks: set[type] = set()
+        in_blocks, states = set[type](), generator_states(self.device)
         for index in [index for index, call in calls.items() if call is not None and self.runs_blocks]:
             block, name = self.blocks[index], f"{type(self.blocks[index]).__name__} (block {index})"
-            with quiet(self.carriers, block), _undone(block, self.device), suppress(Exception):  # it can't run again
+            # it may fail, where it can't run again
+            with quiet(self.carriers, block), undone(block, [block], "block"), suppress(Exception):
                 run = _BlockRun(block, calls.pop(index), self._samples, self.device, is_cube=self.is_cube)
                 own = {type(node) for node in graph_boundary.foreign_functions(run.graph()[0])}
                 in_blocks |= own
                 kinds = [run.kind_of_gradients() if own else "", "dependent" * run.is_dependent()]
                 for kind in filter(None, kinds):
                     found.setdefault(kind, []).append(name)
+            set_generators(states, self.device)
         return in_blocks
 
     def _conclude(self, findings: Sequence[Findings]) -> None:
@@ -263,9 +265,8 @@ class _BlockRun:
         if any(isinstance(part, _BatchNorm) and part.training for part in self._block.modules()):
             return False
         given = self._values
-        self._values = [
-            8 * one if i in self._streams else one for i, one in enumerate(given)
-        ]  # a new model's are small
+        # a new model's are small
+        self._values = [8 * one if i in self._streams else one for i, one in enumerate(given)]
         try:
             with torch.no_grad():
                 whole = self._run(self._values)
@@ -394,17 +395,3 @@ def _gap(total: Sequence[Tensor], *parts: Sequence[Tensor]) -> float:
 def _is_near(total: Sequence[Tensor], *parts: Sequence[Tensor]) -> bool:
     """Whether the parts add up, but for rounding: 5e-3 in fp32, 0.2 in bf16. NaN tells nothing."""
     return not _gap(total, *parts) > max(torch.finfo(one.dtype).eps for one in total) ** (1 / 3)
-
-
-@contextmanager
-def _undone(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside it the block may run; afterwards its attributes and buffers, and random generators, are as before."""
-    states = generator_states(device)
-    with undone(block, [block], "block") as scanner:
-        for attributes in [holder.container for holder in scanner.holders if isinstance(holder.container, dict)]:
-            tensors = {key: one for key, one in attributes.items() if isinstance(one, Tensor)}
-            attributes.update({key: one.clone() for key, one in tensors.items() if not isinstance(one, nn.Parameter)})
-        try:
-            yield
-        finally:
-            set_generators(states, device)

@@ -203,7 +203,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return None
         has_own_rules = type(value).__reduce_ex__ is not Tensor.__reduce_ex__ or is_traceable_wrapper_subclass(value)
-        device = _device_of(value)
+        with torch._C.DisableTorchFunctionSubclass():  # stand-ins for tensors of other ranks name the device of those
+            device = value.device
         if has_own_rules or value.layout is not torch.strided or device.type in _SAME_EVERYWHERE:
             is_number = type(value) is Tensor and device.type == "cpu" and not (value.ndim or value.requires_grad)
             if not is_number or vars(value):
@@ -242,12 +243,6 @@ class _Unpickler(pickle.Unpickler):
         tensor = tensor if kind is None else tensor.as_subclass(kind)
         vars(tensor).update(attributes)
         return tensor
-
-
-def _device_of(value: Tensor) -> torch.device:
-    """Where its memory is: stand-ins for tensors of other ranks name the device of those."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.device
 
 
 @dataclass(eq=False, repr=False)
@@ -304,8 +299,7 @@ class ReplicatedTensors:
                 spec = "None" if tensor is None else f"{dtype} {list(tensor.shape)}"
                 raise UnsupportedError(
                     f"{name} is a buffer ({spec} on this rank) whose shape or dtype differs between data ranks, which "
-                    f"take the values of rank 0, as with DDP. Make it the same on all, or keep it in an attribute that "
-                    f"is no buffer."
+                    f"take rank 0's values. Make it the same on all, or keep it in an attribute that is no buffer."
                 )
         return [name for name, flag in zip(own, largest[0].tolist(), strict=True) if flag]
 

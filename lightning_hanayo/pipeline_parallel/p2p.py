@@ -38,7 +38,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from hashlib import blake2b
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -243,11 +242,6 @@ def header(buffer: Tensor) -> int:
 def set_header(buffer: Tensor, value: int) -> None:
     """Write the number that `header` reads."""
     buffer.view(torch.uint8)[-HEADER:][:8].view(torch.int64).fill_(value)
-
-
-def stable_hash(text: str) -> int:
-    """A number below 2^53 that is the same in every process."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=6).digest())
 
 
 _CPU = torch.device("cpu")

@@ -44,10 +44,6 @@ class PairedKind(NamedTuple):
     kind: Kind
     is_edge: bool
     """whether it is the stage's first or last of this kind (`Program.edges`)"""
-    slot: int
-    """0: the first action of its pair; 1: the second one"""
-    is_twin: bool
-    """whether the other one does the same to the same stage: the second one then uses weights that the first gathers"""
 
 
 Plans = dict[tuple[PairedKind, PairedKind], PairRun]
@@ -139,7 +135,7 @@ class Pairs:
             with torch.autograd.set_multithreading_enabled(False):  # a device's thread would run one of both at a time
                 result = run()
             if recording is not None:
-                recording.end()
+                recording.add()
             queue.check_action(slot)
             return result
 
@@ -149,7 +145,7 @@ class Pairs:
 
         queue.begin_pair(None if plan is None else plan.order)
         try:
-            how: Any = {"by_turns": plan is None, "prefer": plan and plan.prefer, "are_twins": kinds[0].is_twin}
+            how: Any = {"by_turns": plan is None, "prefer": plan and plan.prefer}
             return queue.turns.run(lambda: act(0, run_first), act_second, **how)
         finally:
             queue.end_pair()
@@ -165,7 +161,7 @@ def typical_segments(recorded: Collection[tuple[PairedKind, Recording]]) -> dict
         alike[kind].append(recording.segments())
     typical: dict[PairedKind, Segments] = {}
     for kind, several in alike.items():
-        shapes = {tuple((one.start is None, one.wait, one.is_shared) for one in segments) for segments in several}
+        shapes = {tuple((one.start is None, one.wait) for one in segments) for segments in several}
         if len(shapes) == 1:
             typical[kind] = [
                 same[0]._replace(
@@ -200,9 +196,5 @@ def make_plans(
 
 def kinds_of(first: Action, second: Action, edges: Collection[Action] = frozenset()) -> tuple[PairedKind, PairedKind]:
     """The kinds of a pair's actions."""
-    are_twins = (first.stage, first.kind) == (second.stage, second.kind)
-    one, other = (
-        PairedKind(action.stage, action.kind, action in edges, slot, are_twins)
-        for slot, action in enumerate((first, second))
-    )
+    one, other = (PairedKind(each.stage, each.kind, each in edges) for each in (first, second))
     return one, other

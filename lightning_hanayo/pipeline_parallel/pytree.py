@@ -137,8 +137,7 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
     name = f" ({value.__module__}.{value.__qualname__})" if isinstance(value, (type, FunctionType)) else ""
     return UnsupportedError(
         f"{what} is a {kind.__module__}.{kind.__qualname__}{name}, which can't be sent to the next pipeline stage. "
-        f"Tensors, plain values, and tuples, lists and dictionaries of them can; as arguments of blocks also jagged "
-        f"nested tensors, BlockMasks, and classes and functions of such values that sys.modules knows by name."
+        f"Tensors, plain values, tuples, lists and dictionaries can, and as arguments named classes and functions."
     )
 
 
@@ -326,12 +325,6 @@ def _nested_of(parts: Any) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
 
 
-def _block_mask_of(attributes: Any) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    return BlockMask(**attributes)
-
-
 def _function_place(function: FunctionType) -> tuple[Any, ...] | None:
     """Module and name of the outermost function, the number of the code in it, and the values that it refers to.
 
@@ -444,7 +437,7 @@ KINDS = {
     for kind in (
         ObjectKind("nested", lambda value: isinstance(value, Tensor) and value.is_nested, _nested_parts, _nested_of),
         ObjectKind("BlockMask", lambda value: type(value).__name__ == "BlockMask" and type(value).__module__ == _FLEX,
-                   vars, _block_mask_of),
+                   vars, lambda attributes: import_module(_FLEX).BlockMask(**attributes)),
         ObjectKind("function", lambda value: isinstance(value, FunctionType), _function_place, _function_at),
         ObjectKind("partial", lambda value: type(value) is partial, lambda p: (p.func, p.args, p.keywords),
                    lambda parts: partial(parts[0], *parts[1], **parts[2])),

@@ -226,6 +226,7 @@ def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
         numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), int(position), int(has_gauss), gauss))
 
 
+@dataclass(frozen=True)
 class SharedGenerators:
     """Gives all ranks that train one copy of the model the generators of the rank that reads its data.
 
@@ -233,34 +234,26 @@ class SharedGenerators:
 
         rank that reads data    reads a batch: draws    --states-->    a hook: draws 0.3
         other ranks                                                    a hook: draws 0.3
-
-    Args:
-        relay: over these ranks, of which the first reads the data.
-        device: of this rank.
     """
 
-    def __init__(self, relay: Relay, device: torch.device) -> None:
-        self._relay = relay
-        self._generators = [default_generator(each) for each in dict.fromkeys((_CPU, device))]
+    relay: Relay
+    """over these ranks, of which the first reads the data"""
+    device: torch.device
+    """of this rank"""
 
     def share(self) -> None:
         """Called by all these ranks, where the first may have drawn numbers that the others haven't."""
-        if self._relay.transport.num_ranks == 1:
+        if self.relay.transport.num_ranks == 1:
             return
-        if self._relay.transport.rank == 0:
-            self._relay.broadcast("random", base64.b64encode(self.packed()).decode())
+        if self.relay.transport.rank == 0:
+            self.relay.broadcast("random", base64.b64encode(self.packed()).decode())
         else:
-            self.take(base64.b64decode(self._relay.broadcast("random")))
+            self.take(base64.b64decode(self.relay.broadcast("random")))
 
     def packed(self) -> bytes:
         """The states of this rank. A rank can't know whether others have them: any code may seed and restore."""
-        states = [generator.get_state().numpy() for generator in self._generators]
-        return pickle.dumps((states, random.getstate(), numpy.random.get_state()))
+        return pickle.dumps({name: state.numpy() for name, state in generator_states(self.device).items()})
 
     def take(self, packed: bytes) -> None:
         """Go on from the states of another rank."""
-        states, python, of_numpy = pickle.loads(packed)
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(torch.from_numpy(state))
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
+        set_generators({name: torch.from_numpy(state) for name, state in pickle.loads(packed).items()}, self.device)

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,6 @@ class NoHooks:
     `finish_gradients`    when the last one has been made: sums that are under way must end
     """
 
-    allows_twins = True
-    """whether two forwards, or two backwards, of the stage may run at once now"""
     keeps_weights = False
     """whether layers gather their weights once a batch, so that its first and last actions differ from others"""
 
@@ -89,9 +87,6 @@ class NoReshard:
 @dataclass(eq=False, repr=False, kw_only=True)
 class Stage(ABC):
     """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients."""
-
-    allows_twins: ClassVar[bool] = False
-    """whether two forwards, or two backwards, may run at once: not where user code may see that"""
 
     queue: WeightGradientQueue
     """where the stage's layers leave their weight gradients while the backward is split"""
@@ -481,24 +476,18 @@ class TensorParallelFirstStage(FirstStage):
         masks = dict.fromkeys(i for name, i in named if name in self.masks and calls.tensors[i].dim() == 2)
         return list(streams), list(masks)
 
+    def run_first_block(self, boundary: "MicrobatchReshard", call: Message, num_samples: int) -> Any:
+        """Run the first block in a dry run, over another boundary, and return its output outside.
 
-@dataclass(eq=False)
-class DryFirstBlock:
-    """Runs the first block in dry runs, for which all ranks of a cube have the same samples, and call it together."""
-
-    stage: TensorParallelFirstStage
-    boundary: "MicrobatchReshard"
-
-    def __call__(self, call: Message, num_samples: int) -> Any:
-        """Run it, and return its output outside."""
-        stage, boundary = self.stage, self.boundary
+        Called by all ranks of the cube, which have the same samples.
+        """
         boundary.begin([boundary.shares_of(num_samples)])
-        inside = boundary.shard_arguments(0, call.tensors, stage.arguments(call), call.skeleton)
+        inside = boundary.shard_arguments(0, call.tensors, self.arguments(call), call.skeleton)
         assert inside is not None
         lengths = boundary.sequence_lengths(0)
-        stage.hooks.before_forward(*lengths)
+        self.hooks.before_forward(*lengths)
         given = StageInput.from_message(Message(call.skeleton, tuple(inside)))._replace(sequence_lengths=lengths)
         flattener = Flattener()
-        output = given.run(stage.blocks[:1], is_last=stage.user.num_blocks == 1).output
+        output = given.run(self.blocks[:1], is_last=self.user.num_blocks == 1).output
         skeleton = flattener.flatten(output, "the output of a block")
         return unflatten(skeleton, boundary.unshard_outputs(0, flattener.tensors))

@@ -13,7 +13,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, Self
 
 import torch
@@ -93,6 +93,7 @@ class ReportingWork:
             self.on_failure(error)
 
 
+@dataclass(eq=False, repr=False)
 class ProcessGroupTransport(Transport):
     """Transfers among the ranks of one pipeline, over `torch.distributed`.
 
@@ -100,32 +101,23 @@ class ProcessGroupTransport(Transport):
     ranks, or for both directions, messages would wait for each other. So on GPUs each ordered pair of ranks has a
     communicator of its own. Where there are no channels, and `on_host`, buffers go over the control group, where tags
     distinguish them.
-
-    Args:
-        ranks: the global ranks of the pipeline, in pipeline order.
-        control: a gloo group over `ranks`.
-        channels: for messages on `device`, a group of two for each (sender, receiver), by pipeline rank.
-        device: where the tensors of messages are.
-        on_failure: called when a transfer fails.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        *,
-        control: dist.ProcessGroup,
-        channels: Mapping[tuple[int, int], dist.ProcessGroup],
-        device: torch.device,
-        on_failure: OnFailure,
-    ) -> None:
-        self.ranks = tuple(ranks)
-        self.rank = self.ranks.index(dist.get_rank())
-        self.num_ranks = len(ranks)
-        self.device = device
-        self._control: dist.ProcessGroup | None = control
-        self._channels = dict(channels)
-        self._on_failure = on_failure
-        self.has_channels = bool(channels)
+    ranks: Sequence[int]
+    """the global ranks of the pipeline, in pipeline order"""
+    _: KW_ONLY
+    control: dist.ProcessGroup | None
+    """a gloo group over `ranks`; None once it is closed"""
+    channels: Mapping[tuple[int, int], dist.ProcessGroup]
+    """for messages on `device`, a group of two for each (sender, receiver), by pipeline rank"""
+    device: torch.device
+    """where the tensors of messages are"""
+    on_failure: OnFailure
+    """called when a transfer fails"""
+
+    def __post_init__(self) -> None:
+        self.rank, self.num_ranks = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self.has_channels = bool(self.channels)
         self._latest: dict[tuple[int, int, bool], Transfer] = {}
         """by peer, tag and whether this rank sends"""
 
@@ -136,8 +128,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def close(self) -> None:
-        self._control = None
-        self._channels.clear()
+        self.control, self.channels = None, {}
 
     @override
     def send(self, peer: int, tag: int, buffer: Tensor, *, on_host: bool = False) -> Work:
@@ -152,15 +143,15 @@ class ProcessGroupTransport(Transport):
             earlier = self._latest.get((peer, tag, sends))
             number = 1 if earlier is None else earlier.number + 1
             transfer = self._latest[peer, tag, sends] = Transfer(self.ranks[peer], tag, sends, self.num_ranks, number)
-            assert self._control is not None, "the transport is closed"
-            group, group_rank = self._control, peer
-            if self._channels and not on_host:  # each ordered pair of ranks has one
-                group = self._channels[(self.rank, peer) if sends else (peer, self.rank)]
+            assert self.control is not None, "the transport is closed"
+            group, group_rank = self.control, peer
+            if self.channels and not on_host:  # each ordered pair of ranks has one
+                group = self.channels[(self.rank, peer) if sends else (peer, self.rank)]
                 group_rank = int(peer > self.rank)
             work = (group.send if sends else group.recv)([buffer], group_rank, tag)
-            return ReportingWork(work, self._on_failure, transfer)
+            return ReportingWork(work, self.on_failure, transfer)
         except RuntimeError as error:
-            self._on_failure(error)
+            self.on_failure(error)
 
 
 MessageKind = Literal["batch", "data", "metrics", "norm", "vote", "values", "pass", "random", "parameters"]
@@ -183,17 +174,6 @@ _MAX_UNDER_WAY = 16
 """how many messages a rank may be ahead of the next one: more than a step sends, so no step waits for another's end"""
 
 
-class UnexpectedMessage(HanayoError):
-    """Another kind of message came than this rank waits for."""
-
-    def __init__(self, rank: int, expected: MessageKind, got: MessageKind) -> None:
-        super().__init__(
-            f"pipeline rank {rank} waits for a message of the kind {expected!r}, but pipeline rank 0 has sent one of "
-            f"the kind {got!r}: the ranks are at different points of the run. A hook or callback that does something "
-            f"on some ranks only, or a data loader whose length differs between ranks, can cause this."
-        )
-
-
 class Relay:
     """Broadcasts small decisions of pipeline rank 0: how a batch is cut, what was logged, that the data has ended.
 
@@ -212,7 +192,7 @@ class Relay:
         """Return rank 0's `value`, which JSON can hold, on every rank. The values of the other ranks are ignored.
 
         Raises:
-            UnexpectedMessage: rank 0 has sent another kind of message.
+            HanayoError: rank 0 has sent another kind of message.
         """
         if self.transport.num_ranks == 1:
             return value
@@ -227,7 +207,10 @@ class Relay:
             self._send(data)
         got, value = json.loads(data)
         if got != kind:
-            raise UnexpectedMessage(self.transport.rank, kind, got)
+            raise HanayoError(
+                f"pipeline rank {self.transport.rank} waits for a message of the kind {kind!r}, but rank 0 has sent "
+                f"one of the kind {got!r}: does a hook run on some ranks only, or do loaders have other lengths?"
+            )
         return value
 
     def finish(self) -> None:

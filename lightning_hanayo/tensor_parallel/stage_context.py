@@ -64,7 +64,6 @@ class StageContext:
         lengths = (sequence_length,) if isinstance(sequence_length, int) else sequence_length or ()
         self._sequence_parts = [sequence_parts(lengths, mesh.size("y"))] * 2
         self.batch_weights = weights.BatchWeights(keep_weights, self._turns)
-        self._pair_weights = weights.PairWeights(self._turns)
         self.pending_gradients = weights.PendingGradients(self._turns, self.batch_weights)
         order = weights.PrefetchOrder()
         self._prefetch_orders = order, order.twin()
@@ -102,7 +101,7 @@ class StageContext:
     def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
         along, pending = self.mesh.axis(axis), self.pending_gradients
-        return weights.ShardedWeight(parts, along, pending, self.queue, self._pair_weights)
+        return weights.ShardedWeight(parts, along, pending, self.queue)
 
     def check_open(self) -> None:
         """Check that layers may be called.
@@ -117,7 +116,6 @@ class StageContext:
         """After a failure, when the process groups have been left: free what was under way, which keeps connections."""
         self.pending_gradients.discard()
         self.batch_weights.end_batch()
-        self._pair_weights.discard()
         for order in self._prefetch_orders:
             order.forget()
 
@@ -125,7 +123,6 @@ class StageContext:
         """A batch begins: drop all that a failure in the batch before may have left."""
         self.pending_gradients.discard()
         self.batch_weights.begin_batch()
-        self._pair_weights.discard()
         self.pending_gradients.ends_late = True
         for order in self._prefetch_orders:
             order.drop_prefetched()
@@ -139,11 +136,6 @@ class StageContext:
         """The stage's backward runs next, with the lengths that its forward had."""
         self._sequence_parts[self._turns.slot] = sequence_parts(sequence_lengths, self._mesh.size("y"))
         self.prefetch_order.begin(recomputes=True)
-
-    @property
-    def allows_twins(self) -> bool:
-        """Whether two forwards, or two backwards, may run at once: weights that both would gather are there."""
-        return self.batch_weights.has_gathered or not self.batch_weights.is_open
 
     @property
     def keeps_weights(self) -> bool:

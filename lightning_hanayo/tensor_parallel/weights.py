@@ -8,11 +8,11 @@ Parts that don't divide are padded with zeros before the collective. The stored 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -84,11 +84,6 @@ class BatchWeights:
         if self.keeps(weight):
             self._gathered[weight, dtype] = weight.versions, matrices
 
-    @property
-    def has_gathered(self) -> bool:
-        """Whether a forward of this batch has gathered weights."""
-        return bool(self._gathered)
-
     def expect_last(self) -> None:
         """The action that begins now makes the last gradients."""
         self._last = self._action
@@ -116,53 +111,6 @@ class BatchWeights:
     @property
     def _action(self) -> tuple[int, int]:
         return self.turns.number, self.turns.slot
-
-
-class PairWeights:
-    """Weights of one stage that both actions of a pair need, two forwards or two backwards, gathered by one of them.
-
-        first action     gather a | ... | gather b | ...
-        second action      uses a          |   uses b           waits where the first one hasn't got so far
-
-    Both gather the same weights in the same order: the n-th gather of a weight by one is the n-th one by the other.
-
-    Args:
-        turns: which of two actions runs now, and whether both do the same to the same stage.
-    """
-
-    def __init__(self, turns: DeviceTurns) -> None:
-        self._turns = turns
-        self._pair = 0
-        """number of the pair to which the counts belong"""
-        self._counts: Counter[tuple[int, Hashable]] = Counter()
-        """by slot and weight: how often it was gathered, or taken from the other action"""
-        self._gathered: dict[tuple[int, Hashable], Pending[list[Tensor]]] = {}
-        """by count and weight: the first action's matrices, until the second one takes them"""
-
-    def gather(self, weight: Hashable, start: Callable[[], Pending[list[Tensor]]]) -> Pending[list[Tensor]]:
-        """The matrices that `start` gathers, or that the pair's first action has gathered or will gather."""
-        turns = self._turns
-        if not turns.are_twins:
-            return start()
-        if self._pair != turns.number:
-            self.discard()
-            self._pair = turns.number
-        count = self._counts[turns.slot, weight]
-        self._counts[turns.slot, weight] += 1
-        if turns.slot == 1:
-            return Pending(None, cache(lambda: self._take((count, weight), start)))
-        made = self._gathered[count, weight] = start()
-        return made
-
-    def discard(self) -> None:
-        """Free matrices that no action has taken."""
-        self._counts.clear()
-        self._gathered.clear()
-
-    def _take(self, key: tuple[int, Hashable], start: Callable[[], Pending[list[Tensor]]]) -> list[Tensor]:
-        self._turns.wait_for_other(lambda: key in self._gathered)
-        own = self._gathered.pop(key, None)
-        return (start() if own is None else own).wait()
 
 
 _MAX_PREFETCHED = 2
@@ -244,8 +192,6 @@ class ShardedWeight:
     """takes gradients whose reduce-scatter is under way while a backward runs"""
     queue: WeightGradients | None
     """takes the gradients that the stage's split backward leaves for later; None: it leaves none"""
-    pair: PairWeights
-    """those that one action of a pair gathers for both"""
     _prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = field(default_factory=dict, init=False)
     """by slot: of two actions at once each prefetches for itself"""
 
@@ -335,12 +281,9 @@ class ShardedWeight:
         return Pending(None, lambda: self._as_stored(pending.wait()))
 
     def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
-        if self.axis.size == 1:
-            return Pending.done([part.to_send(dtype, 1) for part in self.parts])
-        return self.pair.gather((self, dtype), lambda: self._gather(dtype))
-
-    def _gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         size = self.axis.size
+        if size == 1:
+            return Pending.done([part.to_send(dtype, 1) for part in self.parts])
         own = [part.to_send(dtype, size) for part in self.parts]
         rows = [size * len(one) for one in own]
         whole = own[0].new_empty(sum(rows), own[0].shape[1])

@@ -28,7 +28,6 @@ _CALL = Flattener().flatten(((Proxy(),), {}))
 class SelfContainedFirstStage(MiddleStage):
     """The first blocks. `Batch.inputs` holds the micro-batches; only those that this stage runs need a value."""
 
-    allows_twins = True
     num_blocks: int
     """of the whole stack"""
 
@@ -47,16 +46,8 @@ class SelfContainedFirstStage(MiddleStage):
         super().backward(batch, microbatch, received)
 
 
-class SelfContainedMiddleStage(MiddleStage):
-    """Blocks between them."""
-
-    allows_twins = True
-
-
 class SelfContainedLastStage(MiddleStage):
     """The last blocks, up to the loss, which becomes the micro-batch's entry in `Batch.results`."""
-
-    allows_twins = True
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:

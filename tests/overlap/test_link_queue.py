@@ -24,7 +24,7 @@ def test_compute_before_a_wait_for_another_actions_collective_counts(monkeypatch
     now = 4.0
     own = queue.start(Done)
     queue.wait(own)
-    recording.end()
+    recording.add()
     first, *others = recording.segments()
     assert first.compute == 4.0 and first.start is not None
     assert [(one.compute, one.wait) for one in others] == [(0.0, 0), (0.0, None)]

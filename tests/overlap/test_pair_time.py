@@ -68,14 +68,6 @@ def test_an_order_is_kept() -> None:
     assert hangs.seconds == float("inf")
 
 
-def test_an_action_waits_for_what_the_other_one_gathers() -> None:
-    first = [Segment(1.0, start=2.0), Segment(wait=0), Segment(1.0)]
-    second = [Segment(0.5), Segment(wait=0, is_shared=True), Segment(1.0)]
-    assert run_pair(first, second).ends == (4.0, 5.0)
-    assert run_pair(first, second, prefer=1).ends == (5.5, 4.5), "the gather starts after half a second"
-    assert run_alone(second) == 1.5, "alone, its result is there"
-
-
 @unhurried
 @given(st.integers(0, 10**6))
 def test_pairs_are_between_the_bound_and_one_after_the_other(seed: int) -> None:

@@ -209,7 +209,7 @@ def test_a_recording_knows_what_an_action_does(queue: LinkQueue) -> None:
     second = queue.start(Transfer("b", [], 0.02))
     second.wait()
     first.wait()
-    recording.end()
+    recording.add()
     segments = recording.segments()
     assert [(one.start is not None, one.wait) for one in segments] == [
         (True, None), (True, None), (False, 1), (False, 0), (False, None),

@@ -15,7 +15,7 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import Event, Trace, sta
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.schedule import Action, Kind
-from recipes.benchmarks.pairs.tables import ALONE, STEADY, TWINS, table_of
+from recipes.benchmarks.pairs.tables import ALONE, STEADY, table_of
 from recipes.benchmarks.self_contained import SelfContainedSingleStage
 
 COUNT = 4
@@ -99,13 +99,12 @@ def refuse(stage: int) -> NoReturn:
 
 
 @pytest.mark.parametrize("batches", [1, RECORDED, RECORDED + 1, RECORDED + 2])
-@pytest.mark.parametrize(("way", "exact"), [(STEADY, True), (TWINS, False)])
-def test_pairs_make_the_same_gradients(way: str, exact: bool, batches: int) -> None:
+def test_pairs_make_the_same_gradients(batches: int) -> None:
     """By turns, recorded, and by the plan; with random numbers of each micro-batch's own."""
     losses, gradients, _ = run(ALONE, paired=False)
-    found_losses, found, engine = run(way, batches)
+    found_losses, found, engine = run(STEADY, batches)
     assert all(torch.equal(one, other) for one, other in zip(found_losses, losses, strict=True))
-    torch.testing.assert_close(found, gradients, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-14)
+    torch.testing.assert_close(found, gradients, rtol=0, atol=0)
     assert engine.pairs is not None
     assert bool(engine.pairs.plans) == (batches > RECORDED)
 

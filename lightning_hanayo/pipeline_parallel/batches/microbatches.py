@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.pipeline_parallel.p2p import stable_hash
+from lightning_hanayo.seeds import seed_of
 
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 """The user's: cuts a batch into at most so many micro-batches."""
@@ -431,7 +431,7 @@ def uneven_sizes(samples: int, microbatches: int) -> list[int]:
 def signature(batch: Any, parts: Sequence[Sequence[int]], kind: str) -> int:
     """Return a number that is equal for batches of the same shapes, cut the same way for the same kind of step."""
     shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(batch) if isinstance(leaf, Array)]
-    return stable_hash(repr((kind, [list(sizes) for sizes in parts], shapes)))
+    return seed_of(kind, [list(sizes) for sizes in parts], shapes)
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,8 @@ def _token_counts(items: Mapping[Any, Any], kind: _Kind, rule: BatchRule, module
     if not isinstance(tokens, Array) or len(wanted) != 1:
         missing = f"no model's config has {kind.token_id}" if isinstance(ids, Array) else "no input_ids"
         raise UnsupportedError(
-            f"{kind.patches} has the patches of all samples' {kind.name}s, and it isn't known whose they are: the "
-            f"batch has no mm_token_type_ids, and {missing}. Add mm_token_type_ids [batch, seq] (0: text, 1: image, "
-            "2: video), or use HanayoStrategy(split_batch=...)."
+            f"whose the patches in {kind.patches} are isn't known: there are no mm_token_type_ids, and {missing}. Add "
+            "mm_token_type_ids [batch, seq] (0: text, 1: image, 2: video), or use HanayoStrategy(split_batch=...)."
         )
     is_token = torch.as_tensor(tokens) == wanted.pop()
     dim = rule.sample_dim(is_token.ndim)
@@ -153,15 +152,6 @@ def _image_ends(sizes: list[int], tokens: list[int], kind: _Kind) -> tuple[int, 
             f"{where}. Check {kind.shapes} and the tokens, or use HanayoStrategy(split_batch=...)."
         )
     return tuple(ends)
-
-
-@dataclass(frozen=True)
-class ListShape:
-    """The length of a list, the rows of the first tensor in it, and whether it is a list and not a tuple."""
-
-    length: int
-    rows: int
-    is_list: bool
 
 
 def is_list(value: Any) -> bool:
@@ -195,11 +185,6 @@ def _leaves_near_arrays(value: Any) -> Iterator[Any]:
     elif holds_arrays(value):
         for item in items.values():
             yield from _leaves_near_arrays(item)
-
-
-def shape_of(items: Sequence[Any]) -> ListShape:
-    """Describes a list for the warning."""
-    return ListShape(len(items), next(iter(_rows(items)), 0), isinstance(items, list))
 
 
 def _rows(items: Sequence[Any]) -> list[int]:
@@ -266,26 +251,20 @@ class BatchReader:
             return None
         settled = self._settled.setdefault(source.stage, {})
         max_ndim = max((array.ndim for _, array, _ in arrays), default=0)
-        reader = _Reader(self.rule, source, settled, path, max_ndim, ragged)
-        readings = reader.readings(batch, candidates)
+        readings = _Reader(self.rule, source, settled, path, max_ndim, ragged).readings(batch, candidates)
         if not readings or [one.cost for one in readings[1:2]] == [readings[0].cost]:
-            possible = [reading.samples for reading in readings]
-            # would dimension 1 explain the tensors with the most dimensions, and all others?
-            rule = replace(self.rule, batch_dim=1)
-            as_sequences = replace(reader, rule=rule, settled={}).readings(batch, _candidates(batch, arrays, rule))
-            largest = {array.shape[1:2] for _, array, _ in arrays if array.ndim == max_ndim}
-            helps = self.rule.batch_dim == 0 and bool(as_sequences) and largest == {(as_sequences[0].samples,)}
-            raise disagreement(arrays, path, possible, self.rule, is_sequence_first=helps)
+            raise disagreement(arrays, path, [reading.samples for reading in readings], self.rule)
         best, *others = readings
         if source.is_unbatched:
             self._check_unbatched(batch, best, path)
-        doubtful = best.doubtful | {where: shape for other in others for where, shape in other.as_samples.items()}
-        for where, shape in doubtful.items():
+        doubtful = best.doubtful | {where: items for other in others for where, items in other.as_samples.items()}
+        for where, items in doubtful.items():
             # Tuples of a few columns are usual: a collate_fn returns `(x, y)`. Lists are more often lists of samples.
-            is_unusual = shape.is_list or shape.length >= shape.rows
+            rows = next(iter(_rows(items)), 0)
+            is_unusual = isinstance(items, list) or len(items) >= rows
             if self._warns and is_unusual and where not in settled and not source.is_collated:
                 warnings.warn(
-                    f"{where} is a list of {shape.length} items with {shape.rows} rows each, which may be columns or "
+                    f"{where} is a list of {len(items)} items with {rows} rows each, which may be columns or "
                     f"samples; they are cut as columns. If they are samples, use {SPLIT_BATCH}.",
                     stacklevel=2,
                 )
@@ -327,9 +306,9 @@ class Reading:
     cost: int = 0
     """the higher, the less usual"""
     meanings: dict[str, Meaning] = field(default_factory=dict)
-    as_samples: dict[str, ListShape] = field(default_factory=dict)
+    as_samples: dict[str, Sequence[Any]] = field(default_factory=dict)
     """lists read as samples, which might be columns"""
-    doubtful: dict[str, ListShape] = field(default_factory=dict)
+    doubtful: dict[str, Sequence[Any]] = field(default_factory=dict)
     """lists read as columns, which might be samples"""
 
 
@@ -428,14 +407,14 @@ class _Reader:
             self.reading.cost += (settled != "samples") + 2 * (settled == "columns")
             self.reading.meanings[path] = "samples"
             if len(set(_rows(value))) <= 1:  # otherwise tensors of different lengths can't be columns
-                self.reading.as_samples[path] = shape_of(value)
+                self.reading.as_samples[path] = value
             return Items(self._attributes(value, path))
         if columns is None:
             raise _Mismatch
         self.reading.cost += columns.cost + 2 * (not is_clean) + 2 * (settled == "samples")
         self.reading.meanings |= columns.meanings | {path: "columns"}
         self.reading.as_samples |= columns.as_samples
-        self.reading.doubtful |= columns.doubtful | ({path: shape_of(value)} if may_be_samples else {})
+        self.reading.doubtful |= columns.doubtful | ({path: value} if may_be_samples else {})
         return columns.cut
 
     def _attributes(self, value: Any, path: str) -> dict[Any, Cut]:
@@ -515,9 +494,7 @@ def check_opaque(value: Any, path: str) -> None:
         raise _uncuttable(f"{path} is a {type(value).__qualname__} that holds tensors", path)
 
 
-def disagreement(
-    arrays: Sequence[NamedArray], path: str, possible: list[int], rule: BatchRule, *, is_sequence_first: bool
-) -> UnsupportedError:
+def disagreement(arrays: Sequence[NamedArray], path: str, possible: list[int], rule: BatchRule) -> UnsupportedError:
     """The error for tensors that don't agree on a number of samples, with all shapes by key path.
 
     Args:
@@ -525,25 +502,23 @@ def disagreement(
         path: of it, in Python.
         possible: the numbers of samples that would explain all tensors, if there are several.
         rule: how it was to be cut.
-        is_sequence_first: whether `batch_dim=1` would help.
     """
     shapes = {where: tuple(array.shape) for where, array, _ in arrays}
     shown = [f"{where} {shape}" for where, shape in shapes.items()]
     rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
     numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
     problem = numbers if possible else "has tensors with different numbers of rows"
-    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else ""
-    if not is_sequence_first:  # the tensors whose rows differ from those of most others may be whole
-        rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
-        counts = Counter(rows.values()).most_common(2)
-        odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
-        is_even = len(counts) == 2 and counts[0][1] == counts[1][1]
-        if "" not in odd and 0 < len(odd) <= 3 and not is_even:
-            all_share = f"if all samples share {'it' if len(odd) == 1 else 'them'}"
-            advice = f"HanayoStrategy(whole={odd!r}) {all_share}, or "
+    ways = [SPLIT_BATCH] if rule.batch_dim else ["HanayoStrategy(batch_dim=1) if it is sequence-first", SPLIT_BATCH]
+    # the tensors whose rows differ from those of most others may be whole
+    rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
+    counts = Counter(rows.values()).most_common(2)
+    odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
+    is_even = len(counts) == 2 and counts[0][1] == counts[1][1]
+    if "" not in odd and 0 < len(odd) <= 3 and not is_even:
+        ways.insert(0, f"HanayoStrategy(whole={odd!r}) if all samples share {'it' if len(odd) == 1 else 'them'}")
     return UnsupportedError(
         f"{path} {problem}, and can't be cut into micro-batches: {', '.join(shown[:MAX_SHAPES])}{rest}. "
-        f"Use {advice}{SPLIT_BATCH}."
+        f"Use {', or '.join(ways)}."
     )
 
 

@@ -18,7 +18,6 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -131,9 +130,8 @@ class Proxy(Valueless, OutputReference):
             )
         else:
             why = (
-                f" before {tracer.next_block} is called, but its values are on another pipeline stage. Only functions "
-                f"of torch may stand between two blocks, where the step doesn't depend on the values. Move other code "
-                f"into the block, or name another stack with HanayoStrategy(blocks=...). {SKIPPED_BLOCKS}"
+                f" before {tracer.next_block} is called, where only functions of torch that need no values may stand. "
+                f"Move the code into the block, or name another stack: HanayoStrategy(blocks=...). {SKIPPED_BLOCKS}"
             )
         raise UnsupportedError(f"{user_line()} uses the output of a block ({operation}){why}")
 
@@ -172,7 +170,7 @@ for _name in _OPERATORS:
 
 
 class Unavailable(Valueless):
-    """A value that a block has stored, and that can't be sent to this rank. `why` begins with its name."""
+    """A value that a block on another rank has stored. `why` begins with its name, and ends with the way out."""
 
     __slots__ = ("why",)
     __hash__ = object.__hash__
@@ -183,10 +181,7 @@ class Unavailable(Valueless):
 
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code that reads the value."""
-        raise UnsupportedError(
-            f"{user_line()} reads a value that isn't here ({operation}): {self.why}. Let the block store tensors or "
-            f"plain values, alone or in a tuple, list or dictionary, or return it."
-        )
+        raise UnsupportedError(f"{user_line()} uses a value that isn't here ({operation}): {self.why}")
 
 
 def user_line() -> str:
@@ -242,23 +237,15 @@ def function_of(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-@contextmanager
-def modes(grad: bool, autocast: Autocast) -> Iterator[None]:
-    """In this context the modes are those in which the step calls a function. A pass without gradients has none."""
-    with (
-        autocast_as(autocast, torch.is_autocast_cache_enabled()),
-        torch.set_grad_enabled(grad and torch.is_grad_enabled()),
-    ):
-        yield
-
-
 def run(args: Sequence[Any], kwargs: dict[str, Any], name: str, changed_modes: tuple[bool, Autocast] | None) -> Any:
-    """Run a recorded function."""
+    """Run a recorded function, in the modes in which the step calls it. A pass without gradients has none."""
     if name == KEPT:
         return args
     if changed_modes is None:
         return function_of(name)(*args, **kwargs)
-    with modes(*changed_modes):
+    grad, autocast = changed_modes
+    grad_mode = torch.set_grad_enabled(grad and torch.is_grad_enabled())
+    with grad_mode, autocast_as(autocast, torch.is_autocast_cache_enabled()):
         return function_of(name)(*args, **kwargs)
 
 
@@ -356,9 +343,8 @@ class StandIns:
                 if block is None:
                     raise
                 raise UnsupportedError(
-                    f"code between two blocks computes with the output of a {type(block).__name__} on another rank, "
-                    f"which doesn't run without values ({type(error).__name__}: {error}). Move that code into the "
-                    f"block."
+                    f"code between two blocks computes with the output of a {type(block).__name__}, which doesn't run "
+                    f"without values ({type(error).__name__}: {error}). Move that code into the block."
                 ) from error
         return self._known[key], given
 

@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ from lightning_hanayo.pipeline_parallel.capture.between import (
     SKIPPED_BLOCKS,
     Proxy,
     StandIns,
+    Unavailable,
     Value,
-    Valueless,
     proxies_like,
     subtree,
     user_line,
@@ -374,8 +374,7 @@ class BlockTracer:
         ):
             raise UnsupportedError(
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
-                f"samples or features than the step. Pass tensors, or set cube=1 or, for blocks that aren't "
-                f"registered, cube_outside='share'."
+                f"samples or features than the step. Pass tensors, or set cube=1, or cube_outside='share' if it can."
             )
         if skeleton[0] in ("tensor", "plain"):
             return skeleton
@@ -410,8 +409,7 @@ class BlockTracer:
                 kind = type(own).__name__.removesuffix("Backward")
                 raise UnsupportedError(
                     f"{user_line()} calls {self._stack.name}[0] in the forward of an autograd.Function ({kind}), whose "
-                    f"backward may call the blocks again when other ranks don't. Use checkpoint(use_reentrant=False), "
-                    f"or call it in a block."
+                    f"backward may call it again, alone. Use checkpoint(use_reentrant=False), or call it in a block."
                 )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()
@@ -426,25 +424,11 @@ def _without_tensors(output: Any) -> Any:
     return pytree.map_tree(output, lambda leaf, _: Proxy() if isinstance(leaf, Tensor) else leaf)
 
 
-def _is_used(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{user_line()} uses {what}, which a block on another rank has filled. A cache lives inside one forward: pass "
-        f"use_cache=False, also to generate, or a new cache to each call."
-    )
-
-
-class FilledElsewhere(Valueless):
-    """A layer of a cache that a block on another rank fills."""
-
-    __slots__ = ("index",)
-    index: int
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def refuse(self, operation: str) -> NoReturn:
-        """Raise the error for code that uses the layer again."""
-        raise _is_used(f"layer {self.index} of a key/value cache ({operation})")
+FILLED = (
+    "which a block on another rank has filled. A cache lives inside one forward: pass use_cache=False, also to "
+    "generate, or a new cache to each call."
+)
+"""how errors about the use of a cache after the stack end"""
 
 
 class CacheArgument:
@@ -470,7 +454,7 @@ class CacheArgument:
             UnsupportedError: in another one, a block would need what blocks on other ranks have filled.
         """
         if pass_number != self._pass_number:
-            raise _is_used("a key/value cache again")
+            raise UnsupportedError(f"{user_line()} uses a key/value cache again, {FILLED}")
 
     def sent_to(self, block: nn.Module) -> Any:
         """The cache for a block on another rank. From then on the step can't use the layers that this block fills.
@@ -497,17 +481,21 @@ _layers_of: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakK
 """the numbers of a cache's layers that a block's modules know as their own"""
 
 
+def _filled(index: int) -> Unavailable:
+    return Unavailable(f"layer {index} of a key/value cache, {FILLED}")
+
+
 def _close(cache: Any, before: Any, own: frozenset[int]) -> None:
     for name, value in vars(cache).items():
         if name == "layers":
             for index, layer in enumerate(vars(before)[name]):
-                is_filled = isinstance(value[index], FilledElsewhere) or any(
+                is_filled = isinstance(value[index], Unavailable) or any(
                     now is not vars(layer).get(key) for key, now in vars(value[index]).items()
                 )
                 if not is_filled and (not own or index in own):
-                    value[index] = FilledElsewhere(index)
-            if not isinstance(value[-1] if value else None, FilledElsewhere):
-                value.append(FilledElsewhere(len(value)))
+                    value[index] = _filled(index)
+            if not isinstance(value[-1] if value else None, Unavailable):
+                value.append(_filled(len(value)))
         elif hasattr(value, "layers"):
             _close(value, vars(before)[name], own)
 

@@ -9,7 +9,7 @@ Nothing remains of it but what it has shown: buffers, attributes, logs, metrics 
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,11 +41,7 @@ class RefusedAfterStack(Exception):
 
 
 class _FailedElsewhere(Exception):
-    """The same dry run has failed on another rank of a cube."""
-
-    def __init__(self, what: str, *, is_refused: bool) -> None:
-        super().__init__(what)
-        self.error = (UnsupportedError if is_refused else RuntimeError)(what)
+    """The same dry run has failed on another rank of a cube, with this error."""
 
 
 @dataclass
@@ -182,11 +178,10 @@ class DrySteps:
         batch = Batch(dry_run_step=run, is_whole=True, loss_weights=[1.0])
         parts = (vars(part).items() for part in self.model.modules())
         hooks = (value for items in parts for key, value in items if key.endswith("_hooks"))
-        kept = kept_buffers(self._modules), _kept(hooks)
         quiet = warnings.catch_warnings(), redirect_stdout(io.StringIO())
         user = self.user  # where steps run all blocks, no carriers undo what they set
-        attributes = undone(self.model, user.blocks, user.name) if self._runs_blocks else nullcontext()
-        with quiet[0], quiet[1], kept[0], kept[1], attributes, torch.compiler.set_stance("force_eager"):
+        state = undone(self.model, user.blocks, user.name) if self._runs_blocks else kept_buffers(self._modules)
+        with quiet[0], quiet[1], _kept(hooks), state, torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")  # of few samples, say: real steps warn, too
             try:
                 result = self._run(batch, stand_in)
@@ -209,7 +204,7 @@ class DrySteps:
                 raise
             self._agree()
         except _FailedElsewhere as failed:
-            raise failed.error from failed
+            raise failed.args[0] from failed
         return result
 
     def _agree(self, error: Exception | None = None) -> None:
@@ -217,7 +212,8 @@ class DrySteps:
         own = None if error is None else (str(error), isinstance(error, UnsupportedError))
         other = next((one for one in self.in_cube(own) if one is not None), None)
         if other is not None and own is None:
-            raise _FailedElsewhere(other[0], is_refused=other[1])
+            what, is_refused = other
+            raise _FailedElsewhere(UnsupportedError(what) if is_refused else RuntimeError(what))
 
     def _run_first(self, call: Message, _: int) -> Any:
         blocks = self.user.blocks

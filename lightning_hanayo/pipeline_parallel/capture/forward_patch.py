@@ -127,15 +127,10 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         UnsupportedError: the block is stored on another pipeline rank.
     """
     patch: BlockPatch = vars(block)[_PATCH]
-    if patch.on_other_rank and current_tracer() is not None:
-        raise UnsupportedError(
-            f"the step calls a copy of a {type(block).__name__} of the stack that was made when the block was already "
-            f"on another pipeline rank, so it has no weights. Copy the model in __init__ or setup(), where it is whole."
-        )
     if patch.on_other_rank:
         raise UnsupportedError(
-            f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but is "
-            f"on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole model."
+            f"a {type(block).__name__} of the pipelined stack was called outside a step, or is a copy, but its weights "
+            f"are on another pipeline rank. Steps see the whole model; copy it in __init__ or setup()."
         )
     if patch.in_step:
         with patch.stream_of_call():

@@ -107,9 +107,8 @@ class StageInput(NamedTuple):
                     continue
                 if part := pytree.hidden_part(self.returned, outputs[-1], "output"):
                     raise UnsupportedError(
-                        f"a {type(block).__name__} of the stack returns a value ({part}) where the last block of the "
-                        f"first stage returns None, or nothing, so that the step would miss it. Return a tensor "
-                        f"always, or set an attribute of the block (self.value = ...)."
+                        f"a {type(block).__name__} of the stack returns a value ({part}) where the first stage's last "
+                        f"block returns None. Return a tensor always, or set an attribute (self.value = ...)."
                     )
         except BaseException:
             for carrier, own in zip(carriers, begun, strict=True):
@@ -134,9 +133,7 @@ class StageInput(NamedTuple):
             leaf: flattener.flatten(_output(outputs, leaf[2], leaf[1]), "the output of a block")
             for leaf in _ending(self.calls, remaining)
         }
-        calls, call_of_block = _remaining(
-            self.calls, remaining, len(flattener.tensors), len(self.tensors), tuple(skipping.items())
-        )
+        calls, call_of_block = _remaining(self.calls, remaining, len(flattener.tensors), tuple(skipping.items()))
         tensors = (*flattener.tensors, *self.tensors)
         return StageInput(skeleton, calls, call_of_block, self.sequence_lengths, self.returned, carried, tensors)
 
@@ -251,19 +248,17 @@ def _remaining(
     calls: tuple[pytree.Skeleton, ...],
     call_of_block: tuple[int, ...],
     num_new: int,
-    num_old: int,
     skipping: tuple[tuple[pytree.Skeleton, pytree.Skeleton], ...],
 ) -> tuple[tuple[pytree.Skeleton, ...], tuple[int, ...]]:
     """The calls of the blocks still to come, in a list of tensors that begins with `num_new` more.
 
     `skipping` are the outputs, by their proxies at the end of the stage, that these blocks get past others.
     """
-    shifted = {i: num_new + i for i in range(num_old)}
     outputs = dict(skipping)
 
     def change(position: int, leaf: pytree.Skeleton) -> pytree.Skeleton:
         if leaf[0] == "tensor":
-            return ("tensor", shifted[leaf[1]])
+            return ("tensor", num_new + leaf[1])
         return outputs.get(_at_end(leaf, position), leaf)
 
     changed = [pytree.map_leaves(calls[call], partial(change, position)) for position, call in enumerate(call_of_block)]

@@ -6,7 +6,8 @@ scan                the changes since the last scan:  {("model.layers.3.mlp", "a
 
 Values are compared by identity, plain ones by value, and tensors also by their version, which counts changes in place.
 A buffer that was changed in place is only marked as changed: its values stay on their rank. Parameters are not state,
-wherever they are kept: optimizers change them in place, and each rank has its own.
+wherever they are kept: optimizers change them in place, and each rank has its own. That a module has got another one
+is noticed.
 """
 
 from collections import deque
@@ -32,8 +33,9 @@ REMOVED = object()
 MUTATED = object()
 """stands for the value of a buffer that was changed in place"""
 REPLACED = object()
-"""stands for a module that was put in the place of another one"""
+"""stands for a module or a parameter that was put in the place of another one"""
 BUFFERS = "._buffers"
+PARAMETERS = "._parameters"
 MODULES = "._modules"
 PLAIN = (type(None), bool, int, float, str)
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -88,8 +90,6 @@ class Holder:
         self.container = container
         self.clock = clock
         self.has_attributes = has_attributes
-        self.is_idle = False
-        """whether existing values never change, so that only new attributes need a check"""
         self.blocks: set[int] = set()
         self.is_outside = False
         """whether the model reaches it outside the blocks, too"""
@@ -114,7 +114,8 @@ class Holder:
             for key, value in self.copy.items()
             if key not in old or id(value) in mutated or not _same(value, old[key])
         }
-        return changed | {(self.name, key): REMOVED for key in old.keys() - self.copy.keys()}
+        changed |= {(self.name, key): REMOVED for key in old.keys() - self.copy.keys()}
+        return dict.fromkeys(changed, REPLACED) if self.name.endswith(PARAMETERS) else changed
 
     @property
     def is_unchanged(self) -> bool:
@@ -172,7 +173,6 @@ class Scanner:
         self.holders = holders
         self._clock = clock
         self._containers = [holder.container for holder in holders]
-        self._active = [holder for holder in holders if not holder.is_idle]
         self.shared = [holder for holder in holders if holder.is_outside]
         """those that the model reaches outside the blocks, too"""
         self._time = -1
@@ -184,11 +184,7 @@ class Scanner:
             return {}
         changes: dict[Key, Any] = {}
         for holder in [one for one in self.holders if not one.is_unchanged]:
-            own = holder.changes()
-            if own and holder.is_idle:
-                holder.is_idle = False
-                self._active.append(holder)
-            changes |= own
+            changes |= holder.changes()
         return changes
 
     def undo(self) -> None:
@@ -203,7 +199,7 @@ class Scanner:
         if list(map(len, self._containers)) != self._lengths:
             return False
         try:
-            values = chain.from_iterable([holder.values(holder.container) for holder in self._active])
+            values = chain.from_iterable([holder.values(holder.container) for holder in self.holders])
         except KeyError:
             return False
         return all(map(is_, values, self._values)) and not any(holder.is_mutated for holder in self._with_tensors)
@@ -212,8 +208,8 @@ class Scanner:
         """Copy the holders' values of their last look: one list is compared faster than many."""
         self._time = self._clock.time
         self._lengths = [len(holder.copy) for holder in self.holders]
-        self._values = [value for holder in self._active for value in holder.values(holder.copy)]
-        self._with_tensors = [holder for holder in self._active if holder.tensors]
+        self._values = [value for holder in self.holders for value in holder.values(holder.copy)]
+        self._with_tensors = [holder for holder in self.holders if holder.tensors]
 
 
 def _same_content(content: Any, other: Any) -> bool:
@@ -234,15 +230,6 @@ LIBRARIES = (
     "wandb",
 )  # fmt: skip
 """objects of classes in these packages hold nothing that a step sets"""
-_IDLE = {
-    nn.Linear: {"in_features", "out_features"},
-    nn.LayerNorm: {"normalized_shape", "eps", "elementwise_affine"},
-    nn.RMSNorm: {"normalized_shape", "eps", "elementwise_affine"},
-    nn.ModuleList: set(),
-}
-"""modules of exactly these classes, with only these attributes, store nothing: it is enough to count attributes"""
-_OF_LIBRARIES = ("_hanayo", "_is_hf_initialized")
-"""how attributes begin that are no state of a module"""
 
 
 class ModuleState:
@@ -266,9 +253,9 @@ class ModuleState:
         self.holders = {holder.name: holder for holder in search.found.values()}
 
     def of_blocks(self, indices: Iterable[int]) -> list[Holder]:
-        """The holders that blocks of these indices reach."""
+        """The holders that blocks of these indices reach, but for parameters, which blocks don't replace."""
         wanted = set(indices)
-        return [holder for holder in self.holders.values() if holder.blocks & wanted]
+        return [one for one in self.holders.values() if one.blocks & wanted and not one.name.endswith(PARAMETERS)]
 
     def get(self, keys: Iterable[Key]) -> dict[Key, Any]:
         """Attributes and contents of the holders that exist here."""
@@ -308,12 +295,15 @@ class ModuleState:
 
 
 @contextmanager
-def undone(model: nn.Module, blocks: Sequence[nn.Module], name: str) -> Iterator[Scanner]:
-    """Inside it the state of a model may change; afterwards it is as before. Arguments as for `ModuleState`."""
+def undone(model: nn.Module, blocks: Sequence[nn.Module], name: str) -> Iterator[None]:
+    """Inside it the state of a model may change, also in place; then it is as before. Arguments: of `ModuleState`."""
     state = ModuleState(model, blocks, name)
     scanner = Scanner(list(state.holders.values()), state.clock)
+    for attributes in [holder.container for holder in scanner.holders if isinstance(holder.container, dict)]:
+        tensors = {key: one for key, one in attributes.items() if isinstance(one, Tensor)}
+        attributes.update({key: one.clone() for key, one in tensors.items() if not isinstance(one, nn.Parameter)})
     try:
-        yield scanner
+        yield
     finally:
         scanner.undo()
 
@@ -357,16 +347,14 @@ class _Search:
         if is_metric(module):
             return
         self._add(name, vars(module), block, has_attributes=True)
-        known = _IDLE.get(type(module))
-        names = {name for name in vars(module).keys() - INTERNAL if not name.startswith(_OF_LIBRARIES)}
-        self.found[id(vars(module))].is_idle = known is not None and names <= known | {"training", "forward"}
         if module._buffers:
             self._add(name + BUFFERS, module._buffers, block, has_attributes=True)
-        if module._modules and block is not None:
-            parts = module._modules
-            children = self.found.get(id(parts)) or Holder(name + MODULES, parts, self._clock, has_attributes=True)
-            self.found[id(parts)] = children
-            children.blocks.add(block)
+        for suffix, parts in ((PARAMETERS, module._parameters), (MODULES, None if block is None else module._modules)):
+            if parts:
+                made = Holder(name + suffix, parts, self._clock, has_attributes=True)
+                holder = self.found.setdefault(id(parts), made)
+                holder.is_outside |= block is None
+                holder.blocks |= set() if block is None else {block}
 
     def add_value(self, name: str, value: Any, block: int | None) -> None:
         """Add a value that can hold others."""

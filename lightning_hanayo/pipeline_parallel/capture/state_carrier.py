@@ -33,6 +33,7 @@ from lightning_hanayo.pipeline_parallel.capture.state import (
     CONTENT,
     MODULES,
     MUTATED,
+    PARAMETERS,
     PLAIN,
     REMOVED,
     REPLACED,
@@ -121,9 +122,18 @@ class StateCarrier(Carrier):
         self._all.undo()
 
     def leave(self, earlier: Left | None, *, begins_pass: bool = True) -> tuple[Tree | None, Left]:
-        """Return the values that blocks on other ranks may read, and the whole state of the step."""
+        """Return the values that blocks on other ranks may read, and the whole state of the step.
+
+        Raises:
+            UnsupportedError: a module has got another parameter, which the next step would find.
+        """
         assert self._local is not None
         changes = self._scan()
+        for key in [one for one in changes if one[0].endswith(PARAMETERS)]:
+            raise UnsupportedError(
+                f"{_named(key)} is replaced while the stack is called (functional_call), but steps of other "
+                f"micro-batches run in between. Call it outside the stack, or in a block."
+            )
         left = earlier or Left()
         if earlier is not None and begins_pass and left.number < self._num_started:
             self._check_order(left._replace(has_passed=True), changes)
@@ -313,7 +323,8 @@ class StateCarrier(Carrier):
                 f"{what} was set in the step to {why}, so blocks that run later, or on another rank, would not see it. "
                 f"Pass it to the block as an argument, set it in on_train_batch_start on all ranks{model}."
             )
-        return "unavailable", f"{what} was set by {by} to {why}"
+        way_out = "Store tensors or plain values, alone or in a tuple, list or dictionary, or let the block return it."
+        return "unavailable", f"{what} was set by {by} to {why}. {way_out}"
 
     def _why_not(self, value: Any) -> str | None:
         """Why a value can't be sent; None if it can."""
@@ -366,14 +377,15 @@ class StateCarrier(Carrier):
         for key in early.changed & late.keys():
             if (type(late[key]) in rejected and key[1] not in MODES) or key[1] == CONTENT:
                 raise UnsupportedError(
-                    f"{_named(key)} is changed in the step before the blocks are called and again after it; steps of "
-                    f"other micro-batches, which change it too, run in between. Change it once, or in "
-                    f"on_train_batch_start."
+                    f"{_named(key)} is changed in the step before the blocks are called and again after it; other "
+                    f"micro-batches' steps run in between. Change it once, or in on_train_batch_start."
                 )
 
 
 def _named(key: Key) -> str:
-    return ".".join(part.removesuffix(BUFFERS).removesuffix(MODULES) for part in key if part != CONTENT)
+    return ".".join(
+        part.removesuffix(BUFFERS).removesuffix(PARAMETERS).removesuffix(MODULES) for part in key if part != CONTENT
+    )
 
 
 def _without_mutated(changes: Mapping[Key, Any]) -> dict[Key, Any]:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -179,36 +180,31 @@ def suspend() -> Any:
     return value
 
 
+@dataclass(eq=False, repr=False)
 class SuspendedCall:
     """One function under way. After each `resume` it is suspended, or it is `done` and has a `result`."""
 
-    def __init__(
-        self,
-        calls: "SuspendedCalls",
-        function: Callable[[], Any],
-        tracer: Any,
-        state: ThreadState,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.function = function
-        self.tracer = tracer
-        """of the step: `current_tracer` finds it while the function runs"""
-        self.state = state
-        """of torch, in which it begins"""
-        self._around = around
-        """entered in the main thread while it runs"""
-        self.result: Any = None
-        self.done = False
-        self._calls = calls
-        self._before = calls.context or copy_context()
+    calls: "SuspendedCalls"
+    function: Callable[[], Any]
+    tracer: Any
+    """of the step: `current_tracer` finds it while the function runs"""
+    state: ThreadState
+    """of torch, in which it begins"""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """entered in the main thread while it runs"""
+    result: Any = None
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self._before = self.calls.context or copy_context()
         self.context = self._before.copy()
         """the function's context variables"""
-        self.thread = calls.idle.pop() if calls.idle else CallThread()
-        calls.busy.append(self)
+        self.thread = self.calls.idle.pop() if self.calls.idle else CallThread()
+        self.calls.busy.append(self)
 
     def resume(self, value: Any = None) -> None:
         """Start the function, or continue it with `value`, until it suspends or ends. Raises its error."""
-        with self._around():
+        with self.around():
             self.thread.inbox.put(value if self.thread.call is self else self)
             error = self.thread.outbox.get()
             if self.done:
@@ -227,8 +223,8 @@ class SuspendedCall:
             self._release()
 
     def _release(self) -> None:
-        self._calls.busy.remove(self)
-        self._calls.idle.append(self.thread)
+        self.calls.busy.remove(self)
+        self.calls.idle.append(self.thread)
 
     def changed_variables(self, now: Context) -> list[ContextVar[Any]]:
         """The context variables that the function has set.
@@ -237,7 +233,7 @@ class SuspendedCall:
             UnsupportedError: the blocks read it: they run elsewhere, where its value is not known.
         """
         found = [one for one, value in now.items() if one not in self._before or self._before[one] is not value]
-        for variable in filter(self._calls.are_read, found):
+        for variable in filter(self.calls.are_read, found):
             raise UnsupportedError(
                 f"the step sets the context variable {variable.name!r}, which the code of the block stack reads, on "
                 f"other pipeline stages too. Pass it as an argument, or set it in on_train_batch_start on all ranks."
@@ -245,15 +241,15 @@ class SuspendedCall:
         return found
 
 
+@dataclass(eq=False, repr=False)
 class SuspendedCalls:
     """The calls under way, and the idle threads. `are_read` says which context variables the blocks' code reads."""
 
-    def __init__(self, are_read: Callable[[ContextVar[Any]], bool] = lambda _: False) -> None:
-        self.context: Context | None = None
-        """with whose values calls begin; None: the calling thread's"""
-        self.are_read = are_read
-        self.idle: list[CallThread] = []
-        self.busy: list[SuspendedCall] = []
+    are_read: Callable[[ContextVar[Any]], bool] = lambda _: False
+    context: Context | None = None
+    """with whose values calls begin; None: the calling thread's"""
+    idle: list[CallThread] = field(default_factory=list, init=False)
+    busy: list[SuspendedCall] = field(default_factory=list, init=False)
 
     def close(self) -> None:
         """Unwind the suspended calls and end all threads."""

@@ -43,37 +43,6 @@ from lightning_hanayo.pipeline_parallel.p2p import Message
 from lightning_hanayo.pipeline_parallel.pytree import OutputReference
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 
-
-class ReplacedParameters:
-    """Compares the parameter objects of `model` with those at the beginning of a batch; 0.1 us each.
-
-    `torch.func.functional_call` puts others into the modules, which the next step would find while one is suspended.
-    """
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        named = () if model is None else model.named_modules()
-        self._modules = [(name, module._parameters) for name, module in named if module._parameters]
-        self._known: list[dict[str, nn.Parameter | None]] = []
-
-    def begin_batch(self) -> None:
-        """Called before each batch."""
-        self._known = [parameters.copy() for _, parameters in self._modules]
-
-    def check(self) -> None:
-        """Called when a step is suspended at the stack.
-
-        Raises:
-            UnsupportedError: a module holds another parameter than at the beginning of the batch.
-        """
-        for (name, parameters), known in zip(self._modules, self._known, strict=True):
-            for key, now in parameters.items():
-                if now is not known[key]:
-                    raise UnsupportedError(
-                        f"{name}{name and '.'}{key} is replaced while the stack is called (functional_call), but "
-                        f"steps of other micro-batches run in between. Call it outside the stack, or in a block."
-                    )
-
-
 Gradient = Tensor | GradientEdge
 """what a step may pass to torch.autograd.grad"""
 
@@ -200,8 +169,6 @@ class UserStep(TracedStack):
     streams: RandomStreams = NO_STREAMS
     carriers: Carriers = NO_CARRIERS
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
-    replaced_parameters: ReplacedParameters = field(default_factory=ReplacedParameters)
-    """of the whole model"""
     other_lists: Callable[[], str] = str
     """how an error ends that says that the blocks weren't called: with the lists that could be the stack"""
     _under_way: dict[int, SuspendedCall] = field(default_factory=dict, init=False)
@@ -223,7 +190,6 @@ class UserStep(TracedStack):
             UnsupportedError: since the run began, a hook was put on a module in a block.
         """
         self._check_hooks()
-        self.replaced_parameters.begin_batch()
         for carrier in self.carriers:
             carrier.begin_batch(self.num_local)
         self.streams.num_local = self.num_local
@@ -309,7 +275,6 @@ class UserStep(TracedStack):
         tracer.received += [output, trees]
         call.resume((output, trees))
         if not call.done:
-            self.replaced_parameters.check()
             return sequence_number
         del self._under_way[microbatch]
         self._check_whole(tracer, call.result)
@@ -459,7 +424,6 @@ class UserStep(TracedStack):
     def _check_suspended(self, call: SuspendedCall) -> None:
         if call.done:
             self._check_whole(call.tracer, call.result, has_passed=False)
-        self.replaced_parameters.check()
 
     def _check_whole(self, tracer: BlockTracer, result: Any, *, has_passed: bool = True) -> None:
         if has_passed and tracer.is_between_passes:

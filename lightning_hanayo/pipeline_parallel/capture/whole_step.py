@@ -432,8 +432,7 @@ class WholeStep(UserStep):
             if grown or len(per_sample) > 1 or self._output_dims.get(key, dim) != dim:
                 raise UnsupportedError(
                     f"the blocks return or store tensors of the shapes {', '.join(map(str, dict.fromkeys(shapes)))} "
-                    f"for micro-batches of {list(samples)} samples: how to join them isn't known. Set "
-                    f"step='microbatch'."
+                    f"for {list(samples)} samples: how to join them isn't known. Set step='microbatch'."
                 )
             self._guessed.discard(key)
             return dim
@@ -460,9 +459,8 @@ def grown_dim(whole: Tensor, part: Tensor, share: float) -> int | None:
     grown = [dim for dim in range(whole.ndim) if same and whole.shape[dim] != part.shape[dim]]
     if len(grown) != 1 or abs(whole.shape[grown[0]] * share - part.shape[grown[0]]) > 1e-6:
         raise UnsupportedError(
-            f"an argument of the blocks has the shape {tuple(whole.shape)} for the whole batch, and "
-            f"{tuple(part.shape)} for {share:.0%} of its samples: it has no dimension along which it can be cut into "
-            f"micro-batches (packed samples?). Pad them, or set step='microbatch'."
+            f"an argument of the blocks is {list(whole.shape)} for the batch and {list(part.shape)} for {share:.0%} of "
+            f"it: it has no dimension along which it can be cut into micro-batches. Pad it, or set step='microbatch'."
         )
     return grown[0]
 
@@ -492,8 +490,7 @@ def _scaled_numbers(whole: Message, part: Message, share: float) -> Scaled:
             if call < 0 or not _is_of_sizes(distinct[call]):
                 raise UnsupportedError(
                     f"the blocks get the number {number} with the whole batch, and {other} with {share:.0%} of its "
-                    f"samples (the number of samples?), but they run on micro-batches. Let them read it off their "
-                    f"arguments: x.shape[0]."
+                    f"samples, but they run on micro-batches. Let them read it off their arguments: x.shape[0]."
                 )
             found.add((call, *path[1:]))
     return frozenset(found)

@@ -27,7 +27,7 @@ from lightning_hanayo.pipeline_parallel.capture.between import StandIns
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, FilledArguments, RecordedOutputs
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_parameters
 from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
-from lightning_hanayo.pipeline_parallel.capture.user_step import ReplacedParameters, UserStep
+from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.capture.whole_step import WholeStep
 from lightning_hanayo.pipeline_parallel.engine import Engine
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
@@ -260,7 +260,6 @@ class RankBuilder:
             "carriers": carriers,
             "guarded": run.guard.step,
             "sends_objects": cube is None or cube.keeps_layout,
-            "replaced_parameters": ReplacedParameters(model),
             "other_lists": partial(other_lists, model, stack),
             "stand_ins": StandIns(self._without_values),
         }

@@ -36,7 +36,7 @@ from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
-from lightning_hanayo.pipeline_parallel.stages import DryFirstBlock, Stage, TensorParallelFirstStage
+from lightning_hanayo.pipeline_parallel.stages import Stage, TensorParallelFirstStage
 from lightning_hanayo.strategy.batch_split import BatchSplitter, ReplicatedSplitter, SharedSplitter
 from lightning_hanayo.strategy.groups import CubeGroups, ProcessGroups, broadcast_bytes, broadcast_values
 from lightning_hanayo.strategy.joining import on_all_ranks
@@ -138,13 +138,13 @@ class Cube:
         """Whether tensors between a block's layers are as outside the stack: own samples, all features."""
         return self.shares_samples and not self.plan.is_registered
 
-    def first_block(self, stage: Stage) -> DryFirstBlock:
+    def first_block(self, stage: Stage) -> partial[Any]:
         """Runs the first block of that stage in dry runs, on samples that all ranks of the cube have."""
         assert isinstance(stage, TensorParallelFirstStage)
         reshard: SharedReshard | ReplicatedReshard = self.boundary.reshard
         if reshard.stream_dims is not None:
             reshard = ReplicatedReshard(self.mesh, reshard.stream_dims, reshard.batch_dim)
-        return DryFirstBlock(stage, self._boundary(reshard))
+        return partial(stage.run_first_block, self._boundary(reshard))
 
     def stage_hooks(self, stage: int) -> StageContext:
         """The hooks that run before each forward and backward of a stage's blocks."""

@@ -20,7 +20,7 @@ from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
 from lightning_hanayo.pipeline_parallel.pairs import Pairs, Plans
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
-from lightning_hanayo.pipeline_parallel.stages import Stage
+from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.layout import COSTS, PAIR_SEGMENTS, Layout
 from lightning_hanayo.tensor_parallel.mesh import Mesh
@@ -37,7 +37,6 @@ from recipes.benchmarks.schemes.log import Log
 from recipes.benchmarks.self_contained import (
     SelfContainedFirstStage,
     SelfContainedLastStage,
-    SelfContainedMiddleStage,
 )
 from recipes.benchmarks.tensor3d_rank import HEAD_START, Groups
 
@@ -237,7 +236,7 @@ class LayoutRunner:
         if number == self.schedule.num_stages - 1:
             blocks[-1] = _WithLoss(blocks[-1], self._candidate)
             return SelfContainedLastStage(blocks=blocks, queue=queue, hooks=hooks)
-        return SelfContainedMiddleStage(blocks=blocks, queue=queue, hooks=hooks)
+        return MiddleStage(blocks=blocks, queue=queue, hooks=hooks)
 
     def run(self) -> None:
         """Run a step. Gradients stay until the next one begins."""

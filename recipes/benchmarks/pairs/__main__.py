@@ -17,7 +17,7 @@ from lightning_hanayo.overlap.pair_time import best_order, run_alone
 from recipes.benchmarks.cluster import Cluster, Link
 from recipes.benchmarks.harness import Findings, describe, new_parser, number, run_on_cluster
 from recipes.benchmarks.pairs.rank import PipeResult, Plan, Record, Run, pipe_results_of, pipes_of, work, work_pipes
-from recipes.benchmarks.pairs.tables import ALONE, STEADY, TWINS
+from recipes.benchmarks.pairs.tables import ALONE, STEADY
 from recipes.benchmarks.schemes.log import segments_of
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
 from recipes.benchmarks.tensor3d import BYTES, layer_of, predict, speed_of
@@ -39,7 +39,6 @@ def plan_of(link: Link, hidden: int, multiple: int, microbatches: Sequence[int],
     for mesh in meshes:
         whole, kept, pieces = three_d(mesh), three_d(mesh, keep_weights=True), three_d(mesh, PIECES)
         runs += [Run(whole, ALONE, queue=False), Run(whole, ALONE), Run(whole, STEADY)]
-        runs += [] if mesh == meshes[-1] else [Run(whole, TWINS)]
         runs += [Run(kept, ALONE), Run(kept, STEADY)]
         runs += [] if mesh == meshes[-1] else [Run(pieces, ALONE), Run(pieces, STEADY)]
     tokens = multiple * hidden

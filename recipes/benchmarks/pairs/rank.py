@@ -159,9 +159,7 @@ class Runner:
                 total += plans[kinds_of(action, partner)].seconds
             elif action not in seconds:
                 alone = next(
-                    own
-                    for kind, own in segments.items()
-                    if (kind.stage, kind.kind) == (action.stage, action.kind) and not (kind.is_twin and kind.slot)
+                    own for kind, own in segments.items() if (kind.stage, kind.kind) == (action.stage, action.kind)
                 )
                 total += run_pair(alone, ()).seconds
         return total

@@ -57,7 +57,7 @@ def test_unpatching_restores_the_block(own: bool) -> None:
 def test_a_block_of_another_rank_raises_an_error() -> None:
     block = Block().to("meta")
     patch_blocks([block])
-    with pytest.raises(UnsupportedError, match="a Block of the pipelined stack was called outside a training"):
+    with pytest.raises(UnsupportedError, match="a Block of the pipelined stack was called outside a step"):
         block(X)
 
 

@@ -435,3 +435,14 @@ def test_what_two_parts_of_a_step_with_several_passes_change_is_rejected(ranks: 
     changes()
     with pytest.raises(UnsupportedError, match="is changed in the step before the blocks are called and again after"):
         carrier.leave(delivered)
+
+
+def test_another_parameter_in_a_module_is_refused_while_the_stack_is_called() -> None:
+    rank = Rank({0}, 1, Keeper)
+    parameters = rank.blocks[0]._parameters
+    parameters["weight"] = nn.Parameter(torch.zeros(2))  # a hook may do so between batches
+    rank.carrier.begin_batch(1)
+    assert rank.leave()[0] is None
+    parameters["weight"] = torch.ones(2)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"layers\[0\].weight is replaced while the stack .*functional_call"):
+        rank.leave()

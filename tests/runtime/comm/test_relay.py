@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.pipeline_parallel.transport import Relay, UnexpectedMessage
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.pipeline_parallel.transport import Relay
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
 
@@ -36,7 +37,7 @@ def test_longer_than_a_frame() -> None:
 def test_the_error_for_a_wrong_kind_names_both() -> None:
     first, second = (Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports())
     first.broadcast("metrics", {"loss": 1.0})
-    with pytest.raises(UnexpectedMessage, match=r"pipeline rank 1 .*'batch'.* rank 0 .*'metrics'"):
+    with pytest.raises(HanayoError, match=r"pipeline rank 1 .*'batch'.* rank 0 .*'metrics'"):
         second.broadcast("batch")
 
 

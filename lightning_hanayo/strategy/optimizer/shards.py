@@ -12,9 +12,9 @@ stay whole: sparse ones, those whose memory is in another order, and those with 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 5.1.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from itertools import groupby
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +26,6 @@ from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
-
-LARGE = 2**18
-"""bytes from which a parameter has a message of its own; smaller ones are copied into one buffer, and back"""
 
 
 class CubeSharding(Sharding, Protocol):
@@ -173,47 +170,21 @@ class OptimizerShards:
 
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[None]:
         """Start to sum the gradients of parameters that are cut: own rows of each become sums over the data ranks."""
-        large = [gradient for gradient in gradients if gradient.nbytes >= LARGE]
-        small = [gradient for gradient in gradients if gradient.nbytes < LARGE]
-        works = [self.axis.reduce_scatter_each([self._parts(one)]) for one in large]
-        joined = torch.cat([self._parts(one).flatten(1) for one in small], 1) if small else None
-        total = None if joined is None else self.axis.reduce_scatter(joined)
+        sums = self.axis.reduce_scatter_each([self._parts(one) for one in gradients])
 
         def finish() -> None:
-            for gradient, work in zip(large, works, strict=True):
-                self._put_rows(gradient, work.wait()[0])
-            if total is not None:
-                lengths = [self._parts(one)[0].numel() for one in small]
-                for gradient, rows in zip(small, total.wait().split(lengths), strict=True):
-                    self._put_rows(gradient, rows)
+            for gradient, rows in zip(gradients, sums.wait(), strict=True):
+                self._put_rows(gradient, rows)
 
         return Pending(None, finish)
 
-    def _start_gather(self, parameters: Sequence[nn.Parameter]) -> list[Pending[None]]:
-        """Start to bring each rank's rows to all others, in place where all have equally many."""
-        pending = []
-        even = [p for p in parameters if p.nbytes >= LARGE and p.shape[self._rows[p].dim] % self.axis.size == 0]
-        if even:
-            wholes = [p.data.view(self.axis.size, -1) for p in even]
-            own = [whole[self.axis.rank] for whole in wholes]
-            pending.append(Pending(self.axis.gather_into(wholes, own), lambda: None))  # gathered in place
-        taken = set(even)
-        others = sorted((p for p in parameters if p not in taken), key=lambda p: str(p.dtype))
-        for _, same in groupby(others, key=lambda p: p.dtype):
-            pending.append(self._start_joined_gather(list(same)))
-        return pending
-
-    def _start_joined_gather(self, parameters: Sequence[nn.Parameter]) -> Pending[None]:
-        wholes = [parameter.data.view(-1) for parameter in parameters]
-        own = [self._parts(parameter.data)[self.axis.rank].flatten() for parameter in parameters]
-        gathering = self.axis.all_gather(torch.cat(own))
-
-        def finish() -> None:
-            columns = gathering.wait().split([len(one) for one in own], 1)
-            for whole, column in zip(wholes, columns, strict=True):
-                whole.copy_(column.reshape(-1)[: len(whole)])
-
-        return Pending(None, finish)
+    def _start_gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Pending[None]]:
+        """Start to bring each rank's rows to all others: one collective for each dtype."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            values = [parameter.data for parameter in parameters if parameter.dtype is dtype]
+            wholes = list(map(self._parts, values))  # of equal parts the parameters' own memory, else copies
+            work = self.axis.gather_into(wholes, [whole[self.axis.rank] for whole in wholes])
+            yield Pending(work, partial(_copy_back, values, wholes))
 
     def _parts(self, value: Tensor) -> Tensor:
         """[size, ...]: the rows of each data rank, padded to equally many."""
@@ -244,6 +215,12 @@ class OptimizerShards:
             whole = self.axis.all_gather(equal).wait().view(-1, *shape[rows.dim + 1 :])
             part = whole[: shape[rows.dim]].view(shape)
         return part.detach().cpu() if self.cube is None else self.cube.unshard(part, parameter)
+
+
+def _copy_back(values: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+    for value, whole in zip(values, wholes, strict=True):
+        if whole.data_ptr() != value.data_ptr():
+            value.view(-1).copy_(whole.view(-1)[: value.numel()])
 
 
 def set_values(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:

@@ -36,6 +36,7 @@ from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import state
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.strategy.votes import SkippedStep
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,6 @@ _ALWAYS_SAID = 3
 """so many skipped steps are reported one by one, later ones whenever their number has doubled"""
 
 
-class _Skipped(Exception):
-    """Leaves the optimizer's step after the closure."""
-
-
 @dataclass(frozen=True)
 class _Late:
     """What is known of a step whose flag the host hasn't read yet."""
@@ -247,17 +244,18 @@ class NonFiniteCheck:
 
     def step(self, step: Callable[[Closure], Any], optimizer: Optimizer, closure: Closure) -> Any:
         """Step the optimizer: `step` runs the closure and the hooks, and then updates the parameters."""
-        results: list[Any] = []
+        result: Any = None
 
         def run() -> Any:
-            results.append(closure())
-            return results[-1]
+            nonlocal result
+            result = closure()
+            return result
 
         try:
             with _restored(optimizer):
                 return step(run)
-        except _Skipped:
-            return results[-1]
+        except SkippedStep:
+            return result
         finally:
             vars(optimizer).pop("found_inf", None)
 
@@ -284,7 +282,7 @@ class NonFiniteCheck:
             findings = self._gather(noted, exact, [name for name in exact if self.parameters[name] in first])
             if any(one.gradients for one in findings):
                 self._report(findings, self._num_steps)
-                raise _Skipped
+                raise SkippedStep
 
     def after_unscaling(self, optimizer: Optimizer, found: Tensor, scale: Tensor) -> None:
         """Called by a gradient scaler with what all ranks together have found. It skips the step if that isn't 0.
@@ -405,7 +403,7 @@ def _restored(optimizer: Optimizer) -> Iterator[None]:
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
-    except (_Skipped, NonFiniteError):
+    except (SkippedStep, NonFiniteError):
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)

@@ -50,7 +50,7 @@ from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
 from lightning_hanayo.strategy.uncut_step import called_stacks
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
-from lightning_hanayo.strategy.user_code.collectives import Progress, UserCollectives
+from lightning_hanayo.strategy.user_code.collectives import STEPS, Progress, UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import ReplicaCheck, SavesOnException, StepVotes
 from lightning_hanayo.tensor_parallel.on_use import whole_arguments
@@ -250,14 +250,12 @@ class Session(Run):
             self.token_losses.start(self.attributes.set)
             self.parts.add(self.token_losses.stop)
         names = BlockNames(plan.stack.block_names, self.pipeline.ownership.stages)
-        self.replica_check = ReplicaCheck(
-            self, lambda one: "" if cube is None else str(cube.region(one)), names.stage_of
-        )
+        self.replica_check = ReplicaCheck(self, names.stage_of)
         self.nonfinite = NonFiniteCheck(self, self._own_parameters(), names, self.norms)
         self.guard.after_registering = self.follow
 
     def _after_step(self) -> None:
-        self.progress.end_step()
+        self.progress.advance(STEPS)
         if self.cube is not None:
             self.cube.outside.check_steps()
 
@@ -428,5 +426,5 @@ class Session(Run):
         if not fits:
             self._number = next_number()
             seed = broadcast_object(seed_of(seed, self._number))
-        place = self.cube.sample_rank if self.cube is not None else 0
+        place = self.mesh.index("xyz") if self.cube is not None and self.cube.shares_samples else 0
         return RandomStreams(seed, self.data_rank, self.device, cube_rank=place)

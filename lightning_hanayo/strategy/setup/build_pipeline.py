@@ -326,7 +326,7 @@ class RankBuilder:
         sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
         shards = self._optimizer_shards({OUTSIDE: outside.parameters, **sharded})
         all_reduce = GradientAllReduce(
-            sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
+            sharded, lambda parameter: groups.summing(cube.shard_of(parameter).partial), scatter=shards
         )
         over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
         return GradientSync(all_reduce, over_data, full_parameters, outside, shards)
@@ -435,8 +435,6 @@ def _measured_times(run: Run, stack: Stack) -> tuple[Sequence[float], float]:
     example = user_hooks.example_run(run.module, run.device)
     if is_deferred(run.module):
         raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
-    if example is None:
-        raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
     times, outside = measure_block_times(run.module, stack, example, run.device)
     measured = torch.tensor([*times, outside], dtype=torch.float64)
     if dist.is_initialized():

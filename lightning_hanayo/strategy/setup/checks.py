@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from math import prod
 from traceback import walk_tb
 from types import MethodType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -49,10 +49,6 @@ def check_run(
             "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."
         )
-    for name in ("accumulate_grad_batches", "val_check_interval"):  # Lightning takes a zero, and divides by it
-        value = getattr(trainer, name, None)  # an interval in time is kept elsewhere
-        if isinstance(value, int | float) and value <= 0:
-            raise HanayoError(f"Trainer({name}={value!r}): expected a number above 0")
     if options.balance == "time" and module.example_input_array is None:
         raise HanayoError(
             f"balance='time' measures the blocks while the model runs on example_input_array, but "
@@ -158,18 +154,6 @@ def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> It
             f"{part} normalises by the mean of a micro-batch, which has a single sample{cut}: {error}. Set a smaller "
             "num_microbatches, leave out a smaller last batch (drop_last=True), or use GroupNorm or LayerNorm."
         ) from error
-
-
-def reject_stop() -> NoReturn:
-    """Reject a step that ends the run: it runs on one rank, and the others would wait for the next batch.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "training_step set trainer.should_stop, which the other ranks of the model don't see. Set it in a hook that "
-        "runs on all ranks, such as on_train_batch_end, by what is in trainer.callback_metrics."
-    )
 
 
 def _check_loop(module: "pl.LightningModule") -> None:

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.user_code import collectives
-from lightning_hanayo.strategy.user_code.collectives import IN_HOOKS, Agreement, Call, Progress
+from lightning_hanayo.strategy.user_code.collectives import HOOKS, IN_HOOKS, STEPS, TRAINED, Agreement, Call, Progress
 
 
 @dataclass
@@ -34,11 +34,11 @@ def position(*, steps: int, hooks: int) -> tuple[int, ...]:
     """After so many steps of a batch, and hooks of all ranks."""
     run: Any = Run()
     progress = Progress(run)
-    progress.begin_batch(trains=True)
+    progress.advance(TRAINED)
     for _ in range(steps):
-        progress.end_step()
+        progress.advance(STEPS)
     for _ in range(hooks):
-        progress.end_hook()
+        progress.advance(HOOKS)
     return run.position
 
 

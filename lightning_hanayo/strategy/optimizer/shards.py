@@ -15,40 +15,20 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.region import Region
+from lightning_hanayo.strategy.setup.prepared_model import Cube
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 
-
-class CubeSharding(Sharding, Protocol):
-    """How parameters are sharded over the ranks of a cube."""
-
-    def num_replicas(self, parameter: Tensor) -> int:
-        """How many ranks of the cube hold the same shard of it."""
-
-    def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
-        """Gather the ranks' shards of something shaped as `parameter`, on the CPU. Called by all of them."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a parameter that one data rank updates: `start` to `stop` of its first dimension longer than 1."""
-
-    dim: int
-    start: int
-    stop: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """A view of these rows of something with the parameter's shape."""
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
+Rows = tuple[int, int, int]
+"""the rows of a parameter that one data rank updates: its first dimension longer than 1, their start and number"""
 
 
 @dataclass(eq=False, repr=False)
@@ -59,7 +39,7 @@ class OptimizerShards:
     """the parameters of each stage of this rank"""
     axis: MeshAxis
     """the data ranks"""
-    cube: CubeSharding | None
+    cube: Cube | None
     """None without one"""
     _: KW_ONLY
     whole: InitVar[Collection[Tensor]] = ()
@@ -86,7 +66,7 @@ class OptimizerShards:
     def local_shape(self, parameter: Tensor) -> tuple[int, ...]:
         """The shape of this rank's rows of a parameter; all of it if it isn't cut."""
         shape, rows = self._local_shapes.get(parameter, tuple(parameter.shape)), self._rows.get(parameter)
-        return shape if rows is None else (*shape[: rows.dim], rows.stop - rows.start, *shape[rows.dim + 1 :])
+        return shape if rows is None else (*shape[: rows[0]], rows[2], *shape[rows[0] + 1 :])
 
     def num_replicas(self, parameter: Tensor) -> int:
         """How many ranks hold the same part of a gradient when a norm is taken, data ranks included."""
@@ -96,7 +76,7 @@ class OptimizerShards:
     def own_rows(self, parameter: Tensor, value: Tensor) -> Tensor:
         """This rank's rows of a value with the parameter's shape; all of it if the parameter isn't cut."""
         rows = self._rows.get(parameter)
-        return value if rows is None or value.shape != self._local_shapes[parameter] else rows.of(value)
+        return value if rows is None or value.shape != self._local_shapes[parameter] else value.narrow(*rows)
 
     # the optimizer's step
 
@@ -121,7 +101,7 @@ class OptimizerShards:
             if rows is not None:
                 whole, gradient = parameter.data, parameter.grad
                 self._replaced[parameter] = whole, gradient
-                set_values(parameter, rows.of(whole), None if gradient is None else rows.of(gradient))
+                set_values(parameter, whole.narrow(*rows), None if gradient is None else gradient.narrow(*rows))
 
     def take_out(self, *, gathers: bool) -> None:
         """After the step: whole parameters again. If it `gathers`, they get the other ranks' rows, in the background.
@@ -203,17 +183,16 @@ class OptimizerShards:
         """Which entries of the whole parameter this rank's rows are."""
         shape, rows = self._local_shapes.get(parameter, tuple(parameter.shape)), self._rows.get(parameter)
         found = Region.whole(shape) if self.cube is None else self.cube.region(parameter)
-        return found if rows is None else found.narrow(rows.dim, rows.start, rows.stop)
+        return found if rows is None else found.narrow(rows[0], rows[1], rows[1] + rows[2])
 
     def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Gather something of which each rank has its own rows, on the CPU. Called by all ranks with this stage."""
         rows = self._rows.get(parameter)
         if rows is not None and part.shape == self.local_shape(parameter):
             shape, device = self._local_shapes[parameter], next(iter(self._rows)).device
-            longest = -(-shape[rows.dim] // self.axis.size)
-            equal = padded(part.detach().to(device), rows.dim, longest).contiguous()
-            whole = self.axis.all_gather(equal).wait().view(-1, *shape[rows.dim + 1 :])
-            part = whole[: shape[rows.dim]].view(shape)
+            dim = rows[0]
+            equal = padded(part.detach().to(device), dim, -(-shape[dim] // self.axis.size)).contiguous()
+            part = self.axis.all_gather(equal).wait().view(-1, *shape[dim + 1 :])[: shape[dim]].view(shape)
         return part.detach().cpu() if self.cube is None else self.cube.unshard(part, parameter)
 
 
@@ -239,7 +218,7 @@ def _rows_of(parameter: Tensor, axis: MeshAxis) -> Rows | None:
         return None
     part = -(-length // axis.size)
     start = min(length, axis.rank * part)
-    return Rows(dim, start, min(length, start + part))
+    return dim, start, min(part, length - start)
 
 
 def _dim_of(tensor: Tensor) -> int:

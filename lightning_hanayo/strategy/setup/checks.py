@@ -278,25 +278,23 @@ def run_uncompiled(
     """
     blocks, parts = set(stack.blocks), dict(module.named_modules())
     around = {name: part for name, part in parts.items() if _is_around(part, blocks)}
-    names = [*_steps(module, attributes), *_uncompiled(around, attributes)]
-    if names:
-        warnings.warn(
-            f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because the "
-            f"step is suspended at the stack {stack.name!r}. Compile the blocks instead, with block.compile().",
-            stacklevel=2,
-        )
     in_blocks = {part for block in blocks for part in block.modules()}
     inside = {name: part for name, part in parts.items() if original(part) in in_blocks}
+    way_out = "Set cube=1 to run them compiled"
     if cube == "registered":
         inside = {name: part for name, part in inside.items() if original(part) is not part}
-    names = [] if cube is None else _uncompiled(inside, attributes)
-    if names:
-        way_out = "Compile them in place, with block.compile()" if cube == "registered" else "Set cube=1"
-        warnings.warn(
-            f"{', '.join(names)}: compiled, but run as written, because layers in the stack {stack.name!r} "
-            f"communicate in the cube. {way_out} to run them compiled.",
-            stacklevel=2,
-        )
+        way_out = "Compile them in place, with block.compile()"
+    suspended = "the step is suspended there. Compile the blocks instead, with block.compile()"
+    for names, why in (
+        ([*_steps(module, attributes), *_uncompiled(around, attributes)], suspended),
+        ([] if cube is None else _uncompiled(inside, attributes), f"layers communicate in the cube. {way_out}"),
+    ):
+        if names:
+            warnings.warn(
+                f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because "
+                f"of the stack {stack.name!r}: {why}.",
+                stacklevel=2,
+            )
 
 
 def _uses_cuda_graphs(part: nn.Module) -> bool:

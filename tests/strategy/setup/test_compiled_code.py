@@ -64,7 +64,8 @@ def test_blocks_of_a_pipeline_stay_compiled(factory: type[Model]) -> None:
 def test_generic_blocks_of_a_cube_are_not_compiled(factory: type[Model]) -> None:
     model = factory()
     with pytest.warns(
-        UserWarning, match="^blocks.0, blocks.1, .*: compiled, but run as written, because layers in the"
+        UserWarning,
+        match="^blocks.0, blocks.1, .*: compiled, but run as written, because of the stack 'blocks': layers",
     ):
         assert graphs_of(model, "generic") == 0
     model.blocks[0](torch.ones(1, models.WIDTH))

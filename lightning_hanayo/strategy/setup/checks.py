@@ -242,29 +242,6 @@ def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
             )
 
 
-def check_layer_drop(model: nn.Module, stack: Stack) -> None:
-    """Reject layer drop, as models of transformers have it, before a step leaves out a block by chance.
-
-    Raises:
-        UnsupportedError: the module that has the stack leaves out blocks.
-    """
-    path = stack.block_names[0].rpartition(".")[0].rpartition(".")[0]
-    owner: Any = model.get_submodule(path)
-    places = (
-        (f"{path or type(model).__name__}.layerdrop", owner),
-        (f"{path}.config.layerdrop", getattr(owner, "config", None)),
-    )
-    for name, place in places:
-        rate = getattr(place, "layerdrop", None)
-        if isinstance(rate, float) and rate > 0.0:
-            raise UnsupportedError(
-                f"{name} is {rate:g}: each step leaves out blocks of {stack.name} at random, but the ranks of a "
-                f"pipeline run all blocks, in order. Set it to 0.0 before the run."
-            )
-        if rate is not None:
-            return
-
-
 def run_uncompiled(
     module: "pl.LightningModule",
     stack: Stack,

@@ -32,13 +32,13 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
+from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partial_values import PartialValues, plain_alias
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.patches import PatchedFunction, PatchedInRuns
 from lightning_hanayo.strategy.run import Run
-from lightning_hanayo.strategy.setup.prepared_model import Cube
 from lightning_hanayo.topology import AXES
 from lightning_hanayo.weight_gradients import gradient_dtype
 
@@ -99,7 +99,7 @@ class GradientNorms:
         self.groups = self.relay = None
 
     @staticmethod
-    def of_run(run: Run, cube: Cube | None, shards: OptimizerShards | None) -> "GradientNorms":
+    def of_run(run: Run, cube: Sharding | None, shards: OptimizerShards | None) -> "GradientNorms":
         """Norms over the whole model's gradients, which torch's functions for norms and clipping take from now on."""
         several, scatters = run.topology.replica_size > 1, shards is not None and shards.scatters
         groups = (run.groups.replica, run.groups.replica_tensors) if several else None

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.strategy.setup.prepared_model import Cube
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 
@@ -39,7 +39,7 @@ class OptimizerShards:
     """the parameters of each stage of this rank"""
     axis: MeshAxis
     """the data ranks"""
-    cube: Cube | None
+    cube: Sharding | None
     """None without one"""
     _: KW_ONLY
     whole: InitVar[Collection[Tensor]] = ()

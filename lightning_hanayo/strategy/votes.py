@@ -165,9 +165,8 @@ def _agree(run: Run, name: str, hook: Callable[..., Any], *args: Any) -> None:
     num_had, num_removed = counts.tolist()
     if 0 < num_removed < num_had:
         raise UnsupportedError(
-            f"{name} has {'removed' if removed else 'kept'} all gradients on rank {dist.get_rank()}, but not on all "
-            "ranks, which hold different parameters. Decide by get_total_norm of all gradients, say, or in "
-            "optimizer_step; if these parameters alone are meant, zero their gradients, or set requires_grad = False."
+            f"{name} has {'removed' if removed else 'kept'} all gradients on rank {dist.get_rank()}, but not on all. "
+            "Decide by get_total_norm of all gradients; to leave out these parameters alone, set requires_grad = False."
         )
 
 

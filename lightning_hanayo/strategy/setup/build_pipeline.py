@@ -205,9 +205,8 @@ class RankBuilder:
         missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
         if missing:
             raise UnsupportedError(
-                f"{missing[0]} has no values on pipeline rank {self.run.pipe_rank}, where it belongs now, as another "
-                "layout or a hook has moved it there. Build the model anew and load a checkpoint, or give it the "
-                "values that self.trainer.strategy.full_parameter(parameter) returns."
+                f"{missing[0]} has no values on pipeline rank {self.run.pipe_rank}, to which a hook or a layout moves "
+                "it. Build the model anew and load a checkpoint, or give it those of trainer.strategy.full_parameter."
             )
         return [parameter for parameter in model.parameters() if parameter in kept]
 

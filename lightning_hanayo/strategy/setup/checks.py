@@ -214,8 +214,7 @@ def _check_loggers(trainer: "pl.Trainer") -> None:
     for logger in user_hooks.loggers_with(trainer, user_hooks.UPLOADS):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_model=...) uploads checkpoints that are files, but several ranks save "
-            "folders. Set HanayoStrategy(save_full=True) or ModelCheckpoint(save_weights_only=True), or upload the "
-            "folder trainer.checkpoint_callback.best_model_path yourself."
+            "folders. Set HanayoStrategy(save_full=True) or ModelCheckpoint(save_weights_only=True), or upload it."
         )
 
 
@@ -236,9 +235,8 @@ def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
     for name, part in model.named_modules():
         if _uses_cuda_graphs(part) and not _is_around(part, blocks):
             raise UnsupportedError(
-                f"{name} is compiled with CUDA graphs (mode='reduce-overhead', 'max-autotune', or "
-                "'triton.cudagraphs'), which write each micro-batch's result where the last one's was. Compile it "
-                "with the default mode, or with mode='max-autotune-no-cudagraphs'."
+                f"{name} is compiled with CUDA graphs, which write each micro-batch's result where the last one's was. "
+                "Compile it with the default mode, or with mode='max-autotune-no-cudagraphs'."
             )
 
 

@@ -220,7 +220,7 @@ class MicrobatchSteps:
     def running(self, batch: Batch) -> Iterator[None]:
         """To be open while `batch` runs."""
         session, trainer = self.session, self.session.trainer
-        single = explaining_single_samples(session.module, self._sizes)
+        single = explaining_single_samples(session.module)
         is_once = session.topology.pipe == 1 and self.split.num_microbatches == 1
         unstepped = state.refusing_steps(trainer) if self.trains and not is_once else nullcontext()
         losses = session.token_losses

@@ -8,12 +8,12 @@ mode="reduce-overhead", "max-autotune"                   rejected: CUDA graphs w
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from traceback import walk_tb
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -136,11 +136,8 @@ def warn_of_batch_statistics(model: nn.Module, num_microbatches: int, *, except_
 
 
 @contextmanager
-def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> Iterator[None]:
-    """Inside it, BatchNorm's complaint about a single value per channel becomes one that names module and way out.
-
-    `sizes`: the samples of this rank's micro-batches, where they are known.
-    """
+def explaining_single_samples(model: nn.Module) -> Iterator[None]:
+    """Inside it, BatchNorm's complaint about a single value per channel becomes one that names module and way out."""
     try:
         yield
     except ValueError as error:
@@ -149,9 +146,8 @@ def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> It
         callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
         names = {part: name for name, part in model.named_modules()}
         part = next((names[one] for one in callers if isinstance(one, _BatchNorm) and one in names), "BatchNorm")
-        cut = f" (a batch was cut into {', '.join(map(str, sizes))} samples)" if sizes else ""
         raise UnsupportedError(
-            f"{part} normalises by the mean of a micro-batch, which has a single sample{cut}: {error}. Set a smaller "
+            f"{part} normalises by the mean of a micro-batch, which has a single sample: {error}. Set a smaller "
             "num_microbatches, leave out a smaller last batch (drop_last=True), or use GroupNorm or LayerNorm."
         ) from error
 
@@ -241,28 +237,24 @@ def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
 
 
 def run_uncompiled(
-    module: "pl.LightningModule",
-    stack: Stack,
-    attributes: TemporaryAttributes,
-    *,
-    cube: Literal["registered", "generic"] | None = None,
+    module: "pl.LightningModule", stack: Stack, attributes: TemporaryAttributes, *, is_registered: bool | None = None
 ) -> None:
     """Run compiled modules around the stack as written, in a cube also blocks, and warn with their names.
 
-    `cube` says which blocks a cube has; None without one.
+    `is_registered`: of the blocks in a cube, whether their code is known; None without one.
     """
     blocks, parts = set(stack.blocks), dict(module.named_modules())
     around = {name: part for name, part in parts.items() if _is_around(part, blocks)}
     in_blocks = {part for block in blocks for part in block.modules()}
     inside = {name: part for name, part in parts.items() if original(part) in in_blocks}
-    way_out = "Set cube=1 to run them compiled"
-    if cube == "registered":
+    in_cube = "layers communicate in the cube. Set cube=1 to run them compiled"
+    if is_registered:
         inside = {name: part for name, part in inside.items() if original(part) is not part}
-        way_out = "Compile them in place, with block.compile()"
+        in_cube = "layers communicate in the cube. Compile them in place, with block.compile()"
     suspended = "the step is suspended there. Compile the blocks instead, with block.compile()"
     for names, why in (
         ([*_steps(module, attributes), *_uncompiled(around, attributes)], suspended),
-        ([] if cube is None else _uncompiled(inside, attributes), f"layers communicate in the cube. {way_out}"),
+        ([] if is_registered is None else _uncompiled(inside, attributes), in_cube),
     ):
         if names:
             warnings.warn(

@@ -135,7 +135,7 @@ class Failures:
 
     def __init__(self, rank: int, monitor: Monitor, abort: Callable[[], object]) -> None:
         self.rank, self.monitor = rank, monitor
-        self.position: tuple[int, ...]
+        self.position: tuple[int, int, int, int]
         """how far this rank is: it only grows; others can ask for it"""
         self.held_up_by: tuple[int, str] | None = None
         """if this rank stands still and it is known why: the rank that holds it up, and its activity"""

@@ -32,7 +32,7 @@ from lightning_hanayo.strategy.probing.probe import own_copy
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples
 from lightning_hanayo.strategy.user_code.collected import Left, hide_changed, keep_collected
-from lightning_hanayo.strategy.user_code.collectives import EVALUATED, TRAINED, RunningStep
+from lightning_hanayo.strategy.user_code.collectives import RunningStep
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -116,7 +116,7 @@ def _run_batch(
 ) -> Any:
     """Run a batch and merge the results of the step; None above pipeline rank 0. `of_batch`: further values of it."""
     pipeline, trainer = session.pipeline, session.trainer
-    session.progress.advance(TRAINED if trains else EVALUATED)
+    session.progress.begin_batch(trains=trains)
     is_first = trains and state.batch_idx(trainer) == 0
     if pipeline.rank > 0:
         with session.norms.batch(), explaining_single_samples(session.module):

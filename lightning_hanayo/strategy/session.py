@@ -50,7 +50,7 @@ from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
 from lightning_hanayo.strategy.uncut_step import called_stacks
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
-from lightning_hanayo.strategy.user_code.collectives import STEPS, Progress, UserCollectives
+from lightning_hanayo.strategy.user_code.collectives import Progress, UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import ReplicaCheck, SavesOnException, StepVotes
 from lightning_hanayo.tensor_parallel.on_use import whole_arguments
@@ -253,7 +253,7 @@ class Session(Run):
         self.guard.after_registering = self.follow
 
     def _after_step(self) -> None:
-        self.progress.advance(STEPS)
+        self.progress.end_step()
         if self.cube is not None:
             self.cube.outside.check_steps()
 

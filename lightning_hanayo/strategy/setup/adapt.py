@@ -1,12 +1,10 @@
 """Adapts Trainer, callbacks and module to a run on several ranks, until the attributes of the run are restored."""
 
-from functools import partial
-
 from lightning_hanayo.strategy import guarded_hooks
 from lightning_hanayo.strategy.lightning import loaders, metrics, state, user_hooks
 from lightning_hanayo.strategy.lightning.loops import keep_inference_mode
 from lightning_hanayo.strategy.run import Run
-from lightning_hanayo.strategy.user_code.collectives import HOOKS, Progress
+from lightning_hanayo.strategy.user_code.collectives import Progress
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import StepVotes, agree_after_hooks
 
@@ -14,7 +12,7 @@ from lightning_hanayo.strategy.votes import StepVotes, agree_after_hooks
 def adapt(run: Run, progress: Progress, hand_over: HandOver, votes: StepVotes) -> None:
     """Let hooks, metrics, loaders and loops know of the other ranks. Called by all ranks, once the model is set up."""
     trainer, module, topology, attributes = run.trainer, run.module, run.topology, run.attributes
-    guarded_hooks.guard_hooks(run, partial(progress.advance, HOOKS))
+    guarded_hooks.guard_hooks(run, progress.end_hook)
     guarded_hooks.guard_writers(run)
 
     def at_epoch_end() -> None:

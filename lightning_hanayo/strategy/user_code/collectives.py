@@ -73,28 +73,31 @@ class Call:
         return alike and (self.name, self.place) == (other.name, other.place)
 
 
-TRAINED, EVALUATED, HOOKS, STEPS = range(4)
-"""levels of a rank's position: batches, hooks after each of them, steps after each hook"""
-
-
 class Progress:
     """How far a rank is in its run, for others that wait for it. It is the same on all ranks that keep step."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
 
-    def advance(self, level: int) -> None:
-        """One step further: on the level of batches, of hooks that run on all ranks, or of steps that end or suspend.
-
-        The levels below it begin anew.
-        """
-        before = self._failures.position
-        self._failures.position = (*before[:level], before[level] + 1, *[0] * (STEPS - level))
+    def begin_batch(self, *, trains: bool) -> None:
+        """Called when a batch begins."""
+        trained, evaluated, *_ = self._failures.position
+        self._failures.position = (trained + 1, 0, 0, 0) if trains else (trained, evaluated + 1, 0, 0)
 
     def end_epoch(self) -> None:
         """Called when an epoch ends: data ranks may have evaluated different numbers of batches in it."""
         trained, evaluated, *_ = self._failures.position
         self._failures.position = (trained, (evaluated // _MANY + 1) * _MANY, 0, 0)
+
+    def end_hook(self) -> None:
+        """Called after a hook of the user's module that runs on all ranks."""
+        trained, evaluated, hooks, _ = self._failures.position
+        self._failures.position = (trained, evaluated, hooks + 1, 0)
+
+    def end_step(self) -> None:
+        """Called when a step has ended or is suspended."""
+        trained, evaluated, hooks, steps = self._failures.position
+        self._failures.position = (trained, evaluated, hooks, steps + 1)
 
 
 IN_HOOKS = 3

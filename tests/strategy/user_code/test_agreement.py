@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.user_code import collectives
-from lightning_hanayo.strategy.user_code.collectives import HOOKS, IN_HOOKS, STEPS, TRAINED, Agreement, Call, Progress
+from lightning_hanayo.strategy.user_code.collectives import IN_HOOKS, Agreement, Call, Progress
 
 
 @dataclass
@@ -34,11 +34,11 @@ def position(*, steps: int, hooks: int) -> tuple[int, ...]:
     """After so many steps of a batch, and hooks of all ranks."""
     run: Any = Run()
     progress = Progress(run)
-    progress.advance(TRAINED)
+    progress.begin_batch(trains=True)
     for _ in range(steps):
-        progress.advance(STEPS)
+        progress.end_step()
     for _ in range(hooks):
-        progress.advance(HOOKS)
+        progress.end_hook()
     return run.position
 
 

@@ -100,7 +100,7 @@ class AccumulatedGradients:
 
     def _number(self, parameter: nn.Parameter) -> tuple[int, int]:
         """This rank's number among those whose gradients are summed before a step, and how many there are."""
-        axes = "" if self._cube is None else self._cube.shard_of(parameter).partial
+        axes = "" if self._cube is None else self._cube.partial_axes(parameter)
         index, size = self._run.mesh.index(axes), self._run.mesh.size(axes)
         return self._run.data_rank * size + index, self._run.topology.data * size
 
@@ -112,8 +112,8 @@ class AccumulatedGradients:
 
     def _writes(self, parameter: nn.Parameter) -> bool:
         """Whether this is the first of the ranks that have the same gradient."""
-        shard = None if self._cube is None else self._cube.shard_of(parameter)
-        differing = "" if shard is None else shard.axes + shard.partial
+        cube = self._cube
+        differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
         return self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing)) == 0
 
 

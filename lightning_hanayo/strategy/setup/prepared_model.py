@@ -150,6 +150,10 @@ class Cube:
         for context in self._contexts.values():
             context.drop_transfers()
 
+    def partial_axes(self, parameter: nn.Parameter) -> str:
+        """The axes over which its gradient is still to be summed after a batch."""
+        return self._shards[parameter].partial
+
     def num_replicas(self, parameter: Tensor) -> int:
         """How many ranks of the cube hold the same shard of it."""
         return self._shards[parameter].replicas(self.mesh)
@@ -162,6 +166,10 @@ class Cube:
     def shard_of(self, parameter: Tensor) -> Shard:
         """How the ranks hold a parameter."""
         return self._shards[parameter]
+
+    def sharded_axes(self, parameter: Tensor) -> str:
+        """The axes over which it is sharded."""
+        return self._shards[parameter].axes
 
     def region(self, parameter: Tensor) -> Region:
         """Which entries of the whole parameter this rank holds."""

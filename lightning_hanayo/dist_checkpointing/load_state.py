@@ -175,6 +175,9 @@ class Sharding(Protocol):
     def region(self, parameter: Tensor) -> Region:
         """Which entries of a parameter this rank holds."""
 
+    def num_replicas(self, parameter: Tensor) -> int:
+        """How many ranks hold the same part of it."""
+
     def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
         """All-gather the full tensor from shards that are laid out as `parameter`. Called by all ranks of the cube."""
 

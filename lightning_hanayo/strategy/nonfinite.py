@@ -36,6 +36,7 @@ from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import state
 from lightning_hanayo.strategy.norms import GradientNorms
 from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.strategy.votes import SkippedStep
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where the first one was made, and whether it is NaN, not infinite."""
-
-    rank: int
-    place: Place
-    is_nan: bool
-
-
-@dataclass(frozen=True)
 class BlockNames:
     """The names of the stack's blocks, and the blocks of each stage."""
 
@@ -140,15 +132,21 @@ class BlockNames:
         return next(number for number, blocks in enumerate(self.stages) if block in blocks)
 
 
-def first_of(findings: Collection[Finding]) -> Origin | None:
-    """The first place of the first micro-batch whose loss, or a gradient after it, isn't finite."""
-    found = [Origin(one.rank, place, is_nan) for one in findings for place, is_nan in one.places]
-    reached = {_microbatch(one.place) for one in found if one.place.direction != "forward"}
-    return min(
-        found,
-        key=lambda one: (_microbatch(one.place) not in reached, _microbatch(one.place), *_position(one)),
-        default=None,
-    )
+def first_of(findings: Collection[Finding]) -> tuple[int, Place, bool] | None:
+    """The rank and the first place of the first micro-batch whose loss, or a gradient after it, isn't finite.
+
+    And whether it is NaN there, not infinite.
+    """
+    found = [(one.rank, place, is_nan) for one in findings for place, is_nan in one.places]
+    reached = {(place.batch, place.microbatch) for _, place, _ in found if place.direction != "forward"}
+
+    def order(one: tuple[int, Place, bool]) -> Any:
+        rank, place, _ = one
+        microbatch, sign = (place.batch, place.microbatch), -1 if place.direction == "backward" else 1
+        direction = _DIRECTIONS.index(place.direction)
+        return microbatch not in reached, microbatch, direction, sign * place.pass_number, sign * place.index, rank
+
+    return min(found, key=order, default=None)
 
 
 def loss_is_finite(findings: Collection[Finding]) -> bool:
@@ -167,11 +165,11 @@ def described(findings: Sequence[Finding], blocks: BlockNames, place_of: Callabl
         rank = min(found)
         names = listed(sorted({name for each in found.values() for name in each}), most=3)
         return f"only in gradients of parameters: {names}, on rank {rank} ({place_of(rank)})"
-    place = origin.place
+    first_rank, place, is_nan = origin
     batch = f" of batch {place.batch} of those that accumulate" if place.batch else ""
-    value = "NaN" if origin.is_nan else "infinite"
+    value = "NaN" if is_nan else "infinite"
     where = f"{_where(place, blocks)}, micro-batch {place.microbatch}{batch}"
-    return f"first in {where}, on rank {origin.rank} ({place_of(origin.rank)}), which made a value that is {value}"
+    return f"first in {where}, on rank {first_rank} ({place_of(first_rank)}), which made a value that is {value}"
 
 
 def _where(place: Place, blocks: BlockNames) -> str:
@@ -184,26 +182,11 @@ def _where(place: Place, blocks: BlockNames) -> str:
     return f"the forward of {blocks.of_block(place.index)}"
 
 
-def _microbatch(place: Place) -> tuple[int, int]:
-    return place.batch, place.microbatch
-
-
-def _position(one: Origin) -> tuple[int, int, int, int]:
-    """How far it is from the beginning of its micro-batch; last the rank."""
-    place = one.place
-    sign = -1 if place.direction == "backward" else 1
-    return _DIRECTIONS.index(place.direction), sign * place.pass_number, sign * place.index, one.rank
-
-
 Closure = Callable[[], Any]
 SMALLEST_SCALE = 2.0**-10
 """of a gradient scaler, which starts at 2**16: with a smaller one even gradients of millions don't fit into fp16"""
 _ALWAYS_SAID = 3
 """so many skipped steps are reported one by one, later ones whenever their number has doubled"""
-
-
-class _Skipped(Exception):
-    """Leaves the optimizer's step after the closure."""
 
 
 @dataclass(frozen=True)
@@ -247,17 +230,18 @@ class NonFiniteCheck:
 
     def step(self, step: Callable[[Closure], Any], optimizer: Optimizer, closure: Closure) -> Any:
         """Step the optimizer: `step` runs the closure and the hooks, and then updates the parameters."""
-        results: list[Any] = []
+        result: Any = None
 
         def run() -> Any:
-            results.append(closure())
-            return results[-1]
+            nonlocal result
+            result = closure()
+            return result
 
         try:
             with _restored(optimizer):
                 return step(run)
-        except _Skipped:
-            return results[-1]
+        except SkippedStep:
+            return result
         finally:
             vars(optimizer).pop("found_inf", None)
 
@@ -284,7 +268,7 @@ class NonFiniteCheck:
             findings = self._gather(noted, exact, [name for name in exact if self.parameters[name] in first])
             if any(one.gradients for one in findings):
                 self._report(findings, self._num_steps)
-                raise _Skipped
+                raise SkippedStep
 
     def after_unscaling(self, optimizer: Optimizer, found: Tensor, scale: Tensor) -> None:
         """Called by a gradient scaler with what all ranks together have found. It skips the step if that isn't 0.
@@ -405,7 +389,7 @@ def _restored(optimizer: Optimizer) -> Iterator[None]:
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
-    except (_Skipped, NonFiniteError):
+    except (SkippedStep, NonFiniteError):
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)

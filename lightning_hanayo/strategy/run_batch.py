@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches import microbatches
 from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, children
@@ -29,7 +30,7 @@ from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_me
 from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.strategy.probing.probe import own_copy
 from lightning_hanayo.strategy.session import Session
-from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
+from lightning_hanayo.strategy.setup.checks import explaining_single_samples
 from lightning_hanayo.strategy.user_code.collected import Left, hide_changed, keep_collected
 from lightning_hanayo.strategy.user_code.collectives import RunningStep
 
@@ -81,7 +82,10 @@ def train(session: Session, batch: Any, step: UserStep, *, steps: bool) -> Any:
     loss = loss_of(result) if pipeline.rank == 0 else torch.zeros((), device=session.device)
     if session.topology.replica_size > 1:
         if trainer.should_stop != stopping:
-            reject_stop()
+            raise UnsupportedError(
+                "training_step set trainer.should_stop, which the other ranks of the model don't see. Set it in a hook "
+                "that runs on all ranks, such as on_train_batch_end, by what is in trainer.callback_metrics."
+            )
         if user_hooks.reads_step_metrics(trainer, state.batch_idx(trainer), steps=steps):
             loss = shared_metrics_of(trainer).share_current(loss)
     result = _hand_over(session, result, batch)
@@ -216,7 +220,7 @@ class MicrobatchSteps:
     def running(self, batch: Batch) -> Iterator[None]:
         """To be open while `batch` runs."""
         session, trainer = self.session, self.session.trainer
-        single = explaining_single_samples(session.module, self._sizes)
+        single = explaining_single_samples(session.module)
         is_once = session.topology.pipe == 1 and self.split.num_microbatches == 1
         unstepped = state.refusing_steps(trainer) if self.trains and not is_once else nullcontext()
         losses = session.token_losses

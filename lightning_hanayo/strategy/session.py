@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -199,10 +199,8 @@ class Session(Run):
         self._for_summaries = state.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)
         if several:
             conversion = plan.conversion if prepared.cube is None else prepared.cube.plan
-            kind: Literal["registered", "generic"] = (
-                "registered" if conversion and conversion.is_registered else "generic"
-            )
-            run_uncompiled(module, plan.stack, self.attributes, cube=None if conversion is None else kind)
+            is_registered = None if conversion is None else conversion.is_registered
+            run_uncompiled(module, plan.stack, self.attributes, is_registered=is_registered)
         self.seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:
             if self.topology.world_size > 1:
@@ -250,9 +248,7 @@ class Session(Run):
             self.token_losses.start(self.attributes.set)
             self.parts.add(self.token_losses.stop)
         names = BlockNames(plan.stack.block_names, self.pipeline.ownership.stages)
-        self.replica_check = ReplicaCheck(
-            self, lambda one: "" if cube is None else str(cube.region(one)), names.stage_of
-        )
+        self.replica_check = ReplicaCheck(self, names.stage_of)
         self.nonfinite = NonFiniteCheck(self, self._own_parameters(), names, self.norms)
         self.guard.after_registering = self.follow
 
@@ -428,5 +424,5 @@ class Session(Run):
         if not fits:
             self._number = next_number()
             seed = broadcast_object(seed_of(seed, self._number))
-        place = self.cube.sample_rank if self.cube is not None else 0
+        place = self.mesh.index("xyz") if self.cube is not None and self.cube.shares_samples else 0
         return RandomStreams(seed, self.data_rank, self.device, cube_rank=place)

@@ -10,23 +10,20 @@ DDP. Hooks run on all pipeline ranks, so those above 0 get the buffers that the 
 """
 
 import warnings
-import zlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import check_parameter_hooks
-from lightning_hanayo.packed_values import inner_tensors
 from lightning_hanayo.pipeline_parallel.object_collectives import ReplicatedTensors, broadcast_object
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.versions import identity_of, versions_of
+from lightning_hanayo.versions import hashes_of, identity_of, versions_of
 
 
 @dataclass(eq=False, repr=False)
@@ -179,10 +176,16 @@ class StepState:
         states: dict[str, Any] = {name: identity_of(buffer) for name, buffer in self._buffers()}
         states.update(zip(self.parameters, versions_of(self.parameters.values()), strict=True))
         if by_value:
-            sums = {name: _sums(one) for name, one in self.parameters.items()}
-            sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}
-            states = {name: (version, sums[name]) for name, version in states.items()}
+            hashes = self._hashes(states)
+            states = {name: (version, hashes[name]) for name, version in states.items()}
         return states
+
+    def _hashes(self, names: Collection[str]) -> dict[str, int]:
+        """The hashes of the values of some buffers and parameters; 0 for a buffer that has none here."""
+        tensors = {**dict(self._buffers()), **self.parameters}
+        found = {name: tensors[name] for name in names}
+        here = {name: one for name, one in found.items() if one is not None and not one.is_meta}
+        return dict.fromkeys(names, 0) | dict(zip(here, hashes_of(here.values()), strict=True))
 
     def _counters(self) -> dict[str, int]:
         """Whole numbers that modules have as attributes."""
@@ -207,8 +210,8 @@ class StepState:
     def _check_alike(self, names: Set[str]) -> None:
         if self.mesh is None or not self._compared:
             return
-        buffers = dict(self._buffers())
-        own = [_checksum(buffers[name]) if name in names else 0 for name in self._compared]
+        hashes = self._hashes([name for name in self._compared if name in names])
+        own = [hashes.get(name, 0) for name in self._compared]
         largest = self.mesh.largest([*own, *(-one for one in own)])
         negated_smallest = largest[len(own) :]
         rows = zip(self._compared, largest, negated_smallest, strict=False)
@@ -234,13 +237,3 @@ def _places(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
-
-
-def _checksum(buffer: Tensor | None) -> int:
-    if buffer is None or buffer.is_meta:
-        return 0
-    return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _sums(parameter: nn.Parameter) -> str:
-    return " ".join(str(one.detach().sum().item()) for one in inner_tensors(parameter))

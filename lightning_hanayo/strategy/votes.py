@@ -30,16 +30,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError, PeerFailed, ReplicasDifferError, UnsupportedError
-from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.state import unwrapped
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to
 from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.versions import hashes_of
 
 if TYPE_CHECKING:
     from lightning_hanayo.strategy.checkpoints.save import Checkpoints
@@ -48,12 +48,8 @@ Closure = Callable[[], Any]
 _END, _STEP = 0, 1
 
 
-class _Skipped(Exception):
-    """Leaves the optimizer's step after the closure."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__("another rank skips this step")
-        self.result = result
+class SkippedStep(Exception):
+    """Leaves the optimizer's step after the closure. `NonFiniteCheck.step`, around all others, catches it."""
 
 
 class StepVotes:
@@ -108,25 +104,27 @@ class StepVotes:
             )
 
     def step(self, step: Callable[[Closure], Any], closure: Closure) -> Any:
-        """Step the optimizer, unless a rank skips: `step` runs the closure, and then updates the parameters."""
+        """Step the optimizer: `step` runs the closure, and then updates the parameters.
+
+        Raises:
+            SkippedStep: a rank skips it.
+        """
         if self._num_closures is None:
             return step(closure)
         if self._num_closures:  # the hook has run the closure itself, so that only the update is to be skipped
-            return step(closure) if self._all_step() else None
+            self._vote()
+            return step(closure)
 
         def run_and_vote() -> Any:
             result = closure()
-            if not self._all_step():
-                raise _Skipped(result)
+            self._vote()
             return result
 
-        try:
-            return step(run_and_vote)
-        except _Skipped as skipped:
-            return skipped.result
+        return step(run_and_vote)
 
-    def _all_step(self) -> bool:
-        return all(vote == _STEP for vote, _ in self._exchange(_STEP, 0))
+    def _vote(self) -> None:
+        if any(vote != _STEP for vote, _ in self._exchange(_STEP, 0)):
+            raise SkippedStep
 
     def _exchange(self, vote: int, num_steps: int) -> list[tuple[int, int]]:
         """All ranks' votes, and how often each has stepped."""
@@ -167,9 +165,8 @@ def _agree(run: Run, name: str, hook: Callable[..., Any], *args: Any) -> None:
     num_had, num_removed = counts.tolist()
     if 0 < num_removed < num_had:
         raise UnsupportedError(
-            f"{name} has {'removed' if removed else 'kept'} all gradients on rank {dist.get_rank()}, but not on all "
-            "ranks, which hold different parameters. Decide by get_total_norm of all gradients, say, or in "
-            "optimizer_step; if these parameters alone are meant, zero their gradients, or set requires_grad = False."
+            f"{name} has {'removed' if removed else 'kept'} all gradients on rank {dist.get_rank()}, but not on all. "
+            "Decide by get_total_norm of all gradients; to leave out these parameters alone, set requires_grad = False."
         )
 
 
@@ -177,10 +174,6 @@ def _any_gradient(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x1E3779B97F4A7C15
-_CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**22
-"""elements that are read as 64-bit integers at a time: on a CPU few enough for its cache"""
 Key = tuple[str, str]
 """a parameter's name, and which part of it"""
 
@@ -191,8 +184,6 @@ class ReplicaCheck:
 
     run: Run
     """of the Trainer"""
-    part_of: Callable[[Tensor], str]
-    """names the part of a parameter that this rank has"""
     stage_of: Callable[[str], int]
     """the stage of a parameter, by its name"""
     _last: int = field(default=0, init=False)
@@ -207,8 +198,9 @@ class ReplicaCheck:
         if every is None or step % every or step == self._last:
             return
         self._last = step
-        named = ((name, one) for name, one in run.module.named_parameters() if not one.is_meta)
-        hashes = hashes_of({(name, self.part_of(one)): one for name, one in named})
+        own = {name: one for name, one in run.module.named_parameters() if not one.is_meta}
+        keys = [(name, "" if run.cube is None else str(run.cube.region(one))) for name, one in own.items()]
+        hashes = dict(zip(keys, hashes_of(own.values()), strict=True))
         data, cube = run.groups.data_control, run.groups.cube
         for group in (data, None if cube is None else cube.whole):
             found = [] if group is None else all_gather_objects(group, (run.rank, hashes))
@@ -238,32 +230,6 @@ def first_difference(found: Sequence[tuple[int, Mapping[Key, int]]]) -> tuple[st
     return next(((name, held) for (name, _), held in ranks.items() if len(held) > 1), None)
 
 
-def hashes_of(parameters: Mapping[Key, nn.Parameter]) -> dict[Key, int]:
-    """The hash of each parameter. The host waits for the device once."""
-    if not parameters:
-        return {}
-    values = torch.stack([_hash(parameter) for parameter in parameters.values()]).tolist()
-    return dict(zip(parameters, values, strict=True))
-
-
-def _hash(parameter: nn.Parameter) -> Tensor:
-    """The sum of the bits of all elements as integers, each times an odd number that depends on its place.
-
-    [], in int64, on the parameter's device: only this sum comes to the host.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=parameter.device)
-    for tensor in (one.detach() for one in stored_tensors(parameter) if one.numel()):
-        real: Any = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        integers = real.reshape(-1).view(_BITS[real.element_size()])
-        for bits in integers.split(_CHUNK if total.device.type == "cpu" else _CHUNK_ON_DEVICE):
-            numbers = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-            total = total * _ODD + (bits.long() * numbers.mul_(_ODD)).sum()
-    return total
-
-
-_AGREED = "agreed"
-
-
 def _show_error(hook: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Run a callback's `on_exception`. An error in it is shown in one line."""
     try:
@@ -286,7 +252,8 @@ class SavesOnException:
     """of the Trainer whose callbacks save"""
     checkpoints: "Checkpoints"
     """of the run"""
-    _decision: str | None = field(default=None, init=False)
+    _why_not: str | None = field(default=None, init=False)
+    """why nothing is saved; "": the ranks have agreed to save; None: they haven't met"""
 
     def __post_init__(self) -> None:
         """Let the callbacks that save ask all ranks before, and show errors in all of them."""
@@ -326,20 +293,17 @@ class SavesOnException:
             self._agree()
 
     def _agree(self) -> None:
-        if self._decision is None:
-            self._decision = self._decide()
-        if self._decision != _AGREED:
-            raise HanayoError(self._decision)
-
-    def _decide(self) -> str:
         """Agree with all ranks that come here in time. The decision of the first of them counts for all."""
-        failures = self.run.failures
-        topic, place = f"on_exception/{failures.run}", [self.run.trainer.global_step, *failures.position[:3]]
-        failures.monitor.answer(topic, lambda _: place)
-        return str(failures.monitor.settle(topic, self._judge, within=failure.GRACE / 2))
+        if self._why_not is None:
+            failures = self.run.failures
+            topic, place = f"on_exception/{failures.run}", [self.run.trainer.global_step, *failures.position[:3]]
+            failures.monitor.answer(topic, lambda _: place)
+            self._why_not = str(failures.monitor.settle(topic, self._judge, within=failure.GRACE / 2))
+        if self._why_not:
+            raise HanayoError(self._why_not)
 
     def _judge(self, places: dict[int, list[int]]) -> str:
-        """Whether all have stopped at the same place; if not, why that is refused."""
+        """Why all ranks can't have stopped at the same place; "" if they have."""
         name = self.run.failures.name
         missing = [rank for rank in range(self.run.topology.world_size) if rank not in places]
         if missing:
@@ -348,7 +312,7 @@ class SavesOnException:
             first, own = min(places.items())
             rank, other = next((one for one in sorted(places.items()) if one[1] != own), (first, own))
             if own == other:
-                return _AGREED
+                return ""
             why = f"{name(first)} has stopped after step {own[0]} in its batch {own[1]}, "
             why += f"{name(rank)} after step {other[0]} in its batch {other[1]}"
         newest = self.checkpoints.newest

@@ -257,16 +257,14 @@ def peaks(layout: Layout) -> dict[str, Any]:
 
 
 def test_no_rank_holds_more_than_one_full_module_in_addition_to_its_shards(pool: Pool) -> None:
-    """A full module, its shards in the send buffer, and the receive buffer: three times the largest module at most."""
+    """A full module, and its shards in memory of their own: twice the largest module at most."""
     ranks = pool.run(4, peaks, Layout(cube=(1, 2, 2), num_microbatches=1))
-    everything = [name for rank in ranks for name in rank["names"]]
-    assert len(everything) == len(set(everything)) == 3 + 4 * 6
-    assert [len(rank["names"]) for rank in ranks] == [7, 7, 7, 6]
-    total, largest = sum(sum(rank["sizes"]) for rank in ranks), max(max(rank["sizes"]) for rank in ranks)
+    total, largest = sum(ranks[0]["sizes"]), max(ranks[0]["sizes"])
     for rank in ranks:
+        assert len(rank["names"]) == len(set(rank["names"])) == 3 + 4 * 6
         assert not any(rank["held"])
         assert rank["kept"] < 0.4 * total  # a quarter, replicated vectors, and indices
-        assert rank["peak"] <= rank["kept"] + 3 * largest < 0.6 * total
+        assert rank["peak"] <= rank["kept"] + 2 * largest < 0.6 * total
 
 
 def saved(path: Path) -> Values:

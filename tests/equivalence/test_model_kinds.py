@@ -15,9 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.stack import find_stack
-from lightning_hanayo.strategy.setup.checks import check_layer_drop
 from tests.habits.arguments import gemma3n
 from tests.habits.images import TransformersLoss, qwen2_vl, texts_with_images
 from tests.harness import models
@@ -204,15 +201,3 @@ def test_matches_one_process(pool: Pool, name: str, layout: Layout) -> None:
     (expected,) = pool.run(1, fit, name, Layout())
     outcome = merge(pool.run(layout.world_size, fit, name, layout), layout)
     assert_close(outcome.weights, expected.weights, CASES[name].tolerance)
-
-
-def test_layer_drop_is_refused_with_the_rate_that_trains() -> None:
-    from transformers import Wav2Vec2Config, Wav2Vec2Model
-
-    config = Wav2Vec2Config(
-        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, conv_dim=(16,),
-        conv_stride=(5,), conv_kernel=(10,), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
-    )  # fmt: skip
-    model = Wav2Vec2Model(config)
-    with pytest.raises(UnsupportedError, match=r"encoder.config.layerdrop is 0.1: .*Set it to 0.0"):
-        check_layer_drop(model, find_stack(model))

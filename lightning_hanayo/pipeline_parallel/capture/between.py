@@ -40,8 +40,8 @@ from lightning_hanayo.pipeline_parallel.pytree import OutputReference, map_tree
 _NOT_USER_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
 """file names that begin so are not the user's code"""
 SKIPPED_BLOCKS = (
-    "Blocks that are left out (LayerDrop, self.blocks[:n]) must be called as well, and return their input; or delete "
-    "them before the run."
+    "Blocks that are left out (layerdrop above 0, self.blocks[:n]) must be called as well, and return their input; or "
+    "delete them before the run."
 )
 """how errors about missing calls of blocks end"""
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")

@@ -38,10 +38,8 @@ def defines_configure_model(module: "pl.LightningModule") -> bool:
     return is_overridden("configure_model", module)
 
 
-def example_run(module: "pl.LightningModule", device: torch.device) -> Callable[[], object] | None:
-    """Returns a function that runs `forward` on the module's `example_input_array`, on `device`; None without one."""
-    if module.example_input_array is None:
-        return None
+def example_run(module: "pl.LightningModule", device: torch.device) -> Callable[[], object]:
+    """Returns a function that runs `forward` on the module's `example_input_array`, on `device`."""
     precision = module.trainer.precision_plugin
     example = precision.convert_input(move_data_to_device(module.example_input_array, device))
     is_named = isinstance(example, dict)

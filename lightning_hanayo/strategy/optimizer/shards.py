@@ -12,10 +12,10 @@ stay whole: sparse ones, those whose memory is in another order, and those with 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 5.1.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from itertools import groupby
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,31 +27,8 @@ from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 
-LARGE = 2**18
-"""bytes from which a parameter has a message of its own; smaller ones are copied into one buffer, and back"""
-
-
-class CubeSharding(Sharding, Protocol):
-    """How parameters are sharded over the ranks of a cube."""
-
-    def num_replicas(self, parameter: Tensor) -> int:
-        """How many ranks of the cube hold the same shard of it."""
-
-    def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
-        """Gather the ranks' shards of something shaped as `parameter`, on the CPU. Called by all of them."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a parameter that one data rank updates: `start` to `stop` of its first dimension longer than 1."""
-
-    dim: int
-    start: int
-    stop: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """A view of these rows of something with the parameter's shape."""
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
+Rows = tuple[int, int, int]
+"""the rows of a parameter that one data rank updates: its first dimension longer than 1, their start and number"""
 
 
 @dataclass(eq=False, repr=False)
@@ -62,7 +39,7 @@ class OptimizerShards:
     """the parameters of each stage of this rank"""
     axis: MeshAxis
     """the data ranks"""
-    cube: CubeSharding | None
+    cube: Sharding | None
     """None without one"""
     _: KW_ONLY
     whole: InitVar[Collection[Tensor]] = ()
@@ -89,7 +66,7 @@ class OptimizerShards:
     def local_shape(self, parameter: Tensor) -> tuple[int, ...]:
         """The shape of this rank's rows of a parameter; all of it if it isn't cut."""
         shape, rows = self._local_shapes.get(parameter, tuple(parameter.shape)), self._rows.get(parameter)
-        return shape if rows is None else (*shape[: rows.dim], rows.stop - rows.start, *shape[rows.dim + 1 :])
+        return shape if rows is None else (*shape[: rows[0]], rows[2], *shape[rows[0] + 1 :])
 
     def num_replicas(self, parameter: Tensor) -> int:
         """How many ranks hold the same part of a gradient when a norm is taken, data ranks included."""
@@ -99,7 +76,7 @@ class OptimizerShards:
     def own_rows(self, parameter: Tensor, value: Tensor) -> Tensor:
         """This rank's rows of a value with the parameter's shape; all of it if the parameter isn't cut."""
         rows = self._rows.get(parameter)
-        return value if rows is None or value.shape != self._local_shapes[parameter] else rows.of(value)
+        return value if rows is None or value.shape != self._local_shapes[parameter] else value.narrow(*rows)
 
     # the optimizer's step
 
@@ -124,7 +101,7 @@ class OptimizerShards:
             if rows is not None:
                 whole, gradient = parameter.data, parameter.grad
                 self._replaced[parameter] = whole, gradient
-                set_values(parameter, rows.of(whole), None if gradient is None else rows.of(gradient))
+                set_values(parameter, whole.narrow(*rows), None if gradient is None else gradient.narrow(*rows))
 
     def take_out(self, *, gathers: bool) -> None:
         """After the step: whole parameters again. If it `gathers`, they get the other ranks' rows, in the background.
@@ -173,47 +150,21 @@ class OptimizerShards:
 
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[None]:
         """Start to sum the gradients of parameters that are cut: own rows of each become sums over the data ranks."""
-        large = [gradient for gradient in gradients if gradient.nbytes >= LARGE]
-        small = [gradient for gradient in gradients if gradient.nbytes < LARGE]
-        works = [self.axis.reduce_scatter_each([self._parts(one)]) for one in large]
-        joined = torch.cat([self._parts(one).flatten(1) for one in small], 1) if small else None
-        total = None if joined is None else self.axis.reduce_scatter(joined)
+        sums = self.axis.reduce_scatter_each([self._parts(one) for one in gradients])
 
         def finish() -> None:
-            for gradient, work in zip(large, works, strict=True):
-                self._put_rows(gradient, work.wait()[0])
-            if total is not None:
-                lengths = [self._parts(one)[0].numel() for one in small]
-                for gradient, rows in zip(small, total.wait().split(lengths), strict=True):
-                    self._put_rows(gradient, rows)
+            for gradient, rows in zip(gradients, sums.wait(), strict=True):
+                self._put_rows(gradient, rows)
 
         return Pending(None, finish)
 
-    def _start_gather(self, parameters: Sequence[nn.Parameter]) -> list[Pending[None]]:
-        """Start to bring each rank's rows to all others, in place where all have equally many."""
-        pending = []
-        even = [p for p in parameters if p.nbytes >= LARGE and p.shape[self._rows[p].dim] % self.axis.size == 0]
-        if even:
-            wholes = [p.data.view(self.axis.size, -1) for p in even]
-            own = [whole[self.axis.rank] for whole in wholes]
-            pending.append(Pending(self.axis.gather_into(wholes, own), lambda: None))  # gathered in place
-        taken = set(even)
-        others = sorted((p for p in parameters if p not in taken), key=lambda p: str(p.dtype))
-        for _, same in groupby(others, key=lambda p: p.dtype):
-            pending.append(self._start_joined_gather(list(same)))
-        return pending
-
-    def _start_joined_gather(self, parameters: Sequence[nn.Parameter]) -> Pending[None]:
-        wholes = [parameter.data.view(-1) for parameter in parameters]
-        own = [self._parts(parameter.data)[self.axis.rank].flatten() for parameter in parameters]
-        gathering = self.axis.all_gather(torch.cat(own))
-
-        def finish() -> None:
-            columns = gathering.wait().split([len(one) for one in own], 1)
-            for whole, column in zip(wholes, columns, strict=True):
-                whole.copy_(column.reshape(-1)[: len(whole)])
-
-        return Pending(None, finish)
+    def _start_gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Pending[None]]:
+        """Start to bring each rank's rows to all others: one collective for each dtype."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            values = [parameter.data for parameter in parameters if parameter.dtype is dtype]
+            wholes = list(map(self._parts, values))  # of equal parts the parameters' own memory, else copies
+            work = self.axis.gather_into(wholes, [whole[self.axis.rank] for whole in wholes])
+            yield Pending(work, partial(_copy_back, values, wholes))
 
     def _parts(self, value: Tensor) -> Tensor:
         """[size, ...]: the rows of each data rank, padded to equally many."""
@@ -232,18 +183,23 @@ class OptimizerShards:
         """Which entries of the whole parameter this rank's rows are."""
         shape, rows = self._local_shapes.get(parameter, tuple(parameter.shape)), self._rows.get(parameter)
         found = Region.whole(shape) if self.cube is None else self.cube.region(parameter)
-        return found if rows is None else found.narrow(rows.dim, rows.start, rows.stop)
+        return found if rows is None else found.narrow(rows[0], rows[1], rows[1] + rows[2])
 
     def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Gather something of which each rank has its own rows, on the CPU. Called by all ranks with this stage."""
         rows = self._rows.get(parameter)
         if rows is not None and part.shape == self.local_shape(parameter):
             shape, device = self._local_shapes[parameter], next(iter(self._rows)).device
-            longest = -(-shape[rows.dim] // self.axis.size)
-            equal = padded(part.detach().to(device), rows.dim, longest).contiguous()
-            whole = self.axis.all_gather(equal).wait().view(-1, *shape[rows.dim + 1 :])
-            part = whole[: shape[rows.dim]].view(shape)
+            dim = rows[0]
+            equal = padded(part.detach().to(device), dim, -(-shape[dim] // self.axis.size)).contiguous()
+            part = self.axis.all_gather(equal).wait().view(-1, *shape[dim + 1 :])[: shape[dim]].view(shape)
         return part.detach().cpu() if self.cube is None else self.cube.unshard(part, parameter)
+
+
+def _copy_back(values: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+    for value, whole in zip(values, wholes, strict=True):
+        if whole.data_ptr() != value.data_ptr():
+            value.view(-1).copy_(whole.view(-1)[: value.numel()])
 
 
 def set_values(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:
@@ -262,7 +218,7 @@ def _rows_of(parameter: Tensor, axis: MeshAxis) -> Rows | None:
         return None
     part = -(-length // axis.size)
     start = min(length, axis.rank * part)
-    return Rows(dim, start, min(length, start + part))
+    return dim, start, min(part, length - start)
 
 
 def _dim_of(tensor: Tensor) -> int:

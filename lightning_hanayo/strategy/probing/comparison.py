@@ -57,15 +57,12 @@ class Rule:
 
     def __str__(self) -> str:
         shifted = ", without the first of each sequence" * self.is_shifted
-        match self.kind:
-            case "samples":
-                return "samples"
-            case "each":
-                return "nothing: the losses are added up"
-            case "labels":
-                return f"the values of {self.path} other than {self.ignored}{shifted}"
-            case _:
-                return f"the sum of {self.path}{shifted}"
+        texts = {
+            "samples": "samples",
+            "each": "nothing: the losses are added up",
+            "labels": f"the values of {self.path} other than {self.ignored}{shifted}",
+        }
+        return texts.get(self.kind, f"the sum of {self.path}{shifted}")
 
     @property
     def is_token(self) -> bool:

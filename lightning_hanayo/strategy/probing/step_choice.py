@@ -120,9 +120,15 @@ class StageRules:
         rows = [weights for values in made for weights in values if weights is not None]
         return 0 if any(0.0 in row for row in rows) else len({tuple(round(one, 6) for one in row) for row in rows})
 
-    def take(self, verdicts: Sequence[Verdict]) -> str:
-        """Take what probes have shown; return what they don't agree on."""
-        difference = ""
+    def take(self, verdicts: Sequence[Verdict]) -> tuple[str, str]:
+        """Take what probes have shown; return a difference that no rule explains, and why it can't be told.
+
+        Both are empty where rules were found.
+        """
+        difference = next((one.difference for one in verdicts if one.difference), "")
+        unknown = next((one.unknown for one in verdicts if one.unknown), "")
+        if difference or unknown:
+            return difference, unknown
         tried = {rule for one in verdicts for rule in one.tried}
         if not self.loss.take(_common([one.rules for one in verdicts]), tried):
             difference = "different batches follow different rules"
@@ -131,7 +137,7 @@ class StageRules:
             fitting.sort(key=lambda rule: rule not in self.loss.rules)
             if not self.logged.setdefault(name, Candidates()).take(fitting, tried):
                 difference = f"the logged value {name!r} follows different rules in different batches"
-        return difference
+        return difference, ""
 
 
 @dataclass
@@ -261,11 +267,8 @@ class StepChoice:
             return False
         for _ in range(TRIES):
             verdicts = self.in_cube(self._verdict(rules, given, trains=False))
-            unknown = next((one.unknown for one in verdicts if one.unknown), "")
-            difference = next((one.difference for one in verdicts if one.difference), "")
-            if not (unknown or difference):
-                difference = rules.take(verdicts)
-            if unknown or difference:
+            difference, unknown = rules.take(verdicts)
+            if difference or unknown:
                 self._evaluations[stage] = None
                 self._tell_of_evaluation(stage, difference, unknown)
                 return False
@@ -331,11 +334,9 @@ class StepChoice:
 
     def _take(self, verdicts: Sequence[Verdict], *, fits: bool) -> tuple[bool, bool]:
         """Take the verdicts of all data ranks; return whether the step runs once, and whether rules are known."""
-        difference = next((one.difference for one in verdicts if one.difference), "")
-        unknown = next((one.unknown for one in verdicts if one.unknown), "")
-        if not difference and not unknown:
+        difference, unknown = self.rules.take(verdicts)
+        if not unknown:
             self._num_unknown = 0
-            difference = self.rules.take(verdicts)
         can_be_cut = all(one.can_be_cut for one in verdicts)
         if unknown and not can_be_cut:
             self._give_up(f"whether losses of micro-batches add up to that of the whole batch isn't known: {unknown}")

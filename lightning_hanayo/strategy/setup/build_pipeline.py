@@ -205,9 +205,8 @@ class RankBuilder:
         missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
         if missing:
             raise UnsupportedError(
-                f"{missing[0]} has no values on pipeline rank {self.run.pipe_rank}, where it belongs now, as another "
-                "layout or a hook has moved it there. Build the model anew and load a checkpoint, or give it the "
-                "values that self.trainer.strategy.full_parameter(parameter) returns."
+                f"{missing[0]} has no values on pipeline rank {self.run.pipe_rank}, to which a hook or a layout moves "
+                "it. Build the model anew and load a checkpoint, or give it those of trainer.strategy.full_parameter."
             )
         return [parameter for parameter in model.parameters() if parameter in kept]
 
@@ -434,8 +433,6 @@ def _measured_times(run: Run, stack: Stack) -> tuple[Sequence[float], float]:
     example = user_hooks.example_run(run.module, run.device)
     if is_deferred(run.module):
         raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
-    if example is None:
-        raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
     times, outside = measure_block_times(run.module, stack, example, run.device)
     measured = torch.tensor([*times, outside], dtype=torch.float64)
     if dist.is_initialized():

@@ -8,12 +8,12 @@ mode="reduce-overhead", "max-autotune"                   rejected: CUDA graphs w
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from traceback import walk_tb
 from types import MethodType
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -49,10 +49,6 @@ def check_run(
             "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."
         )
-    for name in ("accumulate_grad_batches", "val_check_interval"):  # Lightning takes a zero, and divides by it
-        value = getattr(trainer, name, None)  # an interval in time is kept elsewhere
-        if isinstance(value, int | float) and value <= 0:
-            raise HanayoError(f"Trainer({name}={value!r}): expected a number above 0")
     if options.balance == "time" and module.example_input_array is None:
         raise HanayoError(
             f"balance='time' measures the blocks while the model runs on example_input_array, but "
@@ -140,11 +136,8 @@ def warn_of_batch_statistics(model: nn.Module, num_microbatches: int, *, except_
 
 
 @contextmanager
-def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> Iterator[None]:
-    """Inside it, BatchNorm's complaint about a single value per channel becomes one that names module and way out.
-
-    `sizes`: the samples of this rank's micro-batches, where they are known.
-    """
+def explaining_single_samples(model: nn.Module) -> Iterator[None]:
+    """Inside it, BatchNorm's complaint about a single value per channel becomes one that names module and way out."""
     try:
         yield
     except ValueError as error:
@@ -153,23 +146,10 @@ def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> It
         callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
         names = {part: name for name, part in model.named_modules()}
         part = next((names[one] for one in callers if isinstance(one, _BatchNorm) and one in names), "BatchNorm")
-        cut = f" (a batch was cut into {', '.join(map(str, sizes))} samples)" if sizes else ""
         raise UnsupportedError(
-            f"{part} normalises by the mean of a micro-batch, which has a single sample{cut}: {error}. Set a smaller "
+            f"{part} normalises by the mean of a micro-batch, which has a single sample: {error}. Set a smaller "
             "num_microbatches, leave out a smaller last batch (drop_last=True), or use GroupNorm or LayerNorm."
         ) from error
-
-
-def reject_stop() -> NoReturn:
-    """Reject a step that ends the run: it runs on one rank, and the others would wait for the next batch.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "training_step set trainer.should_stop, which the other ranks of the model don't see. Set it in a hook that "
-        "runs on all ranks, such as on_train_batch_end, by what is in trainer.callback_metrics."
-    )
 
 
 def _check_loop(module: "pl.LightningModule") -> None:
@@ -230,8 +210,7 @@ def _check_loggers(trainer: "pl.Trainer") -> None:
     for logger in user_hooks.loggers_with(trainer, user_hooks.UPLOADS):
         raise UnsupportedError(
             f"{type(logger).__name__}(log_model=...) uploads checkpoints that are files, but several ranks save "
-            "folders. Set HanayoStrategy(save_full=True) or ModelCheckpoint(save_weights_only=True), or upload the "
-            "folder trainer.checkpoint_callback.best_model_path yourself."
+            "folders. Set HanayoStrategy(save_full=True) or ModelCheckpoint(save_weights_only=True), or upload it."
         )
 
 
@@ -252,67 +231,37 @@ def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
     for name, part in model.named_modules():
         if _uses_cuda_graphs(part) and not _is_around(part, blocks):
             raise UnsupportedError(
-                f"{name} is compiled with CUDA graphs (mode='reduce-overhead', 'max-autotune', or "
-                "'triton.cudagraphs'), which write each micro-batch's result where the last one's was. Compile it "
-                "with the default mode, or with mode='max-autotune-no-cudagraphs'."
+                f"{name} is compiled with CUDA graphs, which write each micro-batch's result where the last one's was. "
+                "Compile it with the default mode, or with mode='max-autotune-no-cudagraphs'."
             )
-
-
-def check_layer_drop(model: nn.Module, stack: Stack) -> None:
-    """Reject layer drop, as models of transformers have it, before a step leaves out a block by chance.
-
-    Raises:
-        UnsupportedError: the module that has the stack leaves out blocks.
-    """
-    path = stack.block_names[0].rpartition(".")[0].rpartition(".")[0]
-    owner: Any = model.get_submodule(path)
-    places = (
-        (f"{path or type(model).__name__}.layerdrop", owner),
-        (f"{path}.config.layerdrop", getattr(owner, "config", None)),
-    )
-    for name, place in places:
-        rate = getattr(place, "layerdrop", None)
-        if isinstance(rate, float) and rate > 0.0:
-            raise UnsupportedError(
-                f"{name} is {rate:g}: each step leaves out blocks of {stack.name} at random, but the ranks of a "
-                f"pipeline run all blocks, in order. Set it to 0.0 before the run."
-            )
-        if rate is not None:
-            return
 
 
 def run_uncompiled(
-    module: "pl.LightningModule",
-    stack: Stack,
-    attributes: TemporaryAttributes,
-    *,
-    cube: Literal["registered", "generic"] | None = None,
+    module: "pl.LightningModule", stack: Stack, attributes: TemporaryAttributes, *, is_registered: bool | None = None
 ) -> None:
     """Run compiled modules around the stack as written, in a cube also blocks, and warn with their names.
 
-    `cube` says which blocks a cube has; None without one.
+    `is_registered`: of the blocks in a cube, whether their code is known; None without one.
     """
     blocks, parts = set(stack.blocks), dict(module.named_modules())
     around = {name: part for name, part in parts.items() if _is_around(part, blocks)}
-    names = [*_steps(module, attributes), *_uncompiled(around, attributes)]
-    if names:
-        warnings.warn(
-            f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because the "
-            f"step is suspended at the stack {stack.name!r}. Compile the blocks instead, with block.compile().",
-            stacklevel=2,
-        )
     in_blocks = {part for block in blocks for part in block.modules()}
     inside = {name: part for name, part in parts.items() if original(part) in in_blocks}
-    if cube == "registered":
+    in_cube = "layers communicate in the cube. Set cube=1 to run them compiled"
+    if is_registered:
         inside = {name: part for name, part in inside.items() if original(part) is not part}
-    names = [] if cube is None else _uncompiled(inside, attributes)
-    if names:
-        way_out = "Compile them in place, with block.compile()" if cube == "registered" else "Set cube=1"
-        warnings.warn(
-            f"{', '.join(names)}: compiled, but run as written, because layers in the stack {stack.name!r} "
-            f"communicate in the cube. {way_out} to run them compiled.",
-            stacklevel=2,
-        )
+        in_cube = "layers communicate in the cube. Compile them in place, with block.compile()"
+    suspended = "the step is suspended there. Compile the blocks instead, with block.compile()"
+    for names, why in (
+        ([*_steps(module, attributes), *_uncompiled(around, attributes)], suspended),
+        ([] if is_registered is None else _uncompiled(inside, attributes), in_cube),
+    ):
+        if names:
+            warnings.warn(
+                f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because "
+                f"of the stack {stack.name!r}: {why}.",
+                stacklevel=2,
+            )
 
 
 def _uses_cuda_graphs(part: nn.Module) -> bool:

@@ -96,9 +96,8 @@ def _check(optimizer: Optimizer, scope: Scope | None, *, is_cut: bool, is_sharde
     is_wrapper = name in _WRAPPERS and (is_sharded or scope != "element")
     if is_cut and (scope is None or is_wrapper):
         raise UnsupportedError(
-            f"{name} isn't known to work on each element of a parameter alone, nor on each parameter, of which a rank "
-            "of a cube, or with shard_optimizer=True, holds a part. Use AdamW or Muon, or declare on the optimizer "
-            "which it is: `is_elementwise = True`, or `is_parameterwise = True`."
+            f"{name} isn't known to work on each element of a parameter alone, nor on each parameter, but ranks "
+            "hold parts. Use AdamW or Muon, or declare on it `is_elementwise = True` or `is_parameterwise = True`."
         )
     if scope is None:
         warnings.warn(

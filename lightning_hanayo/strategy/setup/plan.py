@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from math import floor, prod
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -59,10 +58,7 @@ def plan_for(
     steady = not user_hooks.clips_by_norm(trainer, module)
     if drives_itself(module):
         options = replace(options, num_microbatches=1)
-    plan = plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
-    if trainer.state.fn == TrainerFn.FITTING and topology.replica_size > 1:
-        checks.check_layer_drop(module, plan.stack)
-    return plan
+    return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
 
 
 def drives_itself(module: "pl.LightningModule") -> str | None:

@@ -129,11 +129,6 @@ class Cube:
         )
 
     @property
-    def sample_rank(self) -> int:
-        """This rank's number among those whose user code works on different samples."""
-        return self.mesh.index("xyz") if self.shares_samples else 0
-
-    @property
     def keeps_layout(self) -> bool:
         """Whether tensors between a block's layers are as outside the stack: own samples, all features."""
         return self.shares_samples and not self.plan.is_registered
@@ -211,10 +206,6 @@ class Cube:
         parts = {one: PartialParameter for one in self._shards if one not in self._whole_in_steps}
         return parts | dict.fromkeys(self.outside.kept_sharded, VocabularyWeight)
 
-    def adds_whole_gradient(self, parameter: Tensor) -> bool:
-        """Whether this rank is the one that adds a complete gradient to one that is still to be summed over ranks."""
-        return self.mesh.index(self._shards[parameter].partial) == 0
-
     def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Gather the ranks' shards of something shaped as `parameter`, on the CPU. Called by all of them."""
         shard = self._shards[parameter]
@@ -223,12 +214,12 @@ class Cube:
         on_device = part.detach().to(self._device)  # after a run Lightning has moved it to the CPU
         return all_gather_whole(on_device, shard, self.mesh, torch.device("cpu"))
 
-    def shard(self, whole: Tensor, parameter: Tensor, place: tuple[int, int, int] | None = None) -> Tensor:
-        """The shard at mesh coordinates (this rank's if None) of something shaped as the whole parameter; else all."""
+    def shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's shard of something shaped as the whole parameter; else all of it."""
         shard = self._shards.get(parameter)
         if shard is None or tuple(whole.shape) != shard.shape or not shard.axes:
             return whole
-        return shard.of(whole, self.mesh, place)
+        return shard.of(whole, self.mesh)
 
     @property
     def _groups(self) -> CubeGroups:

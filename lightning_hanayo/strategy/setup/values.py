@@ -1,10 +1,6 @@
 """Initial values: of models that were built on the meta device, and from folders of safetensors.
 
-On the meta device, module by module:
-
-no cube   each pipeline rank builds the modules of its stages, one after another
-a cube    module 0      1      2      3  |  4      5 ...        its ranks build one each at the same time, and send
-          rank   0      1      2      3  |  0      1            every rank its shards; then the whole ones are freed
+On the meta device: each rank builds the modules of its stages, one after another, and in a cube keeps its shards.
 
 From folders:
 
@@ -25,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +32,6 @@ from lightning_hanayo.dist_checkpointing.export import Weights, open_weights
 from lightning_hanayo.dist_checkpointing.load_state import own_part, tensors_of
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
-from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
 from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.strategy.groups import broadcast_bytes
@@ -50,18 +44,14 @@ from lightning_hanayo.weight_gradients import gradient_dtype
 def fill_initial_values(
     deferred: DeferredInit, modules: Iterable[nn.Module], device: torch.device, cube: Cube | None
 ) -> None:
-    """Fill meta tensors in `modules`, this rank's, with its shards of the values. Called by all ranks of the cube.
+    """Fill meta tensors in `modules`, this rank's, with its shards of the values, one whole module after another."""
 
-    A rank of a cube never holds more than one whole module, and the shards of it that it sends.
-    """
-    unbuilt = deferred.deferred_modules(modules)
-    if cube is None:
-        for module in unbuilt:
-            deferred.assign(module, (value.to(device) for value in deferred.initial_values(module)))
-        return
-    count = cube.mesh.num_ranks
-    for first in range(0, len(unbuilt), count):
-        _build_and_distribute(deferred, unbuilt[first : first + count], device, cube)
+    def own_values(module: DeferredModule) -> Iterator[Tensor]:
+        for value, tensor in zip(deferred.initial_values(module), module.tensors, strict=True):
+            yield (value if cube is None else cube.shard(value, tensor)).to(device)
+
+    for module in deferred.deferred_modules(modules):
+        deferred.assign(module, own_values(module))
 
 
 def make_room(
@@ -72,40 +62,6 @@ def make_room(
     for name, tensor in tensors_of(model).items():
         if name in names and tensor in own and tensor.is_meta:
             deferred.assign_one(tensor, torch.empty_like(tensor, device=device))
-
-
-def _build_and_distribute(
-    deferred: DeferredInit, modules: Sequence[DeferredModule], device: torch.device, cube: Cube
-) -> None:
-    """Each rank builds one of `modules`; there may be fewer modules than ranks."""
-    axis = cube.mesh.axis("xyz")
-    assert axis.group is not None  # a cube has at least two ranks
-    parts = [torch.empty(0, dtype=torch.uint8)] * axis.size
-    if axis.rank < len(modules):
-        module = modules[axis.rank]
-        values = list(zip(module.tensors, deferred.initial_values(module), strict=True))
-        parts = [  # as bytes: gloo knows few dtypes
-            torch.cat([cube.shard(value, tensor, place).reshape(-1).view(torch.uint8) for tensor, value in values])
-            for place in cube.mesh.places
-        ]
-        del values
-    sent, counts = torch.cat(parts).to(device), [len(part) for part in parts]
-    del parts
-    sizes = [sum(tensor.nbytes for tensor in module.tensors) for module in modules]  # on meta they are shards already
-    sizes += [0] * (axis.size - len(modules))
-    received = sent.new_empty(sum(sizes))
-    with Waiting("initial values from the ranks of its cube", axis.ranks):
-        axis.group.alltoall_base(received, sent, sizes, counts).wait()
-    for module, own in zip(modules, received.split(sizes), strict=False):
-        deferred.assign(module, _values(own, module.tensors))
-
-
-def _values(message: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    start = 0
-    for tensor in tensors:
-        part = message[start : start + tensor.nbytes].clone()  # aligned for its dtype
-        start += tensor.nbytes
-        yield part.view(tensor.dtype).view(tensor.shape)
 
 
 _WAS_READ = "_hanayo_was_read"
@@ -166,16 +122,17 @@ def check_same_folders(folders: Iterable[Path], *, verify: bool) -> None:
     Raises:
         HanayoError: on all ranks, if one sees other tensors, or can't read a folder.
     """
-    for folder in folders:
-        signatures = on_all_ranks(partial(_signature, folder))
-        for rank, signature in enumerate(signatures):
-            if signature != signatures[0]:
+    paths = list(folders)
+    signatures = on_all_ranks(lambda: [open_weights(path).folder.signature for path in paths])
+    for rank, row in enumerate(signatures):
+        for path, own, first in zip(paths, row, signatures[0], strict=True):
+            if own != first:
                 raise HanayoError(
-                    f"init_from: rank {rank} finds other tensors in {folder} than rank 0. Give a folder on a file "
+                    f"init_from: rank {rank} finds other tensors in {path} than rank 0. Give a folder on a file "
                     f"system that all ranks see, or the same files on each node."
                 )
-        if verify:
-            with_common_errors(partial(_verify, folder))
+    for path in paths if verify else ():
+        with_common_errors(partial(open_weights(path).folder.verify, *place_in_world(), kind="model/"))
 
 
 def load_pretrained(
@@ -281,14 +238,6 @@ def _check_blocks(folder: Weights, blocks: str, missing: Mapping[Tensor, str]) -
             f"init_from: {folder.path} has no values for parameters of blocks: {listed(in_blocks[::-1])}. Build the "
             "model of its config.json, or save yours with safetensors.torch.save_model, and give that folder."
         )
-
-
-def _signature(folder: Path) -> str:
-    return open_weights(folder).folder.signature
-
-
-def _verify(folder: Path) -> None:
-    open_weights(folder).folder.verify(*place_in_world(), kind="model/")
 
 
 def _own_sources(
@@ -463,31 +412,23 @@ class FullParameters:
 
     def _add(self, leaf: _Leaf, *, reduce: bool) -> None:
         owner, rank = self.owners[self._names[leaf.parameter]], self.run.pipe_rank
-        if rank not in (0, owner):
-            return
         gradient = leaf.whole.grad
         if gradient is None:
             gradient = torch.zeros_like(leaf.whole, dtype=gradient_dtype(leaf.parameter))
         if rank == 0 and self.cube is not None:
             gradient = self.cube.mesh.axis("xyz").all_reduce(gradient.contiguous()).wait()
-        if owner != 0:
-            gradient = self._send_to(owner, gradient)
+        if owner != 0:  # then all pipeline ranks know of the leaf
+            sent = gradient.detach().cpu().contiguous()
+            broadcast_bytes(sent, self.run.groups.control)
+            gradient = sent.to(gradient.device)
         if rank == owner:
             self._accumulate(leaf.parameter, gradient, reduce=reduce)
-
-    def _send_to(self, owner: int, gradient: Tensor) -> Tensor:
-        control, sent = self.run.groups.control, gradient.detach().cpu().contiguous()
-        as_bytes: Any = sent.view(-1).view(torch.uint8)
-        if self.run.pipe_rank == 0:
-            dist.send(as_bytes, group=control, group_dst=owner)
-        else:
-            dist.recv(as_bytes, group=control, group_src=0)
-        return sent.to(gradient.device)
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor, *, reduce: bool) -> None:
         part, data = gradient if self.cube is None else self.cube.shard(gradient, parameter), self.run.groups.data
         if reduce and data is not None:
             dist.all_reduce(part, group=data)
-        if not reduce and self.cube is not None and not self.cube.adds_whole_gradient(parameter):
+        partial_axes = "" if self.cube is None else self.cube.partial_axes(parameter)
+        if not reduce and self.run.mesh.index(partial_axes) > 0:
             return  # a later batch sums the ranks' gradients of this parameter, so one of them adds it
         parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)

@@ -248,11 +248,10 @@ class UserCollectives:
             return tensor
         rows = self.all_gather(tensor, sync_grads=False)
         name = (op if isinstance(op, str) else str(op).rpartition(".")[2]).lower()
-        if name in ("mean", "avg"):
-            return (rows if rows.is_floating_point() else rows.double()).mean(0).to(tensor.dtype)
         if name not in _REDUCTIONS:
-            raise UnsupportedError(f"strategy.reduce(reduce_op={op!r}): expected mean, {', '.join(_REDUCTIONS)}")
-        return _REDUCTIONS[name](rows)
+            raise UnsupportedError(f"strategy.reduce(reduce_op={op!r}): expected {', '.join(_REDUCTIONS)}")
+        rows = rows.double() if _REDUCTIONS[name] == "mean" and not rows.is_floating_point() else rows
+        return getattr(rows, _REDUCTIONS[name])(0).to(tensor.dtype)
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of rank `source` of the world. In hooks that run on all ranks, over all of them."""
@@ -383,12 +382,8 @@ class UserCollectives:
             )
 
 
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
-    "max": lambda rows: rows.amax(0),
-    "min": lambda rows: rows.amin(0),
-    "product": lambda rows: rows.prod(0, dtype=rows.dtype),
-}
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "amax", "min": "amin", "product": "prod"}
+"""methods of tensors, by the names of the operations"""
 
 
 _REDUCING = (

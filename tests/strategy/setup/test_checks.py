@@ -1,7 +1,6 @@
 """What can't run is refused before it starts, and the way out that an error names works."""
 
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from torch import nn
@@ -9,7 +8,7 @@ from torch import nn
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack
-from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_layer_drop
+from lightning_hanayo.strategy.setup.checks import check_batch_statistics
 
 
 class Block(nn.Module):
@@ -37,16 +36,3 @@ def test_batch_norm_outside_the_stack_is_allowed_by_the_option_that_the_error_na
     with pytest.raises(UnsupportedError, match=r"^stem .*Leave out step='microbatch'"):
         check_batch_statistics(one, find_stack(one), HanayoStrategy(step="microbatch").options)
     check_batch_statistics(one, find_stack(one), HanayoStrategy().options)
-
-
-def test_layer_drop_is_named_with_its_place() -> None:
-    one: Any = nn.ModuleDict({"encoder": model(nn.LayerNorm)})
-    stack = find_stack(one)
-    one["encoder"].config = SimpleNamespace(layerdrop=0.1)
-    with pytest.raises(UnsupportedError, match=r"^encoder.config.layerdrop is 0.1: .*Set it to 0.0"):
-        check_layer_drop(one, stack)
-    one["encoder"].layerdrop = 0.0  # of this module, where the configuration may be of several
-    check_layer_drop(one, stack)
-    one["encoder"].layerdrop = 0.5
-    with pytest.raises(UnsupportedError, match=r"^encoder.layerdrop is 0.5"):
-        check_layer_drop(one, stack)

@@ -1,7 +1,7 @@
 """Code around the stack, and the blocks of a cube, run uncompiled during a run; a warning names what was compiled."""
 
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -44,11 +44,11 @@ class CompiledInPlace(Model):
         return block
 
 
-def graphs_of(model: Model, cube: Literal["registered", "generic"] | None = None) -> int:
+def graphs_of(model: Model, is_registered: bool | None = None) -> int:
     """How many graphs are compiled in a forward during a run."""
     torch.compiler.reset()
     attributes, stack = TemporaryAttributes(), find_stack(model)
-    run_uncompiled(model, stack.uncompiled if cube else stack, attributes, cube=cube)
+    run_uncompiled(model, stack if is_registered is None else stack.uncompiled, attributes, is_registered=is_registered)
     with torch.no_grad():
         model(torch.ones(1, models.WIDTH))
     attributes.restore()
@@ -64,17 +64,18 @@ def test_blocks_of_a_pipeline_stay_compiled(factory: type[Model]) -> None:
 def test_generic_blocks_of_a_cube_are_not_compiled(factory: type[Model]) -> None:
     model = factory()
     with pytest.warns(
-        UserWarning, match="^blocks.0, blocks.1, .*: compiled, but run as written, because layers in the"
+        UserWarning,
+        match="^blocks.0, blocks.1, .*: compiled, but run as written, because of the stack 'blocks': layers",
     ):
-        assert graphs_of(model, "generic") == 0
+        assert graphs_of(model, is_registered=False) == 0
     model.blocks[0](torch.ones(1, models.WIDTH))
     assert len(model.graphs) == 1  # after the run it is compiled again
 
 
 def test_registered_blocks_of_a_cube_stay_compiled_in_place() -> None:
-    assert graphs_of(CompiledInPlace(), "registered") > 0
+    assert graphs_of(CompiledInPlace(), is_registered=True) > 0
     with pytest.warns(UserWarning, match="^blocks.0, .*: compiled, but run as written, .* with block.compile()"):
-        assert graphs_of(Model(), "registered") == 0
+        assert graphs_of(Model(), is_registered=True) == 0
 
 
 class Around(Model):
@@ -99,7 +100,7 @@ def test_nothing_is_said_where_nothing_is_compiled() -> None:
     model = models.MLP()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run_uncompiled(model, find_stack(model), TemporaryAttributes(), cube="generic")
+        run_uncompiled(model, find_stack(model), TemporaryAttributes(), is_registered=False)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # of inductor's imports

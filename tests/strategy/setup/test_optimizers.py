@@ -70,7 +70,7 @@ def test_those_that_need_whole_parameters_work_everywhere(optimizer: Optimizer) 
 
 def test_what_needs_whole_parameters_or_not_has_to_be_known_in_cubes() -> None:
     for topology, is_sharded in ((CUBE, False), (ALONE, True)):
-        with pytest.raises(UnsupportedError, match=r"declare .*`is_elementwise = True`, or `is_parameterwise = True`"):
+        with pytest.raises(UnsupportedError, match=r"declare .*`is_elementwise = True` or `is_parameterwise = True`"):
             check_optimizers([LayerwiseSGD(parameters(), 0.1)], topology, is_sharded=is_sharded)
 
 

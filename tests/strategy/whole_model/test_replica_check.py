@@ -14,7 +14,8 @@ from lightning import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_hanayo.errors import PeerFailed, ReplicasDifferError
-from lightning_hanayo.strategy.votes import first_difference, hashes_of
+from lightning_hanayo.strategy.votes import first_difference
+from lightning_hanayo.versions import hashes_of
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
@@ -24,19 +25,20 @@ from tests.harness.training import Layout, data_rank, make_loader, make_strategy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 def test_a_hash_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
     values = torch.arange(1, 200_001).to(dtype) if dtype is not torch.bfloat16 else torch.randn(200_001).to(dtype)
-    (first,) = hashes_of({("w", ""): nn.Parameter(values)}).values()
-    assert hashes_of({("w", ""): nn.Parameter(values.clone())}) == {("w", ""): first}
+    (first,) = hashes_of([nn.Parameter(values)])
+    assert hashes_of([nn.Parameter(values.clone()), values]) == [first, first]
     for place in (0, 65_535, 65_536, 199_999):
         other = values.clone()
         other[place] = other[place] * 1.0078125  # the next number in bf16
-        assert hashes_of({("w", ""): nn.Parameter(other)}) != {("w", ""): first}
+        assert hashes_of([other]) != [first]
     swapped = values.clone()
     swapped[[0, 65_536]] = values[[65_536, 0]]
-    assert hashes_of({("w", ""): nn.Parameter(swapped)}) != {("w", ""): first}
+    assert hashes_of([swapped]) != [first]
 
 
 def test_an_empty_parameter_has_a_hash() -> None:
-    assert hashes_of({("w", ""): nn.Parameter(torch.zeros(0, 3))}) == {("w", ""): 0}
+    assert hashes_of([nn.Parameter(torch.zeros(0, 3))]) == [0]
+    assert hashes_of([]) == []
 
 
 def test_the_first_difference_is_told_with_the_ranks_of_each_hash() -> None:

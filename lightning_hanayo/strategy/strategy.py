@@ -330,17 +330,13 @@ class HanayoStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        step = self.module.training_step
+        step = partial(self.module.training_step, **kwargs)
         with self._unguarded(), self.precision_plugin.train_step_context():
             self.session.steps.check()
             self.session.checkpoints.poll()
-
-            def user_step(part: Any) -> Any:
-                return step(part, *args, **kwargs)
-
             if not self.module.automatic_optimization:
-                return run_batch.run(self.session, batch, user_step, is_manual=True)
-            return run_batch.train(self.session, batch, user_step, steps=not self._accumulates)
+                return run_batch.run(self.session, batch, step, args, is_manual=True)
+            return run_batch.train(self.session, batch, step, args, steps=not self._accumulates)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -375,7 +371,7 @@ class HanayoStrategy(CheckpointingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unguarded():
-            return run_batch.run(self.session, batch, lambda part: step(part, *args, **kwargs))
+            return run_batch.run(self.session, batch, partial(step, **kwargs), args)
 
     @override
     def on_train_start(self) -> None:

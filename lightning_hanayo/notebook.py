@@ -17,7 +17,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,7 +181,9 @@ class Ranks:
             (answers, to_answer), (output, to_output) = (context.Pipe(duplex=False) for _ in range(2))
             place = rank, world_size, self._store.port
             process = context.Process(target=_main, args=(place, to_answer, to_output, work, failure))
-            start_forks([process])
+            with warnings.catch_warnings():  # forks call nothing that needs the threads of this process
+                warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # Python 3.12
+                process.start()
             to_answer.close()
             to_output.close()
             one = RankProcess(rank, process, answers, output)
@@ -211,14 +213,6 @@ class Ranks:
             one.answer = pickle.loads(one.answers.recv_bytes())
             self.answered.append(one)
         return False
-
-
-def start_forks(processes: Iterable[BaseProcess]) -> None:
-    """Start processes without Python's warning of threads: forks call nothing that needs those of this process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # Python 3.12
-        for process in processes:
-            process.start()
 
 
 def become_rank(rank: int, world_size: int, port: int) -> None:

@@ -239,25 +239,18 @@ def formats_of(precision: str, *, master_weights: bool = False) -> Formats:
     return Formats(dtype, size, size, 0)
 
 
-def read_batch(
-    model: "pl.LightningModule", batch: Any, options: Options, precision: Any, *, refusal: str
-) -> tuple[ModelFacts, int]:
+def read_batch(model: "pl.LightningModule", batch: Any, options: Options, precision: Any) -> tuple[ModelFacts, int]:
     """What a run with these options computes for a batch, as `read_model` counts it, and the samples of the batch.
 
     Raises:
-        HanayoError: the samples can't be counted; with the text `refusal`.
+        HanayoError: the samples can't be counted.
     """
     num_samples = BatchSplitter(options.batch_rule).num_samples(batch, BatchSource(module=model))
     if not num_samples:
-        raise HanayoError(refusal)
-    facts = read_model(
-        model,
-        batch,
-        num_samples,
-        precision=precision,
-        master_weights=options.master_weights is not None,
-        blocks=options.stack,
-    )
+        reason = "the samples of a training batch can't be counted, which a plan needs"
+        raise HanayoError(f"{reason}: let the loader give tensors, or give the sizes to HanayoStrategy instead")
+    has_masters, blocks = options.master_weights is not None, options.stack
+    facts = read_model(model, batch, num_samples, precision=precision, master_weights=has_masters, blocks=blocks)
     return facts, num_samples
 
 

@@ -48,8 +48,7 @@ def plan_at_start(strategy: MeshParallelStrategy, trainer: "pl.Trainer", data: A
     """
     options, module, device = strategy.options, strategy.module, strategy.root_device
     batch = _first_batch(trainer, module if data is None else data)
-    refusal = "layout='plan': the samples of a training batch can't be counted; give the sizes instead"
-    facts, num_samples = read_batch(module, batch, options, trainer.precision, refusal=refusal)
+    facts, num_samples = read_batch(module, batch, options, trainer.precision)
     name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else device.type
     # the data sheet of this device; a nominal CPU or an H100 for others
     machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])

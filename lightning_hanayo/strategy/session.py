@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -199,10 +199,8 @@ class Session(Run):
         self._for_summaries = state.keep_whole(module, is_cut=prepared.ownership is not None, cuts=several)
         if several:
             conversion = plan.conversion if prepared.cube is None else prepared.cube.plan
-            kind: Literal["registered", "generic"] = (
-                "registered" if conversion and conversion.is_registered else "generic"
-            )
-            run_uncompiled(module, plan.stack, self.attributes, cube=None if conversion is None else kind)
+            kind: Any = None if conversion is None else "registered" if conversion.is_registered else "generic"
+            run_uncompiled(module, plan.stack, self.attributes, cube=kind)
         self.seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:
             if self.topology.world_size > 1:

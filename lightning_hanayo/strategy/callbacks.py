@@ -18,8 +18,8 @@ values when the first pair is compared.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import cache, partial
 from types import MethodType
@@ -137,6 +137,7 @@ class _Copy:
             cube.add_copies(pairs)
         self._state_of = state_of
         self._is_used = False
+        """whether `state_dict()` returns this rank's part"""
         whole = {} if cube is None else cube.whole_shapes
         self._partial: list[Any] = [one for one, own in pairs.items() if isinstance(own, Placeholder) or own in whole]
         for parameter in self._partial:
@@ -145,7 +146,7 @@ class _Copy:
 
     def load(self, values: KeptValues) -> None:
         """Read this rank's part of whole values. Called by all ranks."""
-        with self._in_use():
+        with replaced(self, "_is_used", True):
             values.check(self._copy, self._cube)
             values.put_in(self._copy, self._cube)
 
@@ -156,20 +157,11 @@ class _Copy:
         if self._cube is not None:
             self._cube.drop_copies(self._copy.parameters())
 
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """Inside it, `state_dict()` returns this rank's part."""
-        self._is_used = True
-        try:
-            yield
-        finally:
-            self._is_used = False
-
     def _give_state(self, copy: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Called at the end of `copy.state_dict()`: user code gets the same as a checkpoint."""
         if self._is_used:
             return
-        with self._in_use():
+        with replaced(self, "_is_used", True):
             found = self._state_of(copy, self._cube)
         state.update({f"{prefix}{name}": value for name, value in found.items()})
 

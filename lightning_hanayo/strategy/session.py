@@ -383,7 +383,7 @@ class Session(Run):
         """
         self._first_parts.abandon()
         self._is_open = False
-        self.forget_groups()
+        self._open_groups = None
         self.failures.stop()
         self.attributes.restore()
         self.parts.abandon()

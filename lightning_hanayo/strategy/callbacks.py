@@ -229,16 +229,12 @@ def _hashes(names: Mapping[nn.Parameter, str], guard: ParameterGuard, cube: Cube
         whole = parameter if cube is None else cube.unshard(parameter, parameter)
         found = hashlib.sha256(f"{parameter.dtype} {tuple(whole.shape)}".encode())
         for tensor in stored_tensors(whole):
-            found.update(_bytes(tensor))
+            values = tensor.detach().cpu()
+            values = values + 0 if values.is_floating_point() and values.itemsize > 1 else values  # -0.0 equals 0.0
+            found.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     own = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     with guard.off():
         gathered = on_all_ranks(lambda: {name: of(parameter) for name, parameter in own.items()})
     return {name: value for hashes in gathered for name, value in hashes.items()}
-
-
-def _bytes(tensor: Tensor) -> Any:
-    values = tensor.detach().cpu()
-    values = values + 0 if values.is_floating_point() and values.itemsize > 1 else values  # -0.0 equals 0.0
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data

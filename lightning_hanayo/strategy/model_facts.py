@@ -172,7 +172,11 @@ class Counter(TorchDispatchMode):
             return result
         now.calls += 1
         now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
-        if (flops := _flops(func, name, args, kwargs, result)) is not None:
+        if name in flop_registry or func._opname in GROUPED:
+            if name in flop_registry:
+                flops = float(flop_registry[name](*args, **kwargs, out_val=result))
+            else:
+                flops = 2.0 * result.numel() * args[0].shape[-1]
             if now is self.loss:
                 rows, words = result.shape
                 rows = rows if self.head else max(rows, CHUNK)  # of the first chunk, which may be the only one
@@ -184,13 +188,6 @@ class Counter(TorchDispatchMode):
             tensors = tree_leaves((args, kwargs, result))
             now.traffic += sum(one.nbytes for one in tensors if isinstance(one, Tensor))
         return result
-
-
-def _flops(func: Any, name: Any, args: Any, kwargs: Any, result: Any) -> float | None:
-    """Of a product; None for other operations."""
-    if name in flop_registry:
-        return float(flop_registry[name](*args, **kwargs, out_val=result))
-    return 2.0 * result.numel() * args[0].shape[-1] if func._opname in GROUPED else None
 
 
 class _FlashAttention(TorchFunctionMode):

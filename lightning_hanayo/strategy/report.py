@@ -279,10 +279,7 @@ class WaveReport(Callback):
         if not isinstance(strategy, CheckpointingStrategy) or strategy.data_rank > 0:
             return
         self._pipeline, self._batches = strategy.pipeline, 0
-        if not trainer.is_global_zero:
-            return
-        if not self._is_asked:
-            strategy.session.pictures = "hanayo/wave in the logger, at the end"
+        if not trainer.is_global_zero or not self._is_asked:
             return
         num_samples = self._pipeline.splitter.num_samples
         flops, said = step_flops(pl_module, self._flops_per_batch, num_samples)
@@ -297,7 +294,7 @@ class WaveReport(Callback):
             planned = root / "schedule.png"
             save_timeline(planned, layout.simulate(), title=_title(layout), unit="T_F")
             _log_image(trainer, "hanayo/schedule", planned)
-            strategy.session.pictures = f"{_short(planned)}; {_short(root / name)} at the end"
+            print(f"pictures: {_short(planned)}; {_short(root / name)} at the end")
         print(f"FLOPs of a step: {said}", flush=True)
 
     @override

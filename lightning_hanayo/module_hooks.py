@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,13 +22,8 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
         UnsupportedError: there is one.
     """
     for name, module in modules:
-        for hook in chain.from_iterable(getattr(module, kind).values() for kind in _KINDS):
-            if not _is_local(hook):
-                raise UnsupportedError(
-                    f"{name} has the hook {_describe(hook)}: the step never sees what it stores. Store it in the "
-                    "block's forward; for a hook of its own module alone, set "
-                    f"{_describe(hook).split(' ')[0]}.is_local = True."
-                )
+        advice = "the step never sees what it stores. Store it in the block's forward; if it only uses its module, set"
+        _check(name, (getattr(module, kind) for kind in _KINDS), advice)
 
 
 def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
@@ -41,14 +35,17 @@ def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
         UnsupportedError: there is one.
     """
     for name, parameter in parameters.items():
-        kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        for hook in chain.from_iterable(hooks.values() for hooks in kinds if hooks) if any(kinds) else ():
-            if not _is_local(hook):
-                raise UnsupportedError(
-                    f"{name} has the hook {_describe(hook)}, which would run once for each micro-batch. Change "
-                    "gradients in on_before_optimizer_step; if it only scales: "
-                    f"{_describe(hook).split(' ')[0]}.is_local = True."
-                )
+        kinds = filter(None, (parameter._backward_hooks, parameter._post_accumulate_grad_hooks))
+        advice = (
+            "it would run once for each micro-batch. Use on_before_optimizer_step; if it only scales gradients, set"
+        )
+        _check(name, kinds, advice)
+
+
+def _check(owner: str, kinds: Iterable[Mapping[int, Any]], advice: str) -> None:
+    for hook in (hook for hooks in kinds for hook in hooks.values() if not _is_local(hook)):
+        told = _describe(hook)
+        raise UnsupportedError(f"{owner} has the hook {told}: {advice} {told.split(' ')[0]}.is_local = True.")
 
 
 class HookCount:

@@ -17,7 +17,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,7 +181,9 @@ class Ranks:
             (answers, to_answer), (output, to_output) = (context.Pipe(duplex=False) for _ in range(2))
             place = rank, world_size, self._store.port
             process = context.Process(target=_main, args=(place, to_answer, to_output, work, failure))
-            start_forks([process])
+            with warnings.catch_warnings():  # forks call nothing that needs the threads of this process
+                warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # Python 3.12
+                process.start()
             to_answer.close()
             to_output.close()
             one = RankProcess(rank, process, answers, output)
@@ -211,14 +213,6 @@ class Ranks:
             one.answer = pickle.loads(one.answers.recv_bytes())
             self.answered.append(one)
         return False
-
-
-def start_forks(processes: Iterable[BaseProcess]) -> None:
-    """Start processes without Python's warning of threads: forks call nothing that needs those of this process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # Python 3.12
-        for process in processes:
-            process.start()
 
 
 def become_rank(rank: int, world_size: int, port: int) -> None:
@@ -255,34 +249,30 @@ def _main(
     except BaseException as error:
         if torch.cuda._is_in_bad_fork():
             error.add_note(_CUDA)
-        answer, code = _pickled_error(error), _ANSWERED
+        answer, code = _pickled("error", error), _ANSWERED
     answers.send_bytes(answer)
     atexit._run_exitfuncs()  # those of loggers, and of the strategy
     sys.exit(code)
 
 
 def _pickled(kind: str, value: Any) -> bytes:
-    """An answer: a "result", an "error", or the text of a "consequence" of another rank's.
+    """An answer: a "result", an "error" with its traceback, or the text of a "consequence" of another rank's.
+
+    Of an error that can't be pickled only the text is sent.
 
     Raises:
-        HanayoError: the value can't be pickled.
+        HanayoError: the result can't be pickled.
     """
+    sent = ExceptionWithTraceback(value, value.__traceback__) if kind == "error" else value
     try:
-        answer = pickle.dumps((kind, value))
+        answer = pickle.dumps((kind, sent))
         pickle.loads(answer)  # some errors can be written, but not read
     except Exception as error:
+        if kind == "error":
+            return _pickled(kind, RuntimeError(f"{type(value).__name__}: {value}").with_traceback(value.__traceback__))
         advice = "Return numbers, tensors, a module, or the path of a checkpoint."
         raise HanayoError(f"the function's result can't be sent to the notebook: {error}. {advice}") from None
     return answer
-
-
-def _pickled_error(error: BaseException) -> bytes:
-    """With its traceback; only the text of one that can't be pickled."""
-    try:
-        return _pickled("error", ExceptionWithTraceback(error, error.__traceback__))
-    except HanayoError:
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
-        return _pickled("error", ExceptionWithTraceback(plain, error.__traceback__))
 
 
 def _show(text: str) -> None:

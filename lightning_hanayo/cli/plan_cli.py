@@ -233,9 +233,7 @@ class PlanCLI(WaveCLI):
             say("reading the data")
             batch = _first_batch(model, datamodule)
             say("counting what the model computes")
-            refusal = "the samples of a training batch can't be counted; a plan needs batches of tensors"
-            precision = str(self._config["precision"] or "32-true")
-            facts, num_samples = read_batch(model, batch, own, precision, refusal=refusal)
+            facts, num_samples = read_batch(model, batch, own, str(self._config["precision"] or "32-true"))
             step_model = StepModel(facts, self._machine, self._measured(num_samples, len(facts.blocks)))
             say("comparing layouts")
             if options.given:

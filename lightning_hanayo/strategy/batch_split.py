@@ -120,15 +120,19 @@ class SplitBatch:
 
 
 class BatchSplitter:
-    """Splits batches on pipeline rank 0, which runs whole micro-batches, and merges what their steps return."""
+    """Splits batches on pipeline rank 0, which runs whole micro-batches, and merges what their steps return.
+
+    If it `may_run_whole`, a batch that can't be cut is one micro-batch, as in one process.
+    """
 
     is_uneven = False
     """whether micro-batches are to have different sizes, where they can: their tensors show which dimension grows"""
     _counts_samples = False
     """whether the samples of a batch that isn't cut must be known, too"""
+    _has_warned = False
 
-    def __init__(self, rule: BatchRule = BatchRule()) -> None:  # noqa: B008
-        self.rule = rule
+    def __init__(self, rule: BatchRule = BatchRule(), *, may_run_whole: bool = False) -> None:  # noqa: B008
+        self.rule, self._may_run_whole = rule, may_run_whole
         self._reader = BatchReader(rule)
         self._counter = BatchReader(rule, warns=False)
 
@@ -142,7 +146,16 @@ class BatchSplitter:
             return self.whole(batch)  # nothing is cut, so nothing is refused
         if self.rule.split is not None:
             return self._split_by_user(batch, self._call_user(batch, limit), source)
-        return self._split_by_plan(batch, self._reader.plan(batch, source), limit)
+        try:
+            plan = self._reader.plan(batch, source)
+        except HanayoError as error:
+            if not self._may_run_whole:
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"batches run whole, as with num_microbatches=1: {error}", stacklevel=2)
+            return self.whole(batch)
+        return self._split_by_plan(batch, plan, limit)
 
     def whole(self, batch: Any) -> SplitBatch:
         """A batch in one piece."""
@@ -207,24 +220,6 @@ class BatchSplitter:
                 stacklevel=2,
             )
         return count
-
-
-class SingleRankSplitter(BatchSplitter):
-    """For one pipeline rank without others: a batch that can't be cut is one micro-batch, as in one process."""
-
-    _has_warned = False
-
-    @override
-    def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
-        try:
-            return super().split(batch, limit, source)
-        except HanayoError as error:
-            if self.rule.split is not None:
-                raise
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(f"batches run whole, as with num_microbatches=1: {error}", stacklevel=2)
-            return super().split(batch, 1, source)
 
 
 class ReplicatedSplitter(BatchSplitter):

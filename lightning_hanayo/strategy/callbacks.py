@@ -18,10 +18,10 @@ values when the first pair is compared.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -29,7 +29,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_hanayo.dist_checkpointing.load_state import Source
 from lightning_hanayo.errors import UnsupportedError
@@ -138,6 +137,7 @@ class _Copy:
             cube.add_copies(pairs)
         self._state_of = state_of
         self._is_used = False
+        """whether `state_dict()` returns this rank's part"""
         whole = {} if cube is None else cube.whole_shapes
         self._partial: list[Any] = [one for one, own in pairs.items() if isinstance(own, Placeholder) or own in whole]
         for parameter in self._partial:
@@ -146,7 +146,7 @@ class _Copy:
 
     def load(self, values: KeptValues) -> None:
         """Read this rank's part of whole values. Called by all ranks."""
-        with self._in_use():
+        with replaced(self, "_is_used", True):
             values.check(self._copy, self._cube)
             values.put_in(self._copy, self._cube)
 
@@ -157,20 +157,11 @@ class _Copy:
         if self._cube is not None:
             self._cube.drop_copies(self._copy.parameters())
 
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """Inside it, `state_dict()` returns this rank's part."""
-        self._is_used = True
-        try:
-            yield
-        finally:
-            self._is_used = False
-
     def _give_state(self, copy: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Called at the end of `copy.state_dict()`: user code gets the same as a checkpoint."""
         if self._is_used:
             return
-        with self._in_use():
+        with replaced(self, "_is_used", True):
             found = self._state_of(copy, self._cube)
         state.update({f"{prefix}{name}": value for name, value in found.items()})
 
@@ -214,7 +205,15 @@ def compare_whole_parameters(run: Run, cube: Cube | None) -> None:
     """Let finetuning callbacks compare whole parameters, for the time of a run. Called by all ranks."""
 
     def compare_whole(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any) -> None:
-        with WholeComparison(dict(module.named_parameters()), run.guard, cube):
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        equal, hashes = torch.equal, cache(lambda: _hashes(names, run.guard, cube))
+
+        def equal_if_whole(one: Tensor, other: Tensor) -> bool:
+            if one not in names or other not in names:
+                return equal(one, other)
+            return hashes()[names[one]] == hashes()[names[other]]
+
+        with replaced(torch, "equal", equal_if_whole):
             hook(trainer, module)
 
     for callback in user_hooks.callbacks_of(run.trainer):
@@ -223,48 +222,19 @@ def compare_whole_parameters(run: Run, cube: Cube | None) -> None:
             run.attributes.wrap(callback, "on_train_epoch_start", compare_whole)
 
 
-class WholeComparison(TorchFunctionMode):
-    """Inside it, `torch.equal` compares parameters of the model as a single process would. On all ranks alike.
+def _hashes(names: Mapping[nn.Parameter, str], guard: ParameterGuard, cube: Cube | None) -> dict[str, str]:
+    """By the names of all parameters, equal for equal values. Called by all ranks, each of which may have parts."""
 
-    Args:
-        parameters: all of the model, by name.
-        guard: of the parameters.
-        cube: None without one.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], guard: ParameterGuard, cube: Cube | None) -> None:
-        super().__init__()
-        self._names = {parameter: name for name, parameter in parameters.items()}
-        self._guard = guard
-        self._cube = cube
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Compare two parameters; anything else is done as without this mode."""
-        if func is torch.equal and all(one in self._names for one in args):
-            one, other = (self._hashes[self._names[parameter]] for parameter in args)
-            return one == other
-        return func(*args, **(kwargs or {}))
-
-    @cached_property
-    def _hashes(self) -> dict[str, str]:
-        """Of all parameters by name, gathered from all ranks."""
-        own = [(parameter, name) for parameter, name in self._names.items() if not parameter.is_meta]
-        with self._guard.off(), torch._C.DisableTorchFunction():
-            gathered = on_all_ranks(lambda: {name: self._hash(parameter) for parameter, name in own})
-        return {name: value for hashes in gathered for name, value in hashes.items()}
-
-    def _hash(self, parameter: nn.Parameter) -> str:
-        """Equal for equal values. Called by all ranks of a cube, for a parameter of which each may have a part."""
-        whole = parameter if self._cube is None else self._cube.unshard(parameter, parameter)
+    def of(parameter: nn.Parameter) -> str:
+        whole = parameter if cube is None else cube.unshard(parameter, parameter)
         found = hashlib.sha256(f"{parameter.dtype} {tuple(whole.shape)}".encode())
         for tensor in stored_tensors(whole):
-            found.update(_bytes(tensor))
+            values = tensor.detach().cpu()
+            values = values + 0 if values.is_floating_point() and values.itemsize > 1 else values  # -0.0 equals 0.0
+            found.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return found.hexdigest()
 
-
-def _bytes(tensor: Tensor) -> Any:
-    values = tensor.detach().cpu()
-    values = values + 0 if values.is_floating_point() and values.itemsize > 1 else values  # -0.0 equals 0.0
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    own = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    with guard.off():
+        gathered = on_all_ranks(lambda: {name: of(parameter) for name, parameter in own.items()})
+    return {name: value for hashes in gathered for name, value in hashes.items()}

@@ -23,7 +23,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -190,38 +190,28 @@ class StepSamples:
         return f"{self.batch} x {self.data} data ranks x {self.accumulate} accumulated batches = {self.total}"
 
 
-def accumulation(saved: StepSamples, now: StepSamples) -> int:
+def accumulation(saved: StepSamples, now: StepSamples, *, may_scale: bool = True) -> int:
     """Return how many batches to accumulate, so that a step takes as many samples as it did.
 
     Raises:
-        HanayoError: there is no such number, or the user has chosen another one.
+        HanayoError: there is no such number, or it must be another one and may not, or the user has chosen another one.
     """
-    if not saved.total:
-        _warn_if_changed(saved, now)
-    if not saved.total or not now.total or saved.total == now.total:
-        return now.accumulate
-    scaled, rest = divmod(saved.total, now.batch * now.data)
-    if now.accumulate == saved.accumulate and not rest:
-        return scaled
-    raise _refusal(saved, now)
-
-
-def _refusal(saved: StepSamples, now: StepSamples) -> HanayoError:
-    scaled, rest = divmod(saved.total, now.batch * now.data)
-    choice = "another batch size or number of data ranks" if rest else f"accumulate_grad_batches={scaled}"
-    return HanayoError(
-        f"an optimizer step took {saved} samples when the checkpoint was saved; now it would take {now}. Choose "
-        f"{choice}. {WAY_OUT}"
-    )
-
-
-def _warn_if_changed(saved: StepSamples, now: StepSamples) -> None:
-    if (saved.data, saved.accumulate) != (now.data, now.accumulate):
+    if not (saved.total and now.total) and (saved.data, saved.accumulate) != (now.data, now.accumulate):
         warnings.warn(
             f"an optimizer step may take other numbers of samples, which can't be counted: {saved.data} data ranks x "
             f"{saved.accumulate} accumulated batches then, {now.data} x {now.accumulate} now.",
             stacklevel=2,
         )
+    if not (saved.total and now.total) or saved.total == now.total:
+        return now.accumulate
+    scaled, rest = divmod(saved.total, now.batch * now.data)
+    if may_scale and now.accumulate == saved.accumulate and not rest:
+        return scaled
+    choice = "another batch size or number of data ranks" if rest else f"accumulate_grad_batches={scaled}"
+    raise HanayoError(
+        f"an optimizer step took {saved} samples when the checkpoint was saved; now it would take {now}. Choose "
+        f"{choice}. {WAY_OUT}"
+    )
 
 
 class SampleCount:
@@ -237,9 +227,7 @@ class SampleCount:
     def expect(self, saved: StepSamples, now: StepSamples) -> None:
         """Check the first batch: a step shall take as many samples as it did. `now.batch` isn't known."""
         self.largest = saved.batch
-        if not saved.batch:
-            _warn_if_changed(saved, now)
-        elif (saved.data, saved.accumulate) != (now.data, now.accumulate):
+        if (saved.data, saved.accumulate) != (now.data, now.accumulate):
             self._expected = saved, now
 
     def note(self, batch: int) -> None:
@@ -252,12 +240,7 @@ class SampleCount:
         expected, self._expected = self._expected, None
         if expected is not None:
             saved, now = expected
-            if not batch:
-                _warn_if_changed(saved, now)
-                return
-            found = StepSamples(batch, now.data, now.accumulate)
-            if found.total != saved.total:
-                raise _refusal(saved, found)
+            accumulation(saved, replace(now, batch=batch), may_scale=False)
 
 
 @dataclass(eq=False, repr=False)

@@ -172,7 +172,11 @@ class Counter(TorchDispatchMode):
             return result
         now.calls += 1
         now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
-        if (flops := _flops(func, name, args, kwargs, result)) is not None:
+        if name in flop_registry or func._opname in GROUPED:
+            if name in flop_registry:
+                flops = float(flop_registry[name](*args, **kwargs, out_val=result))
+            else:
+                flops = 2.0 * result.numel() * args[0].shape[-1]
             if now is self.loss:
                 rows, words = result.shape
                 rows = rows if self.head else max(rows, CHUNK)  # of the first chunk, which may be the only one
@@ -184,13 +188,6 @@ class Counter(TorchDispatchMode):
             tensors = tree_leaves((args, kwargs, result))
             now.traffic += sum(one.nbytes for one in tensors if isinstance(one, Tensor))
         return result
-
-
-def _flops(func: Any, name: Any, args: Any, kwargs: Any, result: Any) -> float | None:
-    """Of a product; None for other operations."""
-    if name in flop_registry:
-        return float(flop_registry[name](*args, **kwargs, out_val=result))
-    return 2.0 * result.numel() * args[0].shape[-1] if func._opname in GROUPED else None
 
 
 class _FlashAttention(TorchFunctionMode):
@@ -239,25 +236,18 @@ def formats_of(precision: str, *, master_weights: bool = False) -> Formats:
     return Formats(dtype, size, size, 0)
 
 
-def read_batch(
-    model: "pl.LightningModule", batch: Any, options: Options, precision: Any, *, refusal: str
-) -> tuple[ModelFacts, int]:
+def read_batch(model: "pl.LightningModule", batch: Any, options: Options, precision: Any) -> tuple[ModelFacts, int]:
     """What a run with these options computes for a batch, as `read_model` counts it, and the samples of the batch.
 
     Raises:
-        HanayoError: the samples can't be counted; with the text `refusal`.
+        HanayoError: the samples can't be counted.
     """
     num_samples = BatchSplitter(options.batch_rule).num_samples(batch, BatchSource(module=model))
     if not num_samples:
-        raise HanayoError(refusal)
-    facts = read_model(
-        model,
-        batch,
-        num_samples,
-        precision=precision,
-        master_weights=options.master_weights is not None,
-        blocks=options.stack,
-    )
+        reason = "the samples of a training batch can't be counted, which a plan needs"
+        raise HanayoError(f"{reason}: let the loader give tensors, or give the sizes to HanayoStrategy instead")
+    has_masters, blocks = options.master_weights is not None, options.stack
+    facts = read_model(model, batch, num_samples, precision=precision, master_weights=has_masters, blocks=blocks)
     return facts, num_samples
 
 

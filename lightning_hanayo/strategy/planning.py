@@ -4,8 +4,7 @@ The option `layout` of `HanayoStrategy`: the file of a plan takes the place of t
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
 from itertools import islice
@@ -16,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, BatchesOfStep, Candidate, Choices
@@ -48,8 +48,7 @@ def plan_at_start(strategy: MeshParallelStrategy, trainer: "pl.Trainer", data: A
     """
     options, module, device = strategy.options, strategy.module, strategy.root_device
     batch = _first_batch(trainer, module if data is None else data)
-    refusal = "layout='plan': the samples of a training batch can't be counted; give the sizes instead"
-    facts, num_samples = read_batch(module, batch, options, trainer.precision, refusal=refusal)
+    facts, num_samples = read_batch(module, batch, options, trainer.precision)
     name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else device.type
     # the data sheet of this device; a nominal CPU or an H100 for others
     machine = next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
@@ -128,11 +127,7 @@ def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
     if isinstance(data, pl.LightningDataModule):
         if trainer.world_size > 1 and trainer.strategy.cluster_environment.creates_processes_externally:  # type: ignore[attr-defined]
             raise HanayoError(f"layout='plan' needs a batch before ranks agree on who prepares the data. {_BY_FILE}")
-        try:
-            data = copy.deepcopy(data)
-        except Exception as error:  # of whatever it holds
-            name = type(data).__name__
-            raise HanayoError(f"layout='plan' copies {name}, which can't be copied: {error}. {_BY_FILE}") from error
+        data = _copied(data)
         data.prepare_data()
         data.setup("fit")
     loaders = data.train_dataloader() if isinstance(data, (pl.LightningDataModule, pl.LightningModule)) else data
@@ -140,28 +135,26 @@ def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
     combined = copy.copy(loaders) if is_combined else CombinedLoader(loaders, "max_size_cycle")
     if any(isinstance(one, Iterator) for one in combined.flattened):
         raise HanayoError("layout='plan' needs a loader that can be read twice; for this one, give the sizes instead")
-    with isolate_rng(include_cuda=False), _unchanged(combined.flattened):
+    combined.flattened = [_copied(one) if isinstance(one, DataLoader) else one for one in combined.flattened]
+    with isolate_rng(include_cuda=False):
         batches = list(islice(combined, 1))
     if not batches:
         raise HanayoError("layout='plan': the training loader has no batch")
     return batches[0][0]
 
 
-@contextmanager
-def _unchanged(loaders: Sequence[Any]) -> Iterator[None]:
-    """Give the loaders' own generators of random numbers back as they were, so that training has the same order."""
-    found: dict[torch.Generator, torch.Tensor] = {}
-    for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[generator] = generator.get_state()
+def _copied(data: Any) -> Any:
+    """A copy of a data module or a loader, with random generators of its own, and the same dataset if it is a loader's.
+
+    Raises:
+        HanayoError: it can't be copied.
+    """
+    dataset = data.dataset if isinstance(data, DataLoader) else None
     try:
-        yield
-    finally:
-        for generator, state in found.items():
-            generator.set_state(state)
+        return copy.deepcopy(data, {id(dataset): dataset})
+    except Exception as error:  # of whatever it holds
+        name = type(data).__name__
+        raise HanayoError(f"layout='plan' copies {name}, which can't be copied: {error}. {_BY_FILE}") from error
 
 
 _BY_FILE = "Run `hanayo plan` once, and give its file: layout='plan.yaml'"

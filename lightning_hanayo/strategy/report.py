@@ -1,7 +1,7 @@
 """`WaveReport`: how the pipeline really ran, as figures for loggers, tables, files and pictures.
 
 at the start       `run_facts`          layout, sizes, samples, seed
-single batches     `BatchFigures`       bubble and times of stages
+single batches     `figures`            bubble and times of stages
                    `Throughput`         samples, tokens and FLOPs per second (`step_flops`), by the host's clock
 at the end         `MeasuredBatches`    the last batches, as they ran: pictures, a trace, a profile of costs
 """
@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,8 +39,9 @@ from lightning_hanayo.pipeline_parallel.profiling.trace import (
     waits_of,
 )
 from lightning_hanayo.planner.files import Profile
+from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.plotting import save_comparison, save_timeline, save_trace
-from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, simulate
+from lightning_hanayo.schedule import Kind, Schedule, simulate
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
 from lightning_hanayo.strategy.lightning.state import (
     logged_step,
@@ -53,34 +53,6 @@ from lightning_hanayo.strategy.lightning.state import (
 from lightning_hanayo.strategy.pipeline import Pipeline
 
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
-
-
-class BatchFigures:
-    """Gathers a batch's traces on pipeline rank 0.
-
-    batch 50 ends       `start`  notes the batch: a device may still be running it
-    batch 51 ends       `read`   its times are known; pipeline rank 0 receives those of the other ranks
-
-    All ranks of the pipeline call `start` after the same batches, and `read` after each batch, before `start`.
-    """
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._noted: tuple[int, RecordedBatch] | None = None
-
-    def start(self, step: int) -> None:
-        """Choose the last batch. `step`: its number for loggers."""
-        if recorded := self._pipeline.engine.trace.recorded:
-            self._noted = step, recorded[-1]
-
-    def read(self) -> tuple[int, dict[str, float]] | None:
-        """On rank 0, once for each batch that `start` was called for: its step and its figures."""
-        if self._noted is None:
-            return None
-        (step, recorded), self._noted = self._noted, None
-        table = self._pipeline.layout.table
-        batch = gather_trace(self._pipeline.relay.transport, table, recorded.events)
-        return None if batch is None else (step, figures(table(num_microbatches(batch[0])), batch))
 
 
 def figures(schedule: Schedule, batch: BatchTrace) -> dict[str, float]:
@@ -98,12 +70,20 @@ _TRACED = 4
 """how many batches a trace shows, one after another"""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeasuredBatches:
     """Batches of one size, in the order in which they ran, and their schedule."""
 
     schedule: Schedule
     batches: tuple[BatchTrace, ...]
+
+    def __post_init__(self) -> None:
+        self.timeline = timeline_of(self.schedule, median_batch(self.batches))
+        """the batch whose duration is the median one, in seconds"""
+        self.costs = costs_of(self.schedule, self.batches)
+        """times of stages and messages, in seconds"""
+        self.predicted = simulate(self.schedule, self.costs)
+        """the same batch, simulated with `costs`"""
 
     @staticmethod
     def of(pipeline: Pipeline) -> "MeasuredBatches | None":
@@ -116,21 +96,6 @@ class MeasuredBatches:
         whole = [one for one in batches if num_microbatches(one[0]) == layout.num_microbatches] or batches[-1:]
         schedule = layout.table(num_microbatches(whole[0][0]))
         return MeasuredBatches(schedule, tuple(on_one_clock(schedule, batch) for batch in whole))
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The batch whose duration is the median one, in seconds."""
-        return timeline_of(self.schedule, median_batch(self.batches))
-
-    @cached_property
-    def costs(self) -> CostModel:
-        """Times of stages and messages, in seconds."""
-        return costs_of(self.schedule, self.batches)
-
-    @cached_property
-    def predicted(self) -> Timeline:
-        """The same batch, simulated with `costs`."""
-        return simulate(self.schedule, self.costs)
 
     def save_trace(self, path: Path) -> None:
         """Write a trace for ui.perfetto.dev: the last batches with their waits, and one simulated batch."""
@@ -186,8 +151,6 @@ def peak_memory(strategy: CheckpointingStrategy) -> dict[int, int]:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     else:
         own = torch.get_device_module(device).max_memory_allocated(device)
-    if strategy.topology.replica_size == 1:
-        return {0: own}
     peaks = gather_objects(strategy.groups.replica, own)
     return dict(zip(strategy.groups.replica_ranks, peaks, strict=False))
 
@@ -204,44 +167,33 @@ class Throughput:
     """returns the FLOPs of a batch; 0 where they aren't known"""
     totals: dict[str, int] = field(default_factory=lambda: {"samples": 0, "tokens": 0})
     """samples and tokens of all data ranks before; counted on"""
-    _begun: float | None = field(default=None, init=False)
-    _paused: float | None = field(default=None, init=False)
+    _last: float | None = field(default=None, init=False)
+    """when the time began that isn't counted yet"""
     _since: Counter[str] = field(default_factory=Counter, init=False)
-    _flops: float = field(default=0.0, init=False)
+    """of one data rank, since the last reading"""
 
     def note(self, batch: Any) -> None:
         """A batch has been trained. The first one, in which much is set up, only begins the measurement of time."""
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        now, ids = time.perf_counter(), batch.get("input_ids") if isinstance(batch, Mapping) else None
         found = {"samples": self.count(batch), "tokens": ids.numel() if isinstance(ids, Tensor) else 0}
         for name, number in found.items():
             self.totals[name] += self.num_data_ranks * number
-        if self._begun is None:
-            self._begun = time.perf_counter()
-        else:
-            self._since.update(found)
-            self._flops += self.flops(batch)
+        if self._last is not None:
+            self._since.update(found | {"flops": self.flops(batch), "seconds": now - self._last})
+        self._last = now
 
-    def pause(self) -> None:
-        """Something else than training begins."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        """It has ended."""
-        if self._paused is not None and self._begun is not None:
-            self._begun += time.perf_counter() - self._paused
-        self._paused = None
+    def skip(self) -> None:
+        """Something else than training has ended, which began after the last batch."""
+        self._last = time.perf_counter()
 
     def read(self) -> dict[str, float]:
         """The figures since the last reading and the totals, of all data ranks; without those that aren't known.
 
         Tokens are known where batches have `input_ids`.
         """
-        now = time.perf_counter()
-        seconds = 0.0 if self._begun is None else now - self._begun
-        found = {f"{name}_per_s": number for name, number in self._since.items()} | {"flops_per_s": self._flops}
-        self._begun, self._flops = now, 0.0
-        self._since.clear()
-        rates = {name: self.num_data_ranks * number / seconds for name, number in found.items() if number}
+        since, self._since = self._since, Counter()
+        found = {name: number for name, number in since.items() if number and name != "seconds"}
+        rates = {f"{name}_per_s": self.num_data_ranks * number / since["seconds"] for name, number in found.items()}
         return rates | {name: number for name, number in self.totals.items() if number}
 
 
@@ -305,87 +257,83 @@ class WaveReport(Callback):
             raise HanayoError(f"flops_per_batch={flops_per_batch!r}: expected a number above 0, or None")
         self._every_n_steps = every_n_steps
         self._files = {"picture": picture, "trace": trace, "profile": profile}
-        self._first: torch.Tensor | None = None
-        self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
-        self._figures: BatchFigures | None = None
+        self._is_asked = True
+        """whether files are kept, and lines are printed"""
+        self._pipeline: Pipeline | None = None
+        """on the ranks of the first replica, in a training"""
+        self._noted: tuple[int, RecordedBatch] | None = None
+        """a batch whose figures are to be logged, and its number for loggers: a device may still be running it"""
+        self._first: Tensor | None = None
+        self._last: deque[Tensor] = deque(maxlen=SMOOTHED)
         self._flops_per_batch = flops_per_batch
         self._throughput: Throughput | None = None
         self._peak_flops: int | None = None
         self._batches = 0
         self._totals = {"samples": 0, "tokens": 0}
-        self._peak: tuple[int, int] | None = None
-        self._written: list[tuple[str, str]] = []
+        self._rows: list[tuple[str, str]] = []
+        """of the lines at the end"""
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        strategy = _strategy(trainer)
-        if strategy is None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, CheckpointingStrategy) or strategy.data_rank > 0:
             return
-        self._batches = 0
-        if strategy.data_rank == 0:
-            self._figures = BatchFigures(strategy.pipeline)
-        if trainer.is_global_zero:
-            num_samples = strategy.pipeline.splitter.num_samples
-            flops, said = step_flops(pl_module, self._flops_per_batch, num_samples)
-            self._throughput = Throughput(num_samples, strategy.data_parallel_size, flops, totals=self._totals)
-            self._peak_flops = peak_flops(trainer)
-            self._introduce(trainer, pl_module, strategy)
-            print(f"FLOPs of a step: {said}", flush=True)
-
-    def _introduce(self, trainer: "pl.Trainer", module: "pl.LightningModule", strategy: CheckpointingStrategy) -> None:
-        facts = run_facts(trainer, module, strategy)
+        self._pipeline, self._batches = strategy.pipeline, 0
+        if not trainer.is_global_zero or not self._is_asked:
+            return
+        num_samples = self._pipeline.splitter.num_samples
+        flops, said = step_flops(pl_module, self._flops_per_batch, num_samples)
+        self._throughput = Throughput(num_samples, strategy.data_parallel_size, flops, totals=self._totals)
+        self._peak_flops = peak_flops(trainer)
+        facts = run_facts(trainer, pl_module, strategy)
         for logger in trainer.loggers:
             logger.log_hyperparams(facts)
-        Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
-        if self._files["picture"] is not None:
-            picture = Path(trainer.default_root_dir, "schedule.png")
-            save_timeline(picture, strategy.pipeline.layout.simulate(), title=_title(strategy), unit="T_F")
-            _log_image(trainer, "hanayo/schedule", picture)
-            measured = Path(trainer.default_root_dir, self._files["picture"])
-            strategy.session.pictures = f"{_short(picture)}; {_short(measured)} at the end"
+        root, name, layout = Path(trainer.default_root_dir), self._files["picture"], self._pipeline.layout
+        root.mkdir(parents=True, exist_ok=True)
+        if name is not None:
+            planned = root / "schedule.png"
+            save_timeline(planned, layout.simulate(), title=_title(layout), unit="T_F")
+            _log_image(trainer, "hanayo/schedule", planned)
+            print(f"pictures: {_short(planned)}; {_short(root / name)} at the end")
+        print(f"FLOPs of a step: {said}", flush=True)
 
     @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if _strategy(trainer) is None:
+        if self._pipeline is None:
             return
         if trainer.is_global_zero and outputs and "loss" in outputs:
             loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self._last.append(loss)
             self._first = loss if self._first is None else self._first
-        figures = self._log(trainer)
-        _show(pl_module, {"bubble": figures["hanayo/bubble"]} if figures else {})
+        shown = self._log_noted(trainer, self._pipeline)
         every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
         self._batches += 1
+        logs = bool(every) and self._batches % every == 0
         if self._throughput is not None:
             self._throughput.note(batch)
-            if every and self._batches % every == 0:
-                self._log_throughput(trainer, pl_module, self._throughput.read())
-        if every and self._batches % every == 0 and self._figures is not None:
-            self._figures.start(logged_step(trainer))
+            shown |= self._log_throughput(trainer, self._throughput.read()) if logs else {}
+        if logs and (recorded := self._pipeline.engine.trace.recorded):
+            self._noted = logged_step(trainer), recorded[-1]
+        for name, value in shown.items():  # in the progress bar alone
+            pl_module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._totals)
+        return {name: number for name, number in self._totals.items() if number}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._totals.update(state_dict)
 
     @override
-    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        if self._throughput is not None:
-            self._throughput.pause()
-
-    @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         if self._throughput is not None:
-            self._throughput.resume()
+            self._throughput.skip()
 
-    def _log_throughput(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", figures: dict[str, float]
-    ) -> None:
+    def _log_throughput(self, trainer: "pl.Trainer", figures: dict[str, float]) -> dict[str, float]:
+        """Log figures of all data ranks. Returns those that the progress bar shows."""
         shown = {f"{name}/s": figures[f"{name}_per_s"] for name in ("samples", "tokens") if f"{name}_per_s" in figures}
         if "flops_per_s" in figures:
             own = figures["device_flops_per_s"] = figures.pop("flops_per_s") / trainer.world_size
@@ -394,72 +342,83 @@ class WaveReport(Callback):
                 figures["mfu"] = own / self._peak_flops
         for logger in trainer.loggers if figures else ():
             logger.log_metrics({f"hanayo/{name}": value for name, value in figures.items()}, step=logged_step(trainer))
-        _show(pl_module, shown)
+        return shown
 
-    def _log(self, trainer: "pl.Trainer") -> dict[str, float]:
-        """Log the figures of a batch that was chosen, once they are known. Returns them on rank 0; else nothing."""
-        read = self._figures.read() if self._figures is not None else None
-        if read is None or not trainer.is_global_zero:
+    def _log_noted(self, trainer: "pl.Trainer", pipeline: Pipeline) -> dict[str, float]:
+        """Log the figures of the noted batch. Returns those that the progress bar shows, on rank 0.
+
+        Called by all ranks of the pipeline, after the next batch: its times are known, and the ranks above 0 send them.
+        """
+        if self._noted is None:
             return {}
-        step, figures = read
+        (step, recorded), self._noted = self._noted, None
+        batch = gather_trace(pipeline.relay.transport, pipeline.layout.table, recorded.events)
+        if batch is None or not trainer.is_global_zero:
+            return {}
+        found = figures(pipeline.layout.table(num_microbatches(batch[0])), batch)
         for logger in trainer.loggers:
-            logger.log_metrics(figures, step=step)
-        return figures
+            logger.log_metrics(found, step=step)
+        return {"bubble": found["hanayo/bubble"]}
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        self._figures = self._throughput = None
+        self._pipeline = self._noted = self._throughput = None
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        strategy = _strategy(trainer)
-        if strategy is None:
+        strategy, pipeline = trainer.strategy, self._pipeline
+        if pipeline is None or not isinstance(strategy, CheckpointingStrategy):
             return
-        for _ in range(2):  # the last batch's figures come after two more
-            self._log(trainer)
-        self._figures = self._throughput = None
-        if strategy.data_rank > 0:
-            return
-        measured, peaks = MeasuredBatches.of(strategy.pipeline), peak_memory(strategy)
+        self._log_noted(trainer, pipeline)
+        self._pipeline = self._throughput = None
+        measured, peaks = MeasuredBatches.of(pipeline), peak_memory(strategy)
         if not trainer.is_global_zero:
             return
-        self._peak = max((peak, rank) for rank, peak in peaks.items())
+        peak, fullest = max((peak, rank) for rank, peak in peaks.items())
+        self._rows = [("peak memory", f"{peak / 1e9:.2f} GB, on rank {fullest}")]
         at_end: dict[str, float] = {f"hanayo/rank_{rank}/peak_memory_bytes": peak for rank, peak in peaks.items()}
         if measured is not None:
-            self._write_files(trainer, strategy, measured)
+            with TemporaryDirectory() as folder:
+                self._write_files(
+                    trainer, pipeline, measured, Path(trainer.default_root_dir if self._is_asked else folder)
+                )
             at_end["hanayo/bubble"] = measured.timeline.bubble_ratio
             at_end["hanayo/bubble_from_costs"] = measured.predicted.bubble_ratio
         for logger in trainer.loggers:
             logger.log_metrics(at_end)
 
-    def _write_files(self, trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: MeasuredBatches) -> None:
-        """Write the requested files."""
-        paths = {what: Path(trainer.default_root_dir, name) for what, name in self._files.items() if name is not None}
-        if "picture" in paths:
-            _draw(trainer, strategy, measured, paths["picture"])
-        if "trace" in paths:
-            measured.save_trace(paths["trace"])
-        if "profile" in paths:
-            measured.profile(strategy.pipeline).save(paths["profile"])
-        ran, simulated = measured.timeline.bubble_ratio, measured.predicted.bubble_ratio
-        said = {
-            "picture": f"bubble {ran:.1%} as it ran, {simulated:.1%} simulated",
-            "trace": "open it in ui.perfetto.dev",
-            "profile": "plan with it: HanayoStrategy(costs=...)",
+    def _write_files(self, trainer: "pl.Trainer", pipeline: Pipeline, measured: MeasuredBatches, root: Path) -> None:
+        """Write the requested files; all loggers that take images get the picture, too."""
+        layout, ran, simulated = pipeline.layout, measured.timeline, measured.predicted
+
+        def draw(path: Path) -> None:
+            save_comparison(path, ran, simulated, title=_title(layout), planned=layout.predict())
+            _log_image(trainer, "hanayo/wave", path)
+
+        bubbles = f"bubble {ran.bubble_ratio:.1%} as it ran, {simulated.bubble_ratio:.1%} simulated"
+        kinds: dict[str, tuple[str, Callable[[Path], object], str]] = {
+            "picture": ("pipeline", draw, bubbles),
+            "trace": ("trace", measured.save_trace, "open it in ui.perfetto.dev"),
+            "profile": ("profile", measured.profile(pipeline).save, "plan with it: HanayoStrategy(costs=...)"),
         }
-        names = {"picture": "pipeline", "trace": "trace", "profile": "profile"}
-        self._written = [(names[what], f"{_short(path)} ({said[what]})") for what, path in paths.items()]
+        for kind, (name, save, said) in kinds.items():
+            if (file := self._files[kind]) is not None:
+                save(path := root / file)
+                self._rows.append((name, f"{_short(path)} ({said})"))
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        if trainer.is_global_zero and stage == "fit" and _strategy(trainer) is not None:
+        is_reported = self._is_asked and isinstance(trainer.strategy, CheckpointingStrategy)
+        if trainer.is_global_zero and stage == "fit" and is_reported:
             bar = trainer.progress_bar_callback
             if bar is not None:
                 bar.teardown(trainer, pl_module, stage)  # its last frame, before the last lines
-            runs = [_finish(logger) for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-            print("\n" + "\n".join(self._lines(trainer, runs)), flush=True)
+            rows = self._results(trainer) + self._rows
+            rows += [("wandb run", _finish(logger)) for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+            width = max((len(name) for name, _ in rows), default=0)
+            print("".join(f"\n{name:<{width}}  {text}" for name, text in rows), flush=True)
 
-    def _lines(self, trainer: "pl.Trainer", runs: list[str]) -> list[str]:
+    def _results(self, trainer: "pl.Trainer") -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
         if self._first is not None:
             last = float(torch.stack(list(self._last)).mean())
@@ -472,68 +431,26 @@ class WaveReport(Callback):
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
             rows.append(("checkpoint", _short(checkpoint.best_model_path)))
-        if self._peak is not None:
-            rows.append(("peak memory", f"{self._peak[0] / 1e9:.2f} GB, on rank {self._peak[1]}"))
-        rows += [("wandb run", run) for run in runs]
-        rows += self._written
-        width = max((len(name) for name, _ in rows), default=0)
-        return [f"{name:<{width}}  {text}" for name, text in rows]
+        return rows
 
 
-class LoggedReport(WaveReport):
-    """The report of a run that asked for none, and whose logger takes images: figures and the picture of a step."""
+def report_to_loggers(trainer: "pl.Trainer") -> None:
+    """If a run asked for no report, but a logger takes images, log figures and the picture of a step, and say nothing.
 
-    @staticmethod
-    def add_to(trainer: "pl.Trainer") -> None:
-        """Add it, if that is so. Called by all ranks."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        draws = any(isinstance(one, WandbLogger | TensorBoardLogger) for one in trainer.loggers)
-        if draws and not any(isinstance(one, WaveReport) for one in callbacks):
-            callbacks.insert(0, LoggedReport())
-
-    @override
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        strategy = _strategy(trainer)
-        if strategy is not None and strategy.data_rank == 0:
-            self._batches, self._figures = 0, BatchFigures(strategy.pipeline)
-            strategy.session.pictures = "hanayo/wave in the logger, at the end"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # a checkpoint doesn't depend on loggers
-
-    def _write_files(self, trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: MeasuredBatches) -> None:
-        with TemporaryDirectory() as folder:
-            _draw(trainer, strategy, measured, Path(folder, "wave.png"))
-
-    @override
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Say nothing: nobody has asked."""
+    Called by all ranks.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    draws = any(isinstance(one, WandbLogger | TensorBoardLogger) for one in trainer.loggers)
+    if draws and not any(isinstance(one, WaveReport) for one in callbacks):
+        callbacks.insert(0, report := WaveReport(trace=None, profile=None))
+        report._is_asked = False
 
 
-def _show(module: "pl.LightningModule", values: dict[str, float]) -> None:
-    """In the progress bar alone."""
-    for name, value in values.items():
-        module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
-
-
-def _strategy(trainer: "pl.Trainer") -> CheckpointingStrategy | None:
-    return trainer.strategy if isinstance(trainer.strategy, CheckpointingStrategy) else None
-
-
-def _title(strategy: CheckpointingStrategy) -> str:
-    layout = strategy.pipeline.layout
+def _title(layout: Layout) -> str:
     return (
         f"{layout.schedule}: {counted(layout.num_ranks, 'pipeline rank')}, {counted(layout.num_waves, 'wave')}, "
         f"{counted(layout.num_microbatches, 'micro-batch')}"
     )
-
-
-def _draw(trainer: "pl.Trainer", strategy: CheckpointingStrategy, measured: MeasuredBatches, path: Path) -> None:
-    """Draw the last batches above the predicted ones, for all loggers that take images."""
-    planned = strategy.pipeline.layout.predict()
-    save_comparison(path, measured.timeline, measured.predicted, title=_title(strategy), planned=planned)
-    _log_image(trainer, "hanayo/wave", path)
 
 
 def _log_image(trainer: "pl.Trainer", name: str, path: Path) -> None:

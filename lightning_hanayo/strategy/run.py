@@ -118,10 +118,6 @@ class Run:
         """This rank's process groups. Not to be kept in local variables: a traceback would keep them alive."""
         return available(self._open_groups, "process groups exist until a run has failed")
 
-    def forget_groups(self) -> None:
-        """After a failure: hold no process group."""
-        self._open_groups = None
-
     @property
     def relays(self) -> tuple[Relay, ...]:
         """Of this rank; one if the same ranks belong to both."""

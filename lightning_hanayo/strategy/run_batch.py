@@ -34,12 +34,15 @@ from lightning_hanayo.strategy.setup.checks import explaining_single_samples
 from lightning_hanayo.strategy.user_code.collected import Left, hide_changed, keep_collected
 from lightning_hanayo.strategy.user_code.collectives import RunningStep
 
-UserStep = Callable[[Any], Any]
-"""The user's step on one micro-batch."""
+UserStep = Callable[..., Any]
+"""The user's step: takes a micro-batch, and further arguments."""
+Args = tuple[Any, ...]
 
 
-def train(session: Session, batch: Any, step: UserStep, *, steps: bool) -> Any:
+def train(session: Session, batch: Any, step: UserStep, args: Args, *, steps: bool) -> Any:
     """Run forward and backward of a batch. Called by all ranks; the batch counts on pipeline rank 0 only.
+
+    `args`: those of the step after the batch.
 
     `steps` says whether the optimizer steps after this batch; otherwise gradients accumulate.
 
@@ -70,6 +73,7 @@ def train(session: Session, batch: Any, step: UserStep, *, steps: bool) -> Any:
         session,
         batch,
         step,
+        args,
         trains=True,
         reduce=steps and not separate,
         loss_scale=loss_scale,
@@ -94,12 +98,13 @@ def train(session: Session, batch: Any, step: UserStep, *, steps: bool) -> Any:
     return {**result, "loss": surrogate} if isinstance(result, Mapping) else surrogate
 
 
-def run(session: Session, batch: Any, step: UserStep, *, is_manual: bool = False) -> Any:
+def run(session: Session, batch: Any, step: UserStep, args: Args, *, is_manual: bool = False) -> Any:
     """Run the forward of a batch, or a step of manual optimization, with its backwards and optimizer steps.
 
     Called by all ranks, which are single if `is_manual`. Returns the merged results, or their stand-ins.
     """
-    return _hand_over(session, _run_batch(session, batch, step, trains=is_manual, has_loss=not is_manual), batch)
+    result = _run_batch(session, batch, step, args, trains=is_manual, has_loss=not is_manual)
+    return _hand_over(session, result, batch)
 
 
 def average_gradients(session: Session) -> None:
@@ -112,7 +117,7 @@ def average_gradients(session: Session) -> None:
 
 
 def _run_batch(
-    session: Session, batch: Any, step: UserStep, *, trains: bool, reduce: bool = False, **of_batch: Any
+    session: Session, batch: Any, step: UserStep, args: Args, *, trains: bool, reduce: bool = False, **of_batch: Any
 ) -> Any:
     """Run a batch and merge the results of the step; None above pipeline rank 0. `of_batch`: further values of it."""
     pipeline, trainer = session.pipeline, session.trainer
@@ -122,8 +127,12 @@ def _run_batch(
         with session.norms.batch(), explaining_single_samples(session.module):
             return pipeline.run(trains=trains, reduce=reduce, is_first=is_first)
     source = source_of(trainer)
+
+    def dry_step(part: Any) -> Any:
+        return step(part, *args)
+
     with session.norms.batch():
-        stack_split, is_whole = session.split(batch, source, step, trains=trains, is_first=is_first)
+        stack_split, is_whole = session.split(batch, source, dry_step, trains=trains, is_first=is_first)
     splitter = pipeline.stack_splitter if is_whole else pipeline.splitter
     split = splitter.whole(batch) if is_whole else stack_split
     if trains:
@@ -139,8 +148,8 @@ def _run_batch(
     running = Batch(
         microbatches.signature(batch, stack_split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
-        step=lambda m: step(split.step_inputs[m]),
-        dry_run_step=lambda m: step(own_copy(stack_split.block_input(m)) if is_whole else split.block_input(m)),
+        step=lambda m: step(split.step_inputs[m], *args),
+        dry_run_step=lambda m: dry_step(own_copy(stack_split.block_input(m)) if is_whole else split.block_input(m)),
         on_user_code=microbatch_steps.enter,
         on_loss=microbatch_steps.note_loss,
         loss_weights=[weights.in_gradient[piece] * share for piece in split.own],

@@ -70,8 +70,6 @@ class Session(Run):
         self.votes = StepVotes(self)
         self.restarts: Restarts | None = None
         """None if nobody starts this run again"""
-        self.pictures = ""
-        """where there will be some; said at the start"""
         self.given_batch_sizes = GivenBatchSizes()
         self.averages = Averages(self)
         self.token_losses: TokenLosses | None = None
@@ -341,8 +339,7 @@ class Session(Run):
         """On rank 0, at the start of a training: layout, schedule, samples and memory."""
         if self.topology.replica_size > 1 and self.rank == 0:
             layout, ownership = self.pipeline.layout, self.pipeline.ownership
-            held, pictures = self.held_bytes, self.pictures
-            rank_zero_info(state.describe_run(self.trainer, layout, ownership, self.topology, held, pictures))
+            rank_zero_info(state.describe_run(self.trainer, layout, ownership, self.topology, self.held_bytes))
 
     def gather_model(self) -> "pl.LightningModule | None":
         """See `HanayoStrategy.gather_model`."""
@@ -381,7 +378,7 @@ class Session(Run):
         """
         self._first_parts.abandon()
         self._is_open = False
-        self.forget_groups()
+        self._open_groups = None
         self.failures.stop()
         self.attributes.restore()
         self.parts.abandon()

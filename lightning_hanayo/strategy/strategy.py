@@ -28,7 +28,7 @@ from lightning_hanayo.strategy.lightning.state import move_optimizers, record_al
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options, takes
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
-from lightning_hanayo.strategy.report import LoggedReport
+from lightning_hanayo.strategy.report import report_to_loggers
 from lightning_hanayo.strategy.restarts import write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
@@ -261,7 +261,7 @@ class HanayoStrategy(CheckpointingStrategy):
         if self.topology.replica_size > 1:
             self.session.averages.cut(self._state_of)
         if fits:
-            LoggedReport.add_to(trainer)
+            report_to_loggers(trainer)
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
             check_optimizers(self.optimizers, self.topology, is_sharded=self.session.steps.shards is not None)
@@ -330,17 +330,13 @@ class HanayoStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        step = self.module.training_step
+        step = partial(self.module.training_step, **kwargs)
         with self._unguarded(), self.precision_plugin.train_step_context():
             self.session.steps.check()
             self.session.checkpoints.poll()
-
-            def user_step(part: Any) -> Any:
-                return step(part, *args, **kwargs)
-
             if not self.module.automatic_optimization:
-                return run_batch.run(self.session, batch, user_step, is_manual=True)
-            return run_batch.train(self.session, batch, user_step, steps=not self._accumulates)
+                return run_batch.run(self.session, batch, step, args, is_manual=True)
+            return run_batch.train(self.session, batch, step, args, steps=not self._accumulates)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -375,7 +371,7 @@ class HanayoStrategy(CheckpointingStrategy):
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unguarded():
-            return run_batch.run(self.session, batch, lambda part: step(part, *args, **kwargs))
+            return run_batch.run(self.session, batch, partial(step, **kwargs), args)
 
     @override
     def on_train_start(self) -> None:

@@ -441,10 +441,8 @@ def _profiler_of(trainer: "pl.Trainer") -> PyTorchProfiler | None:
     return profiler if isinstance(profiler, PyTorchProfiler) else None
 
 
-def describe_run(
-    trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, fullest: int, pictures: str = ""
-) -> str:
-    """Five or six lines for the user, at the start of a training whose model is cut.
+def describe_run(trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, fullest: int) -> str:
+    """Five lines for the user, at the start of a training whose model is cut.
 
     Args:
         trainer: whose training loader is known.
@@ -452,7 +450,6 @@ def describe_run(
         ownership: which stage has which blocks.
         topology: of all ranks.
         fullest: bytes of weights and gradients on the rank that holds the most.
-        pictures: where they will be; "" if there are none.
     """
     stack, cube = ownership.stack, "x".join(map(str, topology.cube))
     parts = f"{counted(layout.num_stages, 'stage')} on {counted(topology.pipe, 'pipeline rank')}"
@@ -471,8 +468,6 @@ def describe_run(
         f"  samples         {_samples(trainer, topology)}\n"
         f"  learning rates  scale with trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size\n"
         f"  memory          {bytes_of(fullest)} of weights and gradients on the fullest rank"
-        + f"\n  pictures        {pictures}"
-        * bool(pictures)
     )
 
 

@@ -54,7 +54,7 @@ from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.schedule.communication import message_pairs
-from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
@@ -146,7 +146,7 @@ def build_pipeline(
         values=run.values,
         pairs=builder.pairs(stages),
     )
-    splitter: BatchSplitter = (SingleRankSplitter if table.num_stages == 1 else BatchSplitter)(run.options.batch_rule)
+    splitter = BatchSplitter(run.options.batch_rule, may_run_whole=table.num_stages == 1)
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(
         layout,

@@ -25,7 +25,6 @@ SAVED = StepSamples(8, 4, 1)
         (StepSamples(4, 2, 1), 4),
         (StepSamples(16, 2, 1), 1),  # the user has doubled the batch: nothing is scaled
         (StepSamples(8, 2, 2), 2),  # the user has doubled the accumulation
-        (StepSamples(0, 2, 1), 1),  # not known yet
     ],
 )
 def test_accumulation_keeps_the_samples_of_a_step(now: StepSamples, expected: int) -> None:

@@ -28,7 +28,6 @@ def describe(
     data: int = 1,
     cube: tuple[int, int, int] = (1, 1, 1),
     once: bool = False,
-    pictures: str = "",
 ) -> str:
     loaders = SimpleNamespace(flattened=[SimpleNamespace(batch_size=batch_size)])
     trainer: Any = SimpleNamespace(
@@ -38,7 +37,7 @@ def describe(
     layout = choose(**sizes, schedule="hanayo", runs_step_once=once)
     ownership: Any = SimpleNamespace(stack=_Stack())
     topology = Topology(pipe=2, data=data, cube=cube)
-    return describe_run(trainer, layout, ownership, topology, 2_500_000, pictures)
+    return describe_run(trainer, layout, ownership, topology, 2_500_000)
 
 
 def test_lines_have_layout_schedule_and_memory() -> None:
@@ -46,12 +45,6 @@ def test_lines_have_layout_schedule_and_memory() -> None:
     assert first == "model.layers: 8 blocks, 8 stages on 2 pipeline ranks, x 1 data = 2 ranks"
     assert "schedule        hanayo, 2 waves, 4 micro-batches: predicted bubble " in schedule
     assert memory == "  memory          2.5 MB of weights and gradients on the fullest rank"
-
-
-def test_pictures_are_announced_if_there_will_be_some() -> None:
-    assert describe(16, pictures="runs/wave.png at the end").splitlines()[-1] == (
-        "  pictures        runs/wave.png at the end"
-    )
 
 
 def test_steps_that_run_once_hold_all_activations() -> None:

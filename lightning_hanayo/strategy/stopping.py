@@ -61,7 +61,6 @@ class StopTogether:
         self._failures = failures
         self._topic = f"stop/{failures.run}"
         self._lock = threading.Lock()
-        self._begun: Place = (0, 0)
         self._is_held = False
         """whether the main thread begins nothing before there is a decision"""
         self._is_told = False
@@ -91,7 +90,7 @@ class StopTogether:
             self._monitor.tell(f"{self._topic}/told", signal)
         else:
             self._is_held = True
-            self._monitor.propose(self._topic, Decision(signal, self._failures.rank, self._begun))
+            self._monitor.propose(self._topic, Decision(signal, self._failures.rank, self._failures.position[:2]))
 
     def begin(self, place: Place) -> Decision | None:
         """Called by the main thread before a batch, and where an evaluation ends.
@@ -104,16 +103,19 @@ class StopTogether:
         """
         with self._lock:
             if not self._is_held:
-                self._begun = place
+                self.go_on(place)
                 return None
         while (decision := self.decision) is None:
             self._failures.check_peers()
             self._monitor.verdict(self._topic, wait=LOOK)
         if decision.last is None or place > decision.last:
             return decision
-        with self._lock:
-            self._begun = place
+        self.go_on(place)
         return None
+
+    def go_on(self, place: Place) -> None:
+        """Begin a batch without asking."""
+        self._failures.position = (*place, 0, 0)
 
     def close(self) -> None:
         """The run has ended on this rank; others may still ask how far it is."""
@@ -132,7 +134,7 @@ class StopTogether:
         """Let the main thread begin nothing more; return the place of the last batch that it has begun."""
         with self._lock:
             self._is_held = True
-            return self._begun
+            return self._failures.position[:2]
 
     # in a thread of its own
 

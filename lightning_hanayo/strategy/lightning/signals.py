@@ -201,7 +201,6 @@ class StopsOnSignal:
 
     def __init__(self, run: Run, finish: Callable[[], object]) -> None:
         self._trainer, self._failures, self._device, self._finish = run.trainer, run.failures, run.device, finish
-        self._place: stopping.Place = (0, 0)
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
         self._loaders_before: list[tuple[torch.Generator, Tensor]] = []
@@ -243,14 +242,13 @@ class StopsOnSignal:
         A validation that was stopped has begun its first batch there, and not ended it: Lightning runs it anew. An
         epoch of which no batch was trained begins anew, too: its loader draws the order of samples again.
         """
-        if self._is_epoch_start and not self._is_evaluating:
+        if self._is_epoch_start or self._is_evaluating:
             self._rewind_random()
         if not self._is_evaluating:
             yield
             return
         validated: Any = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress
         before = validated.state_dict()
-        self._rewind_random()
         for progress, completed in ((validated.current, 0), (validated.total, validated.total.completed)):
             progress.ready = progress.started = completed + 1
             progress.processed = progress.completed = completed
@@ -264,7 +262,7 @@ class StopsOnSignal:
         self._is_epoch_start = True
 
     def _train(self) -> None:
-        self._begin((self._place[0] + 1, 0))
+        self._begin((self._failures.position[0] + 1, 0))
         self._is_epoch_start = False
 
     def _remember_random(self) -> None:
@@ -282,24 +280,27 @@ class StopsOnSignal:
         self._weights_before = self._weights()
 
     def _evaluate(self) -> None:
-        self._begin((self._place[0], self._place[1] + 1))
+        trained, evaluated, *_ = self._failures.position
+        self._begin((trained, evaluated + 1))
 
     def _end_loader(self) -> None:
-        self._begin((self._place[0], (self._place[1] // _MANY + 1) * _MANY))
+        trained, evaluated, *_ = self._failures.position
+        self._begin((trained, (evaluated // _MANY + 1) * _MANY))
 
     def _begin(self, place: stopping.Place) -> None:
         decision = self._stop.begin(place)
         self._is_evaluating = place[1] > 0
-        if decision is not None and not self._must_end_validation(decision):
-            self._end(decision)
-        self._place = place
+        if decision is not None:
+            if not self._must_end_validation(decision):
+                self._end(decision)
+            self._stop.go_on(place)
 
     def _must_end_validation(self, decision: stopping.Decision) -> bool:
         """Whether hooks have put other weights, such as an average, in place for a validation of `fit`.
 
         A checkpoint would have them as the trained ones. The hooks at the end of the validation put these back.
         """
-        can_save = self._trainer.state.fn == TrainerFn.FITTING and self._place[0] > 0
+        can_save = self._trainer.state.fn == TrainerFn.FITTING and self._failures.position[0] > 0
         if not self._is_evaluating or not can_save or decision.last is None:
             return False
         if self._goes_on is None:  # all ranks stop here for the first time
@@ -327,7 +328,7 @@ class StopsOnSignal:
                 trainer._signal_connector._slurm_sigusr_handler_fn(decision.signal, None)  # type: ignore[arg-type]
                 saved = f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
             else:
-                saved = stopping.save(trainer, self._finish, has_trained=self._place[0] > 0)
+                saved = stopping.save(trainer, self._finish, has_trained=self._failures.position[0] > 0)
         when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
         by, is_interrupt = self._failures.name(decision.rank), decision.signal == signal.SIGINT
         error = stopping.Interrupted if is_interrupt else stopping.StoppedBySignal

@@ -61,6 +61,7 @@ class Rank:
     # the failures
 
     run = 1
+    position = (0, 0, 0, 0)
 
     @property
     def monitor(self) -> "Rank":

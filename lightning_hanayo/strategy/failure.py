@@ -321,9 +321,7 @@ class Failures:
         return [one for one in beside if one.rank not in gone]
 
     def _position_in(self, run: Any) -> tuple[int, ...]:
-        if run == self.run:
-            return self.position
-        return _ENDED if run < self.run else ()
+        return self.position if run == self.run else ()
 
     @property
     def _finished(self) -> set[int]:

@@ -195,11 +195,6 @@ def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bo
     return f"saved {path}; resume with ckpt_path={path!r}"
 
 
-def report_of(exception: BaseException) -> str | None:
-    """The message for the user, if a signal has stopped the run; None: something else has ended it."""
-    return exception.report if isinstance(exception, StoppedBySignal | Interrupted) else None
-
-
 REQUEUE, INTERRUPTED = 75, 130
 
 

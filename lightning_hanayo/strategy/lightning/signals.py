@@ -26,7 +26,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,7 +34,6 @@ from torch.utils.data import get_worker_info
 
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy import stopping
-from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import TemporaryAttributes
@@ -54,19 +52,19 @@ class Signals:
     A main thread that waits in C++ for a message doesn't run Python's handlers. So Python writes the numbers of signals
     into a pipe (`signal.set_wakeup_fd`), and the monitor's thread reads it.
 
+    They are installed if this is the main thread, before Lightning installs its own; these call them.
+
     Args:
-        trainer: whose run it is.
+        run: whose handlers they are. Its failures are told if a signal comes again.
         stop: told of the first signal.
-        failures: told if it comes again; of the run, as its monitor, which a world of one rank does without.
     """
 
-    def __init__(self, trainer: "pl.Trainer", stop: stopping.StopTogether, failures: Failures) -> None:
-        self._trainer, self._stop, self._failures = trainer, stop, failures
-        self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
+    def __init__(self, run: Run, stop: stopping.StopTogether) -> None:
+        self._trainer, self._stop, self._failures = run.trainer, stop, run.failures
+        self._monitor = run.failures.monitor if run.failures.monitor.num_ranks > 1 else None
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
         self._seen: dict[int, float] = {}
-        self._leave: Callable[[], object] = bool
         self._lock = threading.Lock()
         """held while the pipe is read or closed; the handlers don't take it"""
         self._pipe: tuple[int, int] | None = None
@@ -74,14 +72,9 @@ class Signals:
         self._is_over = False
         self.requeue: int | None = None
         """SLURM's signal, if Lightning would start the job again"""
-
-    def listen(self, attributes: TemporaryAttributes) -> None:
-        """Install the handlers, if this is the main thread, before Lightning installs its own; these call them."""
-        connector = self._trainer._signal_connector
-        attributes.set(connector, "_sigterm_notifier_fn", _no_op)
-        attributes.set(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
-        if self._monitor is not None:
-            self._leave = self._monitor.every(stopping.LOOK, self._look)
+        run.attributes.set(self._trainer._signal_connector, "_sigterm_notifier_fn", _no_op)
+        run.attributes.set(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
+        self._leave = run.failures.monitor.every(stopping.LOOK, self._look)  # nothing in a world of one rank
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -208,20 +201,13 @@ class StopsOnSignal:
         self._is_epoch_start = False
         self._goes_on: bool | None = None
         self._stop = stopping.StopTogether(run.failures)
-        self._signals = Signals(self._trainer, self._stop, run.failures)
-        self._signals.listen(run.attributes)
+        self._signals = Signals(run, self._stop)
         self._add_to_loops(run.attributes)
 
     def close(self) -> None:
         """The run has ended on this rank."""
         self._signals.restore()
         self._stop.close()
-
-    def say(self, exception: BaseException) -> None:
-        """Name the signal that has stopped the run, if one has. Called by all ranks, after callbacks."""
-        report = stopping.report_of(exception)
-        if report and self._failures.rank == 0:
-            print(f"hanayo: {report}", file=sys.stderr, flush=True)
 
     def _add_to_loops(self, attributes: TemporaryAttributes) -> None:
         trainer: Any = self._trainer

@@ -46,9 +46,6 @@ class CheckpointError(HanayoError):
 class NonFiniteError(FloatingPointError):
     """Gradients are NaN or infinite. The message says where the first one was made; the weights were not changed."""
 
-    failed_first = False
-    """as in `HanayoError`"""
-
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the path. It is a `FileNotFoundError`, too, which Lightning raises."""
@@ -56,9 +53,6 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class ReplicasDifferError(RuntimeError):
     """Ranks that hold the same parameter have different values of it. The message names it and the ranks."""
-
-    failed_first = False
-    """as in `HanayoError`"""
 
 
 class PeerFailed(SystemExit, Exception):

@@ -77,6 +77,9 @@ class Monitor:
         """before that, this rank doesn't decide: others may have, and it waits until it has heard of that"""
         self.run_numbers = count(1)
         """of the runs that begin: the same on all ranks if all begin the same runs"""
+        self.runs_over: dict[int, int] = {}
+        """the number of the last run that has ended, by rank: a rank may fail in the hooks after it"""
+        self.on("run over", lambda sender, run: self.runs_over.update({sender: run}))
         self._is_closed = False
         self._leaves = asyncio.Event()
         self._selector: selectors.DefaultSelector | None = None

@@ -24,10 +24,8 @@ from lightning_hanayo.monitor.processes import Member
 
 Json = Any
 """a value that `json.dumps` takes and `json.loads` gives"""
-LONGEST_HELLO = 512
-"""bytes of a line that anybody may send"""
 LONGEST_LINE = 1 << 20
-"""bytes of a line between ranks"""
+"""bytes"""
 MOST_WAITING = 1 << 23
 """limit of a peer's send buffer; above it the peer is disconnected"""
 MOST_STRANGERS = 64
@@ -49,17 +47,18 @@ def neighbours(rank: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(sorted({(rank + sign * step) % num_ranks for step in steps for sign in (1, -1)} - {rank}))
 
 
-class Link(asyncio.Protocol):
+class Link:
     """One TCP connection between two monitors, which carries lines. A stranger's, until it has said hello."""
 
-    transport: asyncio.Transport
+    task: "asyncio.Task[None]"
+    """reads its lines until it ends"""
 
-    def __init__(self, overlay: "Overlay") -> None:
+    def __init__(self, transport: asyncio.WriteTransport) -> None:
+        self.transport = transport
         self.rank: int | None = None
         """whose monitor is at the other end, once it has said so"""
         self.heard = time.monotonic()
-        self.ended = asyncio.Event()
-        self._overlay, self._rest, self._is_finished = overlay, b"", False
+        self._is_finished = False
 
     def send(self, line: bytes) -> None:
         """Send a line, soon."""
@@ -73,32 +72,6 @@ class Link(asyncio.Protocol):
         self._is_finished = True
         with suppress(OSError):
             self.transport.write_eof()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Both sides say hello."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self._overlay.add_stranger(self)
-
-    def data_received(self, data: bytes) -> None:
-        """Pass on whole lines. A line that is too long ends the connection."""
-        self.heard = time.monotonic()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if not self._is_too_long(line) and not self.transport.is_closing():
-                self._overlay.on_line(self, line)
-        self._is_too_long(self._rest)
-
-    def _is_too_long(self, line: bytes) -> bool:
-        if len(line) <= (LONGEST_HELLO if self.rank is None else LONGEST_LINE):
-            return False
-        self.transport.abort()
-        return True
-
-    def connection_lost(self, _: Exception | None) -> None:
-        """Either side has closed it."""
-        self.ended.set()
-        self._overlay.remove(self)
 
 
 class Overlay:
@@ -122,7 +95,8 @@ class Overlay:
         self._rank, self._members, self._on_message = rank, members, on_message
         self._token = token
         self._links: dict[int, Link] = {}
-        self._strangers: list[Link] = []
+        self._open: list[Link] = []
+        """all connections, with those of strangers"""
         self._seen: dict[tuple[int, int], int | None] = {}
         self._repeated: deque[bytes] = deque(maxlen=REPEATED)
         self._dials: dict[int, asyncio.Task[None]] = {}
@@ -130,25 +104,24 @@ class Overlay:
 
     async def open(self, listener: socket.socket) -> None:
         """Let others connect at the listening socket, and begin to connect."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Link(self), sock=listener)
-        self._dials = {rank: loop.create_task(self._dial(rank)) for rank in self.neighbours if rank < self._rank}
+        self._server = await asyncio.start_server(self._begin, sock=listener, limit=LONGEST_LINE)
+        self._dials = {rank: asyncio.create_task(self._dial(rank)) for rank in self.neighbours if rank < self._rank}
 
     async def close(self, seconds: float) -> None:
         """Send no more. Close all connections once the others have read everything, but after the seconds at most."""
         for dial in self._dials.values():
             dial.cancel()
-        ends = [asyncio.create_task(link.ended.wait()) for link in self._links.values()]
-        for link in list(self._links.values()):
+        links = list(self._links.values())
+        for link in links:
             link.finish()
-        if ends:
-            await asyncio.wait(ends, timeout=seconds)
-        own = {asyncio.current_task(), *self._dials.values(), *ends}
-        while accepting := asyncio.all_tasks() - own:  # a server that closes before them leaves their sockets open
-            await asyncio.wait(accepting)
+        if links:
+            await asyncio.wait([link.task for link in links], timeout=seconds)
+        others = {asyncio.current_task(), *self._dials.values()}
+        while accepting := asyncio.all_tasks() - others - {link.task for link in self._open}:
+            await asyncio.wait(accepting)  # a server that closes before them leaves their sockets open
         if self._server is not None:
             self._server.close()
-        for link in (*self._links.values(), *self._strangers):
+        for link in self._open:
             link.transport.abort()
 
     def heard(self, rank: int) -> float | None:
@@ -175,35 +148,6 @@ class Overlay:
         if rank in self._dials:
             self._dials[rank].cancel()
 
-    def add_stranger(self, link: Link) -> None:
-        """Called with each new connection."""
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._strangers.pop(0).transport.abort()
-        self._strangers.append(link)
-        link.send(_encoded({"token": self._token, "rank": self._rank}))
-
-    def remove(self, link: Link) -> None:
-        """Called when a connection has ended."""
-        if link in self._strangers:
-            self._strangers.remove(link)
-        if link.rank is not None and self._links.get(link.rank) is link:
-            del self._links[link.rank]
-            self.lost[link.rank] = time.monotonic()
-
-    def on_line(self, link: Link, line: bytes) -> None:
-        """Called with each line: the first is a hello; garbage ends the connection."""
-        try:
-            decoded = json.loads(line)
-        except (ValueError, RecursionError):
-            decoded = None
-        message = decoded if isinstance(decoded, dict) else {}
-        if link.rank is None:
-            self._greet(link, message)
-        elif message.get("kind") == "reply":
-            self._send_back(message)
-        elif message:
-            self._pass_on(message, link.rank)
-
     def _pass_on(self, message: dict[str, Json], via: int | None) -> None:
         message_id = message["from"], message["number"]
         if message_id in self._seen:
@@ -228,25 +172,56 @@ class Overlay:
 
     async def _dial(self, rank: int) -> None:
         """Keep up the link with a lower rank."""
-        member, loop = self._members[rank], asyncio.get_running_loop()
+        member = self._members[rank]
         while True:
             with suppress(OSError):
-                _, link = await loop.create_connection(lambda: Link(self), member.address, member.port)
-                await link.ended.wait()
+                streams = await asyncio.open_connection(member.address, member.port, limit=LONGEST_LINE)
+                await asyncio.wait([self._begin(*streams)])
             await asyncio.sleep(AGAIN)
 
-    def _greet(self, link: Link, hello: dict[str, Json]) -> None:
-        rank, token = hello.get("rank"), str(hello.get("token"))
-        if rank not in self.neighbours or not hmac.compare_digest(token.encode(), self._token.encode()):
-            link.transport.abort()
-            return
-        if (older := self._links.pop(rank, None)) is not None:  # its end may not have been seen yet
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> "asyncio.Task[None]":
+        """Called with each new connection: both sides say hello."""
+        link = Link(writer.transport)
+        strangers = [one for one in self._open if one.rank is None and not one.transport.is_closing()]
+        if len(strangers) >= MOST_STRANGERS:
+            strangers[0].transport.abort()
+        link.send(_encoded({"token": self._token, "rank": self._rank}))
+        link.task = asyncio.create_task(self._read(link, reader))
+        self._open.append(link)
+        return link.task
+
+    async def _read(self, link: Link, reader: asyncio.StreamReader) -> None:
+        """Take lines until the connection ends: the first is a hello. Garbage, or a line that is too long, ends it."""
+        with suppress(OSError, ValueError, RecursionError):
+            async for line in reader:
+                message = json.loads(line)
+                if link.transport.is_closing() or link.rank is None and not self._is_greeted(link, message):
+                    break
+                link.heard = time.monotonic()
+                if message.get("kind") == "reply":
+                    self._send_back(message)
+                elif "kind" in message:
+                    self._pass_on(message, link.rank)
+        link.transport.close()
+        self._open.remove(link)
+        if link.rank is not None and self._links.get(link.rank) is link:
+            del self._links[link.rank]
+            self.lost[link.rank] = time.monotonic()
+
+    def _is_greeted(self, link: Link, hello: Json) -> bool:
+        """Whether a rank of this world, which is a neighbour, has said hello."""
+        if not isinstance(hello, dict) or hello.get("rank") not in self.neighbours:
+            return False
+        if not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+            return False
+        rank = hello["rank"]
+        if (older := self._links.get(rank)) is not None:  # its end may not have been seen yet
             older.transport.abort()
-        self._strangers.remove(link)
         link.rank, self._links[rank] = rank, link
         self.lost.pop(rank, None)
         for line in list(self._repeated):  # what it may have missed; it knows again what it has
             link.send(line)
+        return True
 
 
 def _encoded(message: dict[str, Json]) -> bytes:

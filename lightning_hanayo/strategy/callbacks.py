@@ -19,7 +19,6 @@ values when the first pair is compared.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from functools import cache, partial
 from types import MethodType
@@ -40,7 +39,7 @@ from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from lightning_hanayo.strategy.guarded_hooks import guard_hook
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning import user_hooks
-from lightning_hanayo.strategy.patches import replaced
+from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.prepared_model import Cube
 
@@ -98,13 +97,12 @@ class Averages:
         """Takes the place of a hook that loads whole values into module and copies: each rank reads its part."""
         module, trainer = self._run.module, self._run.trainer
         copies, models = user_hooks.averaged_copies(trainer), user_hooks.averaging_models(trainer)
-        with ExitStack() as stack:
+        with TemporaryAttributes() as attributes:
             for one in (module, *copies.values()):
-                stack.enter_context(replaced(one, "load_state_dict", partial(self._keep, one)))
+                attributes.set(one, "load_state_dict", partial(self._keep, one))
             for callback, model in models.items():
                 if model is not copies[callback]:
-                    load = partial(self._keep_averaged, model, copies[callback])
-                    stack.enter_context(replaced(model, "load_state_dict", load))
+                    attributes.set(model, "load_state_dict", partial(self._keep_averaged, model, copies[callback]))
             hook(*args)
         if self._copies:
             self._put_in()
@@ -146,7 +144,8 @@ class _Copy:
 
     def load(self, values: KeptValues) -> None:
         """Read this rank's part of whole values. Called by all ranks."""
-        with replaced(self, "_is_used", True):
+        with TemporaryAttributes() as attributes:
+            attributes.set(self, "_is_used", True)
             values.check(self._copy, self._cube)
             values.put_in(self._copy, self._cube)
 
@@ -161,7 +160,8 @@ class _Copy:
         """Called at the end of `copy.state_dict()`: user code gets the same as a checkpoint."""
         if self._is_used:
             return
-        with replaced(self, "_is_used", True):
+        with TemporaryAttributes() as attributes:
+            attributes.set(self, "_is_used", True)
             found = self._state_of(copy, self._cube)
         state.update({f"{prefix}{name}": value for name, value in found.items()})
 
@@ -191,7 +191,8 @@ def _own_part(copied: nn.Parameter, own: nn.Parameter, cube: Cube | None) -> nn.
 
 def _set_up(hook: Callable[..., Any], trainer: "pl.Trainer", module: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of the callback's `setup`. A method of the module is its copy's in the copy."""
-    with replaced(module, "to", MethodType(_move, module)), guards.released(module):
+    with TemporaryAttributes() as attributes, guards.released(module):
+        attributes.set(module, "to", MethodType(_move, module))
         hook(trainer, module, *args, **kwargs)
     for copy in user_hooks.averaged_copies(trainer).values():
         vars(copy).pop("to", None)
@@ -213,7 +214,8 @@ def compare_whole_parameters(run: Run, cube: Cube | None) -> None:
                 return equal(one, other)
             return hashes()[names[one]] == hashes()[names[other]]
 
-        with replaced(torch, "equal", equal_if_whole):
+        with TemporaryAttributes() as attributes:
+            attributes.set(torch, "equal", equal_if_whole)
             hook(trainer, module)
 
     for callback in user_hooks.callbacks_of(run.trainer):

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _get_default_store
@@ -32,7 +31,7 @@ from lightning_hanayo.monitor.waiting import Waiting
 from lightning_hanayo.strategy.joining import close_monitor, forget_monitor, is_lost_connection, what_was_lost
 from lightning_hanayo.tracebacks import MISTAKES
 
-_BEGUN, _ENDED = (0, 0, 0, 0), (1 << 62, 0, 0, 0)
+_ENDED = (1 << 62, 0, 0, 0)
 _WITHOUT_TRACEBACK = (SystemExit, KeyboardInterrupt)
 """raised by user code to end its process: neither Python nor Lightning shows where"""
 PAUSE = 0.05
@@ -119,10 +118,6 @@ def store_after_failure(address: tuple[str, int]) -> Store | None:
     return None if store is None else PrefixStore(f"hanayo/after_failure_{count}", store)
 
 
-_last_over: WeakKeyDictionary[Monitor, dict[int, int]] = WeakKeyDictionary()
-"""the number of the last run that has ended, by rank"""
-
-
 class Failures:
     """One rank's view of the failures of one run. Made on all ranks, once their monitors are linked.
 
@@ -136,23 +131,20 @@ class Failures:
     def __init__(self, rank: int, monitor: Monitor, abort: Callable[[], object]) -> None:
         self.rank, self.monitor = rank, monitor
         self.position: tuple[int, int, int, int]
-        """how far this rank is: it only grows; others can ask for it"""
+        """how far this rank is, for others that wait for it: the same on all ranks that keep step, and it only grows.
+        Batches of training, and of evaluation since then; hooks and steps that have ended since then"""
         self.held_up_by: tuple[int, str] | None = None
         """if this rank stands still and it is known why: the rank that holds it up, and its activity"""
         self.store = _get_default_store()
         """the one rendezvous all ranks have; torch offers it under no public name"""
         self._over = threading.Event()
-        if monitor not in _last_over:  # kept with the monitor: a rank may fail in the hooks after a run
-            runs = _last_over[monitor] = {}
-            monitor.on("run over", lambda sender, run: runs.update({sender: run}))
-        self._last_over = _last_over[monitor]
         monitor.answer("position", self._position_in)
         self.begin(abort)
 
     def begin(self, abort: Callable[[], object]) -> None:
         """Begin a run, or after one something else that all ranks do together."""
         self.run = next(self.monitor.run_numbers)
-        self.position = _BEGUN
+        self.position = (0, 0, 0, 0)
         self._abort: Callable[[], object] | None = abort
         self._topic = f"first failure in run {self.run}"
         self._over.clear()
@@ -193,9 +185,7 @@ class Failures:
             PeerFailed: another rank failed first, or the error says no more than that another one doesn't answer.
             RuntimeError: none did; the transfer's own error.
         """
-        first = self.publish(error)
-        if first.rank != self.rank or not first.is_shown:
-            first.follow()
+        self.explain(error)
         raise error
 
     def explain(self, error: BaseException) -> None:
@@ -204,7 +194,7 @@ class Failures:
         Raises:
             PeerFailed: the error is a consequence of another rank's failure, which that rank shows.
         """
-        if isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailed) or getattr(error, "failed_first", False):
             return
         first = self.publish(error)
         if isinstance(error, _WITHOUT_TRACEBACK):
@@ -270,6 +260,16 @@ class Failures:
         over = dict.fromkeys(self._finished, _ENDED)
         return {rank: tuple(position) for rank, position in answers.items()} | over
 
+    def end_hook(self) -> None:
+        """Called after a hook of the user's module that runs on all ranks, and before the steps of a batch."""
+        trained, evaluated, hooks, _ = self.position
+        self.position = (trained, evaluated, hooks + 1, 0)
+
+    def end_step(self) -> None:
+        """Called when a step has ended or is suspended."""
+        trained, evaluated, hooks, steps = self.position
+        self.position = (trained, evaluated, hooks, steps + 1)
+
     @property
     def is_over(self) -> bool:
         """Whether the run has ended on this rank."""
@@ -321,14 +321,12 @@ class Failures:
         return [one for one in beside if one.rank not in gone]
 
     def _position_in(self, run: Any) -> tuple[int, ...]:
-        if run == self.run:
-            return self.position
-        return _ENDED if run < self.run else ()
+        return self.position if run == self.run else ()
 
     @property
     def _finished(self) -> set[int]:
         """Ranks whose run has ended."""
-        return {rank for rank, run in self._last_over.copy().items() if run >= self.run}
+        return {rank for rank, run in self.monitor.runs_over.copy().items() if run >= self.run}
 
     def _look_at_processes(self) -> None:
         """A process that ends without having failed or finished is a failure; so is one that stays stopped."""

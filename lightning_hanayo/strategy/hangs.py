@@ -49,14 +49,8 @@ _LIBRARIES = {
 _ACTIVITIES = {
     "torch._dynamo": "compiling",
     "torch._inductor": "compiling",
-    "lightning_hanayo.dist_checkpointing.save": "saving a checkpoint",
-    "lightning_hanayo.dist_checkpointing.commit": "saving a checkpoint",
-    "lightning_hanayo.dist_checkpointing.target": "saving a checkpoint",
-    "lightning_hanayo.dist_checkpointing.plain_file": "saving a checkpoint",
-    "lightning_hanayo.strategy.checkpoints.save": "saving a checkpoint",
-    "lightning_hanayo.strategy.checkpoints.parts": "saving a checkpoint",
-    "lightning_hanayo.dist_checkpointing.folder": "loading a checkpoint",
-    "lightning_hanayo.dist_checkpointing.load_state": "loading a checkpoint",
+    "lightning_hanayo.dist_checkpointing": "saving or loading a checkpoint",
+    "lightning_hanayo.strategy.checkpoints": "saving or loading a checkpoint",
     "torch.utils.data.dataloader": "reading from its data loader",
 }
 """by the beginning of the name of a frame's module"""
@@ -330,8 +324,7 @@ class HangWatch:
             return asdict(Status(self._own.rank, self._progress, still, doing=doing))
 
     def _hear(self, _: int, blame: tuple[int, str]) -> None:
-        rank, what = blame
-        self._failures.held_up_by = rank, what
+        self._failures.held_up_by = blame
 
     def _look(self) -> None:
         """Called once a second in the monitor's thread. If that stood still, too, the process did: start anew."""

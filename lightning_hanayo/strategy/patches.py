@@ -1,8 +1,8 @@
 """Patches for the time of a run, restored afterwards: attributes of instances, and functions of libraries.
 
 module    on_train_epoch_end: f (the user's)          clip_grad_norm_    its own code
-set       on_train_epoch_end: ours, which calls f     start              code that calls ours
-restore   on_train_epoch_end: f                       stop               its own code
+set       on_train_epoch_end: ours, which calls f     inside             code that calls ours
+restore   on_train_epoch_end: f                       after              its own code
 
 Users import functions by name, so replacing them in their modules would come too late. It is the code
 object of the function itself, under its decorators, that is replaced.
@@ -10,9 +10,9 @@ object of the function itself, under its decorators, that is replaced.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 _Run = TypeVar("_Run")
 
@@ -71,20 +71,15 @@ class TemporaryAttributes:
             else:
                 object.__setattr__(owner, name, before)
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside it, an instance has another attribute, past its `__setattr__`."""
-    attributes = TemporaryAttributes()
-    attributes.set(owner, name, value)
-    try:
-        yield
-    finally:
-        attributes.restore()
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
 
 class PatchedFunction:
-    """A function that calls another one from `start` to `stop`. One of each name is patched at a time.
+    """Inside it, a function calls another one. One of each name is patched at a time.
 
     Args:
         function: a plain function, maybe under decorators, without a closure.
@@ -109,13 +104,11 @@ class PatchedFunction:
         plain = inspect.unwrap(function)
         return isinstance(plain, FunctionType) and not plain.__code__.co_freevars
 
-    def start(self) -> None:
-        """From now on calls of the function call the other one."""
+    def __enter__(self) -> None:
         _patched[self._function.__name__] = self
         self._function.__code__ = _replacement.__code__.replace(co_name=self._function.__name__)
 
-    def stop(self) -> None:
-        """Give the function its own code back."""
+    def __exit__(self, *_: object) -> None:
         self._function.__code__ = self._code
         _patched.pop(self._function.__name__, None)
 
@@ -129,6 +122,7 @@ class PatchedInRuns(Generic[_Run]):
 
     def __init__(self, make: Callable[[], Mapping[str, PatchedFunction]]) -> None:
         self._make = make
+        self._patches = ExitStack()
         self.running: list[_Run] = []
         """the runs, the last one last"""
         self.functions: Mapping[str, PatchedFunction] = {}
@@ -139,7 +133,7 @@ class PatchedInRuns(Generic[_Run]):
         if not self.running:
             self.functions = self._make()
             for patch in self.functions.values():
-                patch.start()
+                self._patches.enter_context(patch)
         self.running.append(run)
 
     def stop(self, run: _Run) -> None:
@@ -147,9 +141,7 @@ class PatchedInRuns(Generic[_Run]):
         if run in self.running:
             self.running.remove(run)
         if not self.running:
-            for patch in self.functions.values():
-                patch.stop()
-            self.functions = {}
+            self._patches.close()
 
 
 _patched: dict[str, PatchedFunction] = {}

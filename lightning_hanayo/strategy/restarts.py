@@ -20,7 +20,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -30,11 +29,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_hanayo.dist_checkpointing.folder import Found, look_at
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.target import storage_of
-from lightning_hanayo.errors import CheckpointError, HanayoError, PeerFailed, with_notes
+from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.monitor import processes
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks
@@ -42,37 +42,17 @@ from lightning_hanayo.strategy.lightning.loops import Load, load_instead, loaded
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.topology import Topology
 
-_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
-
-def write_error_file(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
+def write_error_file(error: BaseException) -> None:
     """Write why this rank fails to the file that torchrun's agent reads and shows, if there is an agent.
 
-    A rank that ends because of another one names that one's cause: torchrun shows the first text that it has seen.
+    Called while the error is handled. A rank that ends because of another one names that one's cause: torchrun shows
+    the first text that it has seen.
     """
-    path = environment.get(_VARIABLE, os.devnull)
-    if path == os.devnull or not os.path.isdir(os.path.dirname(path)):
-        return
-    more = {"py_callstack": _shown(error), "timestamp": str(int(time.time()))}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
-    with suppress(CheckpointError):  # the error itself is shown anyway
-        _write_json(path, {"message": message})
+    with suppress(OSError):  # the agent may have removed the folder; the error itself is shown anyway
+        get_error_handler().record_exception(error)
 
 
-def _write_json(path: str, content: object) -> None:
-    """Whole or not at all: the agent can't go on from a part of a file."""
-    write_file(path, lambda file: file.write(json.dumps(content).encode()))
-
-
-def _shown(error: BaseException) -> str:
-    if isinstance(error, PeerFailed):
-        return f"ended because another rank failed first: {error}"
-    if isinstance(error, HanayoError):
-        return f"{type(error).__name__}: {with_notes(error)}"
-    return "".join(traceback.format_exception(error))
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -96,8 +76,7 @@ def launch_from(environment: Mapping[str, str], command: str) -> Launch | None:
         >>> launch_from({"SLURM_PROCID": "0", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}, "train.py").key
         'slurm-17-0'
     """
-    starters = []
-    key = None
+    starters, key = [], None
     if "SLURM_PROCID" in environment and "SLURM_JOB_ID" in environment:
         key = f"slurm-{environment['SLURM_JOB_ID']}-{environment.get('SLURM_STEP_ID', '0')}"
         starters.append(f"{key} {command}")
@@ -122,15 +101,9 @@ def _agent(environment: Mapping[str, str]) -> str:
 
     The folder is above attempt_<number>/<local rank>/error.json.
     """
-    host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
-    parents = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents
-    if len(parents) > 3:
-        return f"{host} {parents[2]}"
-    pid = os.getppid()
-    return f"{host} {pid} {processes.started(pid)}"
-
-
-FOLDER = ".hanayo"
+    parents, pid = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents, os.getppid()
+    own = parents[2] if len(parents) > 3 else f"{pid} {processes.started(pid)}"
+    return f"{os.uname().nodename} {own}"
 
 
 @dataclass
@@ -155,7 +128,8 @@ class Record:
 
     def write(self, path: str) -> None:
         """Replace the file at once. One rank calls it."""
-        _write_json(path, asdict(self))
+        content = json.dumps(asdict(self)).encode()
+        write_file(path, lambda file: file.write(content))
 
     def checkpoints_of(self, fit: int) -> tuple[list[Found], list[Found]]:
         """The whole checkpoints of one `fit`, the newest first; and those that aren't whole.
@@ -171,7 +145,7 @@ class Record:
 
 def record_path(root: str | os.PathLike[str], key: str) -> str:
     """Where the record of a run is: in the Trainer's default_root_dir."""
-    return f"{os.fspath(root).rstrip('/')}/{FOLDER}/{key}.json"
+    return f"{os.fspath(root).rstrip('/')}/.hanayo/{key}.json"
 
 
 def absolute(path: str | Path) -> str:

@@ -61,7 +61,7 @@ def train(session: Session, batch: Any, step: UserStep, args: Args, *, steps: bo
     deferred = DeferredGradients(
         pipeline.parameters,
         accumulates=continues,
-        keeps_old=user_hooks.reads_old_gradients(trainer),
+        keeps_old=user_hooks.user_defines(trainer, "optimizer_zero_grad", "on_before_zero_grad"),
         shows_old=runs_once,
         shows_in_steps=shows_in_steps and pipeline.rank == 0,
         separate=separate,
@@ -121,7 +121,7 @@ def _run_batch(
 ) -> Any:
     """Run a batch and merge the results of the step; None above pipeline rank 0. `of_batch`: further values of it."""
     pipeline, trainer = session.pipeline, session.trainer
-    session.progress.begin_batch(trains=trains)
+    session.failures.end_hook()
     is_first = trains and state.batch_idx(trainer) == 0
     if pipeline.rank > 0:
         with session.norms.batch(), explaining_single_samples(session.module):

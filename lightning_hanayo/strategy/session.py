@@ -50,7 +50,7 @@ from lightning_hanayo.strategy.setup.values import check_same_folders, was_read
 from lightning_hanayo.strategy.uncut_step import called_stacks
 from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
-from lightning_hanayo.strategy.user_code.collectives import Progress, UserCollectives
+from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import ReplicaCheck, SavesOnException, StepVotes
 from lightning_hanayo.tensor_parallel.on_use import whole_arguments
@@ -76,7 +76,6 @@ class Session(Run):
         """of a cube, in steps that all of its ranks run alike"""
         self.names: dict[Tensor, str] = {}
         """of the module's parameters, and of those that it had and optimizers may still have"""
-        self.progress = Progress(self.failures)
         self.guard.after_step = self._after_step
         self.collectives = UserCollectives(self)
         for hook in (
@@ -226,11 +225,11 @@ class Session(Run):
         self.collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
         """lists and attributes in which the steps collect values for hooks"""
         times = (guarded_hooks.BEFORE_BATCHES, guarded_hooks.AFTER_BATCHES, guarded_hooks.AFTER_EPOCHS)
-        defined = (user_hooks.user_defines(trainer, hooks) for hooks in times)
+        defined = (user_hooks.user_defines(trainer, *hooks) for hooks in times)
         self.hand_over = HandOver(self, self.collections, *defined)
         if fits and module.automatic_optimization:
             examine_first_batch(self, self.pipeline, cube)
-        adapt(self, self.progress, self.hand_over, self.votes)
+        adapt(self, self.hand_over, self.votes)
         if several:
             callbacks.compare_whole_parameters(self, cube)
         self.norms = GradientNorms.of_run(self, cube, shards)
@@ -251,7 +250,7 @@ class Session(Run):
         self.guard.after_registering = self.follow
 
     def _after_step(self) -> None:
-        self.progress.end_step()
+        self.failures.end_step()
         if self.cube is not None:
             self.cube.outside.check_steps()
 

@@ -20,15 +20,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.strategy.failure import Failures
 
 AGREE_WITHIN = 10.0
@@ -44,8 +42,7 @@ END: Place = (1 << 62, 0)
 """the place of a rank whose run has ended"""
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Where all ranks stop, and why."""
 
     signal: int
@@ -64,21 +61,21 @@ class StopTogether:
         self._failures = failures
         self._topic = f"stop/{failures.run}"
         self._lock = threading.Lock()
-        self._begun: Place = (0, 0)
         self._is_held = False
         """whether the main thread begins nothing before there is a decision"""
         self._is_told = False
-        self.decision: Decision | None = None
-        """of all ranks; None: there is none yet"""
-        self._decided = threading.Event()
-        self._leave: list[Callable[[], object]] = []
-        self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
-        if self._monitor is not None:
-            self._leave = [
-                self._monitor.on(f"{self._topic}/told", self._on_told),
-                self._monitor.on("verdict", self._on_verdict),
-            ]
-            self._monitor.answer(self._topic, self._hold)
+        self._monitor = failures.monitor
+        self._leave = self._monitor.on(f"{self._topic}/told", self._on_told)
+        self._monitor.answer(self._topic, self._hold)
+
+    @property
+    def decision(self) -> Decision | None:
+        """Of all ranks; None: there is none yet."""
+        verdict = self._monitor.verdict(self._topic)
+        if verdict is None:
+            return None
+        signal, rank, last, missing = verdict  # JSON has made lists of its tuples
+        return Decision(signal, rank, last and tuple(last), tuple(missing))
 
     def expect(self) -> None:
         """The monitor thread is about to call `tell`: begin nothing before. Called in the handler; takes no lock.
@@ -89,10 +86,11 @@ class StopTogether:
 
     def tell(self, signal: int) -> None:
         """Let all ranks stop. Called in the monitor thread; in a world of one rank in the handler of the signal."""
-        if self._monitor is not None:
+        if self._monitor.num_ranks > 1:
             self._monitor.tell(f"{self._topic}/told", signal)
-        elif self.decision is None:
-            self.decision = Decision(signal, self._failures.rank, self._begun)
+        else:
+            self._is_held = True
+            self._monitor.propose(self._topic, Decision(signal, self._failures.rank, self._failures.position[:2]))
 
     def begin(self, place: Place) -> Decision | None:
         """Called by the main thread before a batch, and where an evaluation ends.
@@ -104,25 +102,25 @@ class StopTogether:
             PeerFailed: another rank has failed while this one waited.
         """
         with self._lock:
-            if not self._is_held and self.decision is None:
-                self._begun = place
+            if not self._is_held:
+                self.go_on(place)
                 return None
         while (decision := self.decision) is None:
             self._failures.check_peers()
-            self._decided.wait(LOOK)
+            self._monitor.verdict(self._topic, wait=LOOK)
         if decision.last is None or place > decision.last:
             return decision
-        with self._lock:
-            self._begun = place
+        self.go_on(place)
         return None
+
+    def go_on(self, place: Place) -> None:
+        """Begin a batch without asking."""
+        self._failures.position = (*place, 0, 0)
 
     def close(self) -> None:
         """The run has ended on this rank; others may still ask how far it is."""
-        monitor, self._monitor = self._monitor, None
-        for leave in self._leave:
-            leave()
-        if monitor is not None:
-            monitor.answer(self._topic, lambda _: END)
+        self._leave()
+        self._monitor.answer(self._topic, lambda _: END)
 
     # in the monitor thread
 
@@ -130,47 +128,38 @@ class StopTogether:
         self._hold()
         if not self._is_told:
             self._is_told = True
-            of = (self._failures.monitor, rank, signal)
-            threading.Thread(target=self._decide, args=of, daemon=True, name="hanayo-stop").start()
+            threading.Thread(target=self._decide, args=(rank, signal), daemon=True, name="hanayo-stop").start()
 
     def _hold(self, _: Any = None) -> Place:
         """Let the main thread begin nothing more; return the place of the last batch that it has begun."""
         with self._lock:
             self._is_held = True
-            return self._begun
-
-    def _on_verdict(self, _: int, content: Any) -> None:
-        if content["topic"] != self._topic:
-            return
-        found = content["verdict"]  # JSON has made lists of its tuples
-        last = found["last"] and tuple(found["last"])
-        self.decision = decision = Decision(found["signal"], found["rank"], last, tuple(found["missing"]))
-        self._decided.set()
-        if last is None:  # some can't be reached: all ranks end, without a checkpoint
-            name, missing = self._failures.name, decision.missing
-            more = "".join(f", nor {name(rank)}" for rank in missing[1:])
-            what = (
-                f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
-                f"{name_of(decision.signal)} on {name(decision.rank)}. Resume from a checkpoint that was saved before."
-            )
-            self._failures.fail_for(missing[0], what, code=exit_code_of(decision.signal))
+            return self._failures.position[:2]
 
     # in a thread of its own
 
-    def _decide(self, monitor: Monitor, rank: int, signal: int) -> None:
+    def _decide(self, rank: int, signal: int) -> None:
         """Propose the furthest place. Others may propose, too: it's the same one, since no rank begins anything."""
+        monitor, name = self._monitor, self._failures.name
 
-        def furthest(begun: dict[int, list[int]]) -> dict[str, Any]:
+        def furthest(begun: dict[int, list[int]]) -> Decision:
             # A process that has ended has ended its run before; if it hasn't, all ranks fail soon.
             ended = [one for one in range(monitor.num_ranks) if monitor.state_of(one) == "ended"]
             missing = tuple(one for one in range(monitor.num_ranks) if one not in {*begun, *ended})
             places = [*((trained, evaluated) for trained, evaluated in begun.values()), *(END for _ in ended)]
-            return asdict(Decision(signal, rank, None if missing else max(places), missing))
+            return Decision(signal, rank, None if missing else max(places), missing)
 
         until = time.monotonic() + AGREE_WITHIN
         if monitor.arbiter != self._failures.rank:
-            self._decided.wait(TAKE_OVER)
-        monitor.settle(self._topic, furthest, within=until - time.monotonic())
+            monitor.verdict(self._topic, wait=TAKE_OVER)
+        decided, by, last, missing = monitor.settle(self._topic, furthest, within=until - time.monotonic())
+        if last is None:  # some can't be reached: all ranks end, without a checkpoint
+            more = "".join(f", nor {name(one)}" for one in missing[1:])
+            what = (
+                f"did not answer for {AGREE_WITHIN:g} s{more}: the ranks can't stop at the same step for "
+                f"{name_of(decided)} on {name(by)}. Resume from a checkpoint that was saved before."
+            )
+            self._failures.fail_for(missing[0], what, code=exit_code_of(decided))
 
 
 CHECKPOINT_NAME = "stopped.ckpt"
@@ -204,11 +193,6 @@ def save(trainer: "pl.Trainer", finish: Callable[[], object], *, has_trained: bo
     trainer.save_checkpoint(path)
     finish()
     return f"saved {path}; resume with ckpt_path={path!r}"
-
-
-def report_of(exception: BaseException) -> str | None:
-    """The message for the user, if a signal has stopped the run; None: something else has ended it."""
-    return exception.report if isinstance(exception, StoppedBySignal | Interrupted) else None
 
 
 REQUEUE, INTERRUPTED = 75, 130

@@ -1,5 +1,6 @@
 """`HanayoStrategy`: Lightning's hooks, each a few lines that say when something happens; the work is done elsewhere."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -34,7 +35,7 @@ from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers
 from lightning_hanayo.strategy.setup.plan import plan_for
-from lightning_hanayo.strategy.stopping import report_of
+from lightning_hanayo.strategy.stopping import Interrupted, StoppedBySignal
 
 
 class HanayoStrategy(CheckpointingStrategy):
@@ -399,8 +400,9 @@ class HanayoStrategy(CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._session is not None and report_of(exception) is not None:
-            self._session.stops.say(exception)  # all ranks are between two batches: the run ends in order
+        if isinstance(exception, StoppedBySignal | Interrupted):  # all ranks are between two batches: it ends in order
+            if self.is_global_zero:
+                print(f"hanayo: {exception.report}", file=sys.stderr, flush=True)
             return
         is_consequence = False
         try:

@@ -37,7 +37,7 @@ from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_obj
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_listened_to
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, user_defines
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.versions import hashes_of
 
@@ -139,7 +139,7 @@ _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 def agree_after_hooks(run: Run) -> None:
     """Let the ranks agree after each hook that is defined, for the time of the run."""
     for name in _HOOKS:
-        if is_listened_to(run.trainer, name):
+        if user_defines(run.trainer, name):
             run.attributes.wrap(run.module, name, partial(_agree, run, name))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo.monitor.monitor import Monitor
-from lightning_hanayo.monitor.overlay import LONGEST_HELLO, MOST_STRANGERS
+from lightning_hanayo.monitor.overlay import LONGEST_LINE, MOST_STRANGERS
 from lightning_hanayo.monitor.processes import Member
 from tests.harness.limits import Deadline, wait_until
 from tests.harness.monitors import QUICK, Worlds
@@ -77,7 +77,7 @@ def closes(stranger: socket.socket) -> bool:
         b'{"token": "a guess", "rank": 1}\n',
         b'{"token": "a secret", "rank": 7}\n',
         b'{"token": "a secret", "rank": [1]}\n',
-        b"x" * (LONGEST_HELLO + 1),
+        b"x" * (LONGEST_LINE + 1),
     ],
 )
 def test_strangers_are_sent_away(world: Worlds, garbage: bytes) -> None:

@@ -2,12 +2,11 @@
 
 import atexit
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
@@ -28,7 +27,7 @@ from lightning_hanayo.monitor import processes
 from lightning_hanayo.monitor.processes import command_ending_with_parent
 from lightning_hanayo.strategy.failure import GRACE, STOPPED_TIME
 from lightning_hanayo.strategy.joining import serve_store
-from lightning_hanayo.strategy.stopping import INTERRUPTED, REQUEUE
+from lightning_hanayo.strategy.stopping import INTERRUPTED
 
 KILL_AFTER = GRACE + 3.0
 """seconds after a process has failed until those that still run are killed"""
@@ -95,31 +94,24 @@ class _Children:
 
     def _end(self) -> None:
         """At the end of the script: wait for them, then kill those that still run. The first one's failure counts."""
-        if self.has_failed:  # the first failure was shown; a process that ends with a code says why
-            self._late(time.monotonic() + GRACE)
-            self._kill()
-            for process in self._processes:
-                process.wait()
-            return
-        wait, start = self._wait, time.monotonic()
-        late = self._late(start + min(wait, TO_SAY_WHO))
-        stopped = [rank for rank, process in self._ranks if rank in late and _is_stopped(process)]
-        for rank in stopped:
-            when = f"{TO_SAY_WHO:g} s after rank 0 has ended its script"
-            print(f"rank {rank} is stopped (SIGSTOP or SIGTSTP) {when}; ending it", file=sys.stderr)
-        self._kill(stopped)
-        late = [rank for rank in late if rank not in stopped]
-        if late:
-            print(f"rank 0 has ended its script, and waits up to {wait:g} s for ranks {late}", file=sys.stderr)
-        late = self._late(start + wait)
-        if late:
-            print(f"ranks {late} still run {wait:g} s after rank 0 has ended its script; ending them", file=sys.stderr)
-        for rank, process in self._ranks:
-            if (process.poll() or 0) < 0 and rank not in self._killed:
-                print(f"rank {rank} {_end_of(process)} after rank 0 had left the run", file=sys.stderr)
-        self._kill()
+        start, over = time.monotonic(), "rank 0 has ended its script"
+        if not self.has_failed:
+            late = self._late(start + min(self._wait, TO_SAY_WHO))
+            for rank in (rank for rank in late if _is_stopped(self._ranks[rank])):
+                when = f"{TO_SAY_WHO:g} s after {over}"
+                print(f"rank {rank} is stopped (SIGSTOP or SIGTSTP) {when}; ending it", file=sys.stderr)
+                self._kill([rank])
+            if late := [rank for rank in late if rank not in self._killed]:
+                print(f"{over}, and waits up to {self._wait:g} s for ranks {late}", file=sys.stderr)
+            if late := self._late(start + self._wait):
+                print(f"ranks {late} still run {self._wait:g} s after {over}; ending them", file=sys.stderr)
+            for rank, process in self._ranks.items():
+                if (process.poll() or 0) < 0 and rank not in self._killed:
+                    print(f"rank {rank} {_end_of(process)} after rank 0 had left the run", file=sys.stderr)
+        self._late(start + GRACE)  # of a failure, which was shown; a process that ends with a code says why
+        self._kill(self._ranks)
         codes = [process.wait() for process in self._processes]
-        if any(codes):
+        if any(codes) and not self.has_failed:
             sys.stdout.flush()
             os._exit(max(1, *codes))
 
@@ -128,55 +120,49 @@ class _Children:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        return [rank for rank, process in self._ranks if process.poll() is None]
+        return [rank for rank, process in self._ranks.items() if process.poll() is None]
 
     def _observe(self, start: Callable[[], _Processes], started: "Future[_Processes]") -> None:
-        """Start and watch them; if one fails, the others have some seconds to end, and so has this one in a run."""
+        """Start them, and watch them until all have met: if one can't come, all end. Later their monitors see to it."""
         try:
             children = start()
         except BaseException as error:
             started.set_exception(error)
             return
         started.set_result(children)
-        in_order, lost = (0, REQUEUE, INTERRUPTED), None
-        while all(process.poll() in (None, *in_order) for process in children):
-            if self._is_running and not dist.is_initialized() and (lost := self._lost_rank()) is not None:
-                break
-            if all(process.poll() in in_order for process in children):
+        while True:
+            lost = self._lost_rank() if self._is_running and not dist.is_initialized() else None
+            if lost is not None:
+                time.sleep(TO_SAY_WHY)
+                if self._is_running:  # it has not failed meanwhile, and left the others
+                    self._kill(self._ranks)
+                    print(f"{lost} before it joined the others; ending them", file=sys.stderr)
+                    os._exit(1)
+            if all(process.poll() is not None for process in children):
                 return
             time.sleep(_LOOK)
-        late = f"rank 0 still runs {KILL_AFTER:g} s after another rank has ended with an error; ending it. {_ADVICE}"
-        if self._is_running and not dist.is_initialized():
-            late = f"{lost or self._lost_rank()} before it joined the others; ending them"
-            time.sleep(TO_SAY_WHY)
-        else:
-            time.sleep(KILL_AFTER)
-        self._kill()
-        if self._is_running:
-            print(late, file=sys.stderr)
-            os._exit(1)
 
     def _lost_rank(self) -> str | None:
         """A rank that can't join the others, and why: it has ended, by `sys.exit(0)` too, or was stopped for long."""
         now = time.monotonic()
-        stopped = [rank for rank, process in self._ranks if _is_stopped(process)]
+        stopped = [rank for rank, process in self._ranks.items() if _is_stopped(process)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
-        found = [f"rank {rank} {_end_of(process)}" for rank, process in self._ranks if process.poll() is not None]
-        for rank, since in self._stopped_since.items():
-            if now - since > STOPPED_TIME:
-                found.append(f"rank {rank} was stopped (SIGSTOP or SIGTSTP) {STOPPED_TIME:g} s ago")
-        return found[0] if found else None
+        for rank, process in self._ranks.items():
+            if process.poll() is not None:
+                return f"rank {rank} {_end_of(process)}"
+        late = [rank for rank, since in self._stopped_since.items() if now - since > STOPPED_TIME]
+        return f"rank {late[0]} was stopped (SIGSTOP or SIGTSTP) {STOPPED_TIME:g} s ago" if late else None
 
     @property
-    def _ranks(self) -> list[tuple[int, "subprocess.Popen[bytes]"]]:
-        return list(enumerate(self._processes, start=self._first_rank))
+    def _ranks(self) -> dict[int, "subprocess.Popen[bytes]"]:
+        return dict(enumerate(self._processes, start=self._first_rank))
 
-    def _kill(self, ranks: Collection[int] | None = None) -> None:
-        """End those that still run; None: all."""
-        for rank, process in self._ranks:
-            if process.poll() is None and (ranks is None or rank in ranks):
+    def _kill(self, ranks: Iterable[int]) -> None:
+        """End those that still run."""
+        for rank in ranks:
+            if self._ranks[rank].poll() is None:
                 self._killed.add(rank)
-                process.send_signal(signal.SIGKILL)
+                self._ranks[rank].kill()
 
 
 def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:

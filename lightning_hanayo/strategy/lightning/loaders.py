@@ -87,6 +87,12 @@ class _LoaderWrapper:
     def _length(self) -> int | None:
         return sized_len(self.loader)
 
+    def __iter__(self) -> Iterator[Any]:
+        return self._read(iter(self.loader))
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
 
 class PlaceholderLoader(_LoaderWrapper):
     """Placeholder batches on the ranks above 0: as many as the user's loader has, or as rank 0 announces."""
@@ -106,6 +112,7 @@ class PlaceholderLoader(_LoaderWrapper):
             raise AttributeError(name)
         return super().__getattr__(name)
 
+    @override
     def __iter__(self) -> Iterator[PlaceholderBatch]:
         if self._is_certain:
             for _ in range(len(self)):
@@ -130,9 +137,7 @@ class EqualLoader(_LoaderWrapper):
     def _length(self) -> int | None:
         return self._same_length.length
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._read(iter(self.loader))
-
+    @override
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.leaves_out = False
         if self._same_length.is_certain and self._length is not None:
@@ -150,10 +155,8 @@ class EqualLoader(_LoaderWrapper):
 class AnnouncingLoader(_LoaderWrapper):
     """The user's loader on pipeline rank 0, where its length isn't certain: announces each batch and the end."""
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._announce(iter(self.loader))
-
-    def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
+    @override
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         relay = self._get_run().pipe_relay
         for batch in batches:
             relay.broadcast("data", True)
@@ -173,8 +176,9 @@ class CubeLoader(_LoaderWrapper):
             raise AttributeError(name)
         return super().__getattr__(name)
 
+    @override
     def __iter__(self) -> Iterator[Any]:
-        return self._send(iter(self.loader)) if self._cube.rank() == 0 else self._receive()
+        return super().__iter__() if self._cube.rank() == 0 else self._receive()
 
     @property
     def _cube(self) -> dist.ProcessGroup:
@@ -182,7 +186,8 @@ class CubeLoader(_LoaderWrapper):
         group: dist.ProcessGroup = available(self._get_run().groups.cube, "the model is cut over a cube").whole
         return group
 
-    def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
+    @override
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             broadcast_object((batch, self._get_run().generators.packed()), self._cube)
             yield batch

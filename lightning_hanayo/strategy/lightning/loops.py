@@ -196,7 +196,7 @@ def _search(
 ) -> None:
     """Lightning's search, with trials whose errors it doesn't catch."""
     loop: Any = trainer._active_loop
-    attributes, fitted = TemporaryAttributes(), [0]
+    fitted = [0]
 
     def trial(run: Callable[[], Any]) -> Any:
         size: Any = lightning_getattr(module, name)
@@ -216,11 +216,9 @@ def _search(
         fitted.append(size)
         return result
 
-    attributes.wrap(loop, "run", trial)
-    try:
+    with TemporaryAttributes() as attributes:
+        attributes.wrap(loop, "run", trial)
         search(trainer, module)
-    finally:
-        attributes.restore()
 
 
 def _raise(error: BaseException, *_: object) -> NoReturn:

@@ -446,12 +446,9 @@ def recorded_logs(trainer: "pl.Trainer") -> Iterator[RecordedLogs]:
     def log_metrics(*_: Any, **__: Any) -> None:
         recorded.calls_logger = True
 
-    attributes = TemporaryAttributes()
-    if trainer._results is not None:
-        attributes.set(trainer._results, "log", log)
-    for logger in trainer.loggers:
-        attributes.set(logger, "log_metrics", log_metrics)
-    try:
+    with TemporaryAttributes() as attributes:
+        if trainer._results is not None:
+            attributes.set(trainer._results, "log", log)
+        for logger in trainer.loggers:
+            attributes.set(logger, "log_metrics", log_metrics)
         yield recorded
-    finally:
-        attributes.restore()

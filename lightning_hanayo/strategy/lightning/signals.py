@@ -26,7 +26,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,7 +34,6 @@ from torch.utils.data import get_worker_info
 
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy import stopping
-from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import TemporaryAttributes
@@ -54,19 +52,19 @@ class Signals:
     A main thread that waits in C++ for a message doesn't run Python's handlers. So Python writes the numbers of signals
     into a pipe (`signal.set_wakeup_fd`), and the monitor's thread reads it.
 
+    They are installed if this is the main thread, before Lightning installs its own; these call them.
+
     Args:
-        trainer: whose run it is.
+        run: whose handlers they are. Its failures are told if a signal comes again.
         stop: told of the first signal.
-        failures: told if it comes again; of the run, as its monitor, which a world of one rank does without.
     """
 
-    def __init__(self, trainer: "pl.Trainer", stop: stopping.StopTogether, failures: Failures) -> None:
-        self._trainer, self._stop, self._failures = trainer, stop, failures
-        self._monitor = failures.monitor if failures.monitor.num_ranks > 1 else None
+    def __init__(self, run: Run, stop: stopping.StopTogether) -> None:
+        self._trainer, self._stop, self._failures = run.trainer, stop, run.failures
+        self._monitor = run.failures.monitor if run.failures.monitor.num_ranks > 1 else None
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
         self._seen: dict[int, float] = {}
-        self._leave: Callable[[], object] = bool
         self._lock = threading.Lock()
         """held while the pipe is read or closed; the handlers don't take it"""
         self._pipe: tuple[int, int] | None = None
@@ -74,14 +72,9 @@ class Signals:
         self._is_over = False
         self.requeue: int | None = None
         """SLURM's signal, if Lightning would start the job again"""
-
-    def listen(self, attributes: TemporaryAttributes) -> None:
-        """Install the handlers, if this is the main thread, before Lightning installs its own; these call them."""
-        connector = self._trainer._signal_connector
-        attributes.set(connector, "_sigterm_notifier_fn", _no_op)
-        attributes.set(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
-        if self._monitor is not None:
-            self._leave = self._monitor.every(stopping.LOOK, self._look)
+        run.attributes.set(self._trainer._signal_connector, "_sigterm_notifier_fn", _no_op)
+        run.attributes.set(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
+        self._leave = run.failures.monitor.every(stopping.LOOK, self._look)  # nothing in a world of one rank
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -201,7 +194,6 @@ class StopsOnSignal:
 
     def __init__(self, run: Run, finish: Callable[[], object]) -> None:
         self._trainer, self._failures, self._device, self._finish = run.trainer, run.failures, run.device, finish
-        self._place: stopping.Place = (0, 0)
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
         self._loaders_before: list[tuple[torch.Generator, Tensor]] = []
@@ -209,20 +201,13 @@ class StopsOnSignal:
         self._is_epoch_start = False
         self._goes_on: bool | None = None
         self._stop = stopping.StopTogether(run.failures)
-        self._signals = Signals(self._trainer, self._stop, run.failures)
-        self._signals.listen(run.attributes)
+        self._signals = Signals(run, self._stop)
         self._add_to_loops(run.attributes)
 
     def close(self) -> None:
         """The run has ended on this rank."""
         self._signals.restore()
         self._stop.close()
-
-    def say(self, exception: BaseException) -> None:
-        """Name the signal that has stopped the run, if one has. Called by all ranks, after callbacks."""
-        report = stopping.report_of(exception)
-        if report and self._failures.rank == 0:
-            print(f"hanayo: {report}", file=sys.stderr, flush=True)
 
     def _add_to_loops(self, attributes: TemporaryAttributes) -> None:
         trainer: Any = self._trainer
@@ -243,14 +228,13 @@ class StopsOnSignal:
         A validation that was stopped has begun its first batch there, and not ended it: Lightning runs it anew. An
         epoch of which no batch was trained begins anew, too: its loader draws the order of samples again.
         """
-        if self._is_epoch_start and not self._is_evaluating:
+        if self._is_epoch_start or self._is_evaluating:
             self._rewind_random()
         if not self._is_evaluating:
             yield
             return
         validated: Any = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress
         before = validated.state_dict()
-        self._rewind_random()
         for progress, completed in ((validated.current, 0), (validated.total, validated.total.completed)):
             progress.ready = progress.started = completed + 1
             progress.processed = progress.completed = completed
@@ -264,7 +248,7 @@ class StopsOnSignal:
         self._is_epoch_start = True
 
     def _train(self) -> None:
-        self._begin((self._place[0] + 1, 0))
+        self._begin((self._failures.position[0] + 1, 0))
         self._is_epoch_start = False
 
     def _remember_random(self) -> None:
@@ -282,24 +266,27 @@ class StopsOnSignal:
         self._weights_before = self._weights()
 
     def _evaluate(self) -> None:
-        self._begin((self._place[0], self._place[1] + 1))
+        trained, evaluated, *_ = self._failures.position
+        self._begin((trained, evaluated + 1))
 
     def _end_loader(self) -> None:
-        self._begin((self._place[0], (self._place[1] // _MANY + 1) * _MANY))
+        trained, evaluated, *_ = self._failures.position
+        self._begin((trained, (evaluated // _MANY + 1) * _MANY))
 
     def _begin(self, place: stopping.Place) -> None:
         decision = self._stop.begin(place)
         self._is_evaluating = place[1] > 0
-        if decision is not None and not self._must_end_validation(decision):
-            self._end(decision)
-        self._place = place
+        if decision is not None:
+            if not self._must_end_validation(decision):
+                self._end(decision)
+            self._stop.go_on(place)
 
     def _must_end_validation(self, decision: stopping.Decision) -> bool:
         """Whether hooks have put other weights, such as an average, in place for a validation of `fit`.
 
         A checkpoint would have them as the trained ones. The hooks at the end of the validation put these back.
         """
-        can_save = self._trainer.state.fn == TrainerFn.FITTING and self._place[0] > 0
+        can_save = self._trainer.state.fn == TrainerFn.FITTING and self._failures.position[0] > 0
         if not self._is_evaluating or not can_save or decision.last is None:
             return False
         if self._goes_on is None:  # all ranks stop here for the first time
@@ -327,7 +314,7 @@ class StopsOnSignal:
                 trainer._signal_connector._slurm_sigusr_handler_fn(decision.signal, None)  # type: ignore[arg-type]
                 saved = f"saved in {trainer.default_root_dir} for the job that SLURM starts in its place"
             else:
-                saved = stopping.save(trainer, self._finish, has_trained=self._place[0] > 0)
+                saved = stopping.save(trainer, self._finish, has_trained=self._failures.position[0] > 0)
         when = f"after step {trainer.global_step}" if trainer.state.fn == TrainerFn.FITTING else "between two batches"
         by, is_interrupt = self._failures.name(decision.rank), decision.signal == signal.SIGINT
         error = stopping.Interrupted if is_interrupt else stopping.StoppedBySignal

@@ -1,7 +1,7 @@
 """Which hooks the user's module, callbacks and precision plugin define: what is unused needn't be prepared for."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
 from types import CodeType, FunctionType
@@ -52,23 +52,14 @@ def example_run(module: "pl.LightningModule", device: torch.device) -> Callable[
     return run
 
 
-def overrides(module: "pl.LightningModule", hook: str) -> bool:
-    """Whether the module defines `hook`, in its class or on the instance, where it may be any callable."""
-    return hook in vars(module) or getattr(type(module), hook) is not getattr(pl.LightningModule, hook)
-
-
-def is_listened_to(trainer: "pl.Trainer", hook: str) -> bool:
-    """Whether the module or a callback defines `hook`."""
-    return overrides(trainer.lightning_module, hook) or any(
-        getattr(type(callback), hook, None) is not getattr(pl.Callback, hook) or hook in vars(callback)
-        for callback in callbacks_of(trainer)
-    )
-
-
-def user_defines(trainer: "pl.Trainer", hooks: Iterable[str]) -> bool:
+def user_defines(trainer: "pl.Trainer", *hooks: str) -> bool:
     """Whether the module or a callback of the user's defines one of the hooks."""
-    owners = (trainer.lightning_module, *callbacks_of(trainer))
-    return any(_is_users(owner, hook) for owner in owners for hook in hooks)
+    return any(defines(owner, *hooks) for owner in (trainer.lightning_module, *callbacks_of(trainer)))
+
+
+def defines(owner: Any, *hooks: str) -> bool:
+    """Whether the user defines one of the hooks in the owner's class, or on the instance, where it may be anything."""
+    return any(_is_users(owner, hook) for hook in hooks)
 
 
 def _is_users(owner: Any, hook: str) -> bool:
@@ -76,14 +67,14 @@ def _is_users(owner: Any, hook: str) -> bool:
     return hook in vars(owner) or (of_class is not None and not is_lightnings(of_class))
 
 
-def is_lightnings(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is defined by Lightning, or by this package."""
-    return (getattr(hook, "__module__", None) or "").startswith(("pytorch_lightning.", *_OWN_PACKAGES))
+def is_lightnings(one: Callable[..., Any]) -> bool:
+    """Whether a hook or class is defined by Lightning, or by this package."""
+    return (getattr(one, "__module__", None) or "").startswith(("pytorch_lightning.", *_OWN_PACKAGES))
 
 
 def clips_by_norm(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
     """Whether all ranks wait for each other before each optimizer step, for the norm of the whole gradient."""
-    if overrides(module, "configure_gradient_clipping"):
+    if defines(module, "configure_gradient_clipping"):
         return True
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
 
@@ -92,13 +83,8 @@ def may_scale_backward(trainer: "pl.Trainer") -> bool:
     """Whether user code may send an unexpected gradient into the loss: an override, or a precision plugin."""
     classes = type(trainer.precision_plugin).__mro__
     hooks = ("pre_backward", "backward")
-    foreign = any(hook in vars(one) for hook in hooks for one in classes if not _is_own(one))
-    return foreign or overrides(trainer.lightning_module, "backward") or is_listened_to(trainer, "on_before_backward")
-
-
-def reads_old_gradients(trainer: "pl.Trainer") -> bool:
-    """Whether a hook may read the last step's gradients before they are zeroed; otherwise they needn't be kept."""
-    return overrides(trainer.lightning_module, "optimizer_zero_grad") or is_listened_to(trainer, "on_before_zero_grad")
+    foreign = any(hook in vars(one) for hook in hooks for one in classes if not is_lightnings(one))
+    return foreign or user_defines(trainer, "backward", "on_before_backward")
 
 
 def may_read_gradients(trainer: "pl.Trainer") -> bool:
@@ -116,10 +102,10 @@ def may_see_gradients(trainer: "pl.Trainer") -> bool:
     A hook there, `.grad` in the classes of the module or a callback or in a function of their files, or a step of
     manual optimization.
     """
-    if not trainer.lightning_module.automatic_optimization or user_defines(trainer, _SEE_GRADIENTS):
+    if not trainer.lightning_module.automatic_optimization or user_defines(trainer, *_SEE_GRADIENTS):
         return True
     classes: list[Any] = [*map(type, (trainer.lightning_module, *callbacks_of(trainer)))]
-    return any(_mentions_gradients(one) for one in classes if not _is_own(one))
+    return any(_mentions_gradients(one) for one in classes if not is_lightnings(one))
 
 
 @cache
@@ -158,7 +144,7 @@ def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) ->
     plateaus = (c for c in trainer.strategy.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step")
     if steps and any((batch_idx + 1) % config.frequency == 0 for config in plateaus):
         return True
-    if any(overrides(trainer.lightning_module, hook) for hook in _READ_LOSS):
+    if defines(trainer.lightning_module, *_READ_LOSS):
         return True
     return any(_reads_metrics(trainer, callback, steps=steps) for callback in callbacks_of(trainer))
 
@@ -170,12 +156,7 @@ def _reads_metrics(trainer: "pl.Trainer", callback: "pl.Callback", *, steps: boo
         return due or callback._train_time_interval is not None
     if isinstance(callback, SpikeDetection):  # the loss, which Lightning gives it
         return True
-    return any(_is_users(callback, hook) for hook in ("on_train_batch_end", "on_before_backward"))
-
-
-def _is_own(kind: type) -> bool:
-    """Whether the class is Lightning's or this package's."""
-    return kind.__module__.startswith(_OWN_PACKAGES)
+    return defines(callback, "on_train_batch_end", "on_before_backward")
 
 
 UPLOADS, DRAWS = "_log_model", "_log_graph"

@@ -4,25 +4,19 @@ from lightning_hanayo.strategy import guarded_hooks
 from lightning_hanayo.strategy.lightning import loaders, metrics, state, user_hooks
 from lightning_hanayo.strategy.lightning.loops import keep_inference_mode
 from lightning_hanayo.strategy.run import Run
-from lightning_hanayo.strategy.user_code.collectives import Progress
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.votes import StepVotes, agree_after_hooks
 
 
-def adapt(run: Run, progress: Progress, hand_over: HandOver, votes: StepVotes) -> None:
+def adapt(run: Run, hand_over: HandOver, votes: StepVotes) -> None:
     """Let hooks, metrics, loaders and loops know of the other ranks. Called by all ranks, once the model is set up."""
     trainer, module, topology, attributes = run.trainer, run.module, run.topology, run.attributes
-    guarded_hooks.guard_hooks(run, progress.end_hook)
+    guarded_hooks.guard_hooks(run, run.failures.end_hook)
     guarded_hooks.guard_writers(run)
-
-    def at_epoch_end() -> None:
-        progress.end_epoch()
-        hand_over.at_epoch_end()
-
-    metrics.share_metrics(run, at_epoch_end)
+    metrics.share_metrics(run, hand_over.at_epoch_end)
     keep_inference_mode(trainer, attributes)
     loaders.after_new_iterators(trainer, attributes, run.generators.share)
-    if topology.world_size > 1 and user_hooks.overrides(module, "optimizer_step"):
+    if topology.world_size > 1 and user_hooks.defines(module, "optimizer_step"):
         attributes.wrap(module, "optimizer_step", votes.run_override)
     if topology.replica_size > 1:
         agree_after_hooks(run)

@@ -73,37 +73,8 @@ class Call:
         return alike and (self.name, self.place) == (other.name, other.place)
 
 
-class Progress:
-    """How far a rank is in its run, for others that wait for it. It is the same on all ranks that keep step."""
-
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
-
-    def begin_batch(self, *, trains: bool) -> None:
-        """Called when a batch begins."""
-        trained, evaluated, *_ = self._failures.position
-        self._failures.position = (trained + 1, 0, 0, 0) if trains else (trained, evaluated + 1, 0, 0)
-
-    def end_epoch(self) -> None:
-        """Called when an epoch ends: data ranks may have evaluated different numbers of batches in it."""
-        trained, evaluated, *_ = self._failures.position
-        self._failures.position = (trained, (evaluated // _MANY + 1) * _MANY, 0, 0)
-
-    def end_hook(self) -> None:
-        """Called after a hook of the user's module that runs on all ranks."""
-        trained, evaluated, hooks, _ = self._failures.position
-        self._failures.position = (trained, evaluated, hooks + 1, 0)
-
-    def end_step(self) -> None:
-        """Called when a step has ended or is suspended."""
-        trained, evaluated, hooks, steps = self._failures.position
-        self._failures.position = (trained, evaluated, hooks, steps + 1)
-
-
 IN_HOOKS = 3
 """compare only the first three numbers of a position in hooks: ranks run different numbers of steps"""
-_MANY = 2**32
-"""more batches than one evaluation has"""
 
 
 class Agreement:
@@ -410,12 +381,8 @@ def world_size_watched(note: Callable[[FrameType], None]) -> Iterator[None]:
             note(sys._getframe(2))  # behind this function and the replaced code
         return original(*args, **kwargs)
 
-    patch = PatchedFunction(distributed_c10d.get_world_size, noted)
-    patch.start()
-    try:
+    with PatchedFunction(distributed_c10d.get_world_size, noted):
         yield
-    finally:
-        patch.stop()
 
 
 def _checked(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -115,7 +115,7 @@ def test_nothing_that_was_read_stays_alive() -> None:
     ("module", "activity"),
     [
         ("torch._inductor.compile_fx", "compiling"),
-        ("lightning_hanayo.dist_checkpointing.commit", "saving a checkpoint"),
+        ("lightning_hanayo.dist_checkpointing.commit", "saving or loading a checkpoint"),
         ("torch.utils.data.dataloader", "reading from its data loader"),
         ("__main__", "computing the backward (of inputs) of stage 3, micro-batch 5"),
     ],

@@ -112,7 +112,7 @@ def test_who_holds_the_others_up_is_said_again_and_again(capsys: pytest.CaptureF
         assert "\n  rank 0 (pipeline 0) waits for rank 1: a message\n" in text
         assert "\nThe run goes on. A rank that has waited for 0:30:00 (timeout) ends it.\n" in text
         assert wait_until(lambda: all(failures.held_up_by for failures in world.failures), 10.0)
-        blame = 1, "rank 1 (pipeline 1) waits for nobody: it is in hook, model.py:31"
+        blame = [1, "rank 1 (pipeline 1) waits for nobody: it is in hook, model.py:31"]
         assert [failures.held_up_by for failures in world.failures] == [blame] * 3
     assert world.ended == []
 

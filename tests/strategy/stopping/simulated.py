@@ -52,15 +52,16 @@ class Rank:
         self.handlers: dict[str, Callable[[int, Any], object]] = {}
         self.answers: dict[str, Callable[[Any], Any]] = {}
         self.begun = 0
+        self.decided: Any = None
         self.is_over = False
         self.stopped_by: Decision | None = None
         self.failed_for: int | None = None
         self.stop = StopTogether(self)  # type: ignore[arg-type]
-        self.stop._decided = Flag(world)  # type: ignore[assignment]
 
     # the failures
 
     run = 1
+    position = (0, 0, 0, 0)
 
     @property
     def monitor(self) -> "Rank":
@@ -103,7 +104,16 @@ class Rank:
         for other in self.world.ranks:
             self.world.waiting.append(lambda other=other: other.receive(self.rank, kind, content))  # type: ignore[misc]
 
+    def propose(self, topic: str, proposal: Any) -> None:
+        self.decided = self.decided or proposal
+
+    def verdict(self, topic: str, *, wait: float = 0.0) -> Any:
+        self.world.now += wait
+        return self.decided
+
     def receive(self, sender: int, kind: str, content: Any) -> None:
+        if kind == "verdict":
+            self.decided = content["verdict"]
         if kind in self.handlers and self.rank != self.world.frozen:
             self.handlers[kind](sender, content)
 
@@ -124,7 +134,7 @@ class Rank:
                 found[other.rank] = other.answers[question](None)
         return found
 
-    def settle(self, topic: str, judge: Callable[[dict[int, Any]], Any], *, within: float) -> None:
+    def settle(self, topic: str, judge: Callable[[dict[int, Any]], Any], *, within: float) -> Any:
         deadline = self.world.now + within
         answers = self.ask(topic)
         while len(answers) < self.num_ranks and self.world.now < deadline:
@@ -133,18 +143,7 @@ class Rank:
         if self.world.verdict is None:
             self.world.verdict = judge(answers)
             self.tell("verdict", {"topic": topic, "verdict": self.world.verdict})
-
-
-class Flag:
-    """Takes the place of an event: a thread that waits for it lets others run."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def set(self) -> None: ...
-
-    def wait(self, seconds: float) -> None:
-        self.world.now += seconds
+        return self.world.verdict
 
 
 class Threads:

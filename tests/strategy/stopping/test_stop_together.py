@@ -7,7 +7,6 @@ rank 2     * batch 7 ........... batch 8              | stops
 """
 
 import random
-from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
@@ -103,7 +102,7 @@ def test_a_rank_begins_nothing_between_a_signal_and_the_news_of_it() -> None:
     """Else a run of few short batches ends before the monitor's thread has looked."""
     news = [
         lambda: stop._on_told(0, 15),
-        lambda: stop._on_verdict(0, {"topic": stop._topic, "verdict": asdict(Decision(15, 0, (3, 0)))}),
+        lambda: rank.receive(0, "verdict", {"topic": stop._topic, "verdict": [15, 0, [3, 0], []]}),
     ]
     rank = alone()
     stop = rank.stop

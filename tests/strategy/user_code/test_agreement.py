@@ -7,8 +7,9 @@ import pytest
 from torch.distributed import HashStore
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.user_code import collectives
-from lightning_hanayo.strategy.user_code.collectives import IN_HOOKS, Agreement, Call, Progress
+from lightning_hanayo.strategy.user_code.collectives import IN_HOOKS, Agreement, Call
 
 
 @dataclass
@@ -33,12 +34,10 @@ class Run:
 def position(*, steps: int, hooks: int) -> tuple[int, ...]:
     """After so many steps of a batch, and hooks of all ranks."""
     run: Any = Run()
-    progress = Progress(run)
-    progress.begin_batch(trains=True)
     for _ in range(steps):
-        progress.end_step()
+        Failures.end_step(run)
     for _ in range(hooks):
-        progress.end_hook()
+        Failures.end_hook(run)
     return run.position
 
 

@@ -43,7 +43,7 @@ from io import FileIO
 from typing import Any, BinaryIO, Literal, final
 from warnings import warn
 
-from lightning_hanayo.dist_checkpointing.format import FORMAT, MANIFEST, files_named_in
+from lightning_hanayo.dist_checkpointing.format import FORMAT, MANIFEST, Manifest, save_id_in
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 CHUNK = 8 * 2**20
@@ -313,23 +313,18 @@ def is_checkpoint(storage: Storage, names: Collection[str]) -> bool:
 
 
 def unnamed_files(storage: Storage) -> list[str]:
-    """Returns the files of saves that the folder's manifest doesn't name.
+    """Returns the files of other saves than the one that has written the folder's manifest.
 
     There are none if the manifest can't be read, because they may be its own.
     """
     written = [name for name in storage.names() if _FILE.fullmatch(name)] if storage.is_folder() else []
-    named = _named_files(storage) if written else ()
-    return [] if named is None else [name for name in written if name not in named]
-
-
-def _named_files(storage: Storage) -> Collection[str] | None:
-    """The files that the manifest names: none without a manifest; None if it can't be read."""
-    if not storage.sizes([MANIFEST]):
-        return ()
+    if not written or not storage.sizes([MANIFEST]):
+        return written
     try:
-        return files_named_in(bytes(storage.read(MANIFEST)), storage.path)
+        save_id = save_id_in(bytes(storage.read(MANIFEST)), storage.path)
     except CheckpointError:
-        return None
+        return []
+    return [name for name in written if f"-{save_id}." not in name]
 
 
 def temporary_path(path: str, kind: Literal["tmp", "old"], save_id: str) -> str:
@@ -375,8 +370,10 @@ def remove_checkpoint(path: str) -> None:
 
 
 def _remove_folder(storage: Storage) -> None:
-    # a remote list may not show all files yet that the manifest names
-    names = {*storage.names(), *storage.sizes([MANIFEST]), *(_named_files(storage) or ())}
+    names = {*storage.names(), *storage.sizes([MANIFEST])}
+    if not storage.is_local and MANIFEST in names:  # a list may not show all files yet that the manifest names
+        with suppress(CheckpointError):
+            names |= Manifest.from_bytes(bytes(storage.read(MANIFEST)), storage.path).files.keys()
     is_ours = is_checkpoint(storage, names) or MANIFEST not in names
     ours = [name for name in names if is_ours and is_of_a_save(name)]
     for name in sorted(ours, key=MANIFEST.__ne__):

@@ -23,7 +23,7 @@ from lightning_hanayo.dist_checkpointing.folder import (
     look_into,
     verify_file,
 )
-from lightning_hanayo.dist_checkpointing.target import UNITS, remove_checkpoint, size_text, storage_of
+from lightning_hanayo.dist_checkpointing.target import UNITS, Storage, remove_checkpoint, size_text
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.plotting.terminal_status import showing
 
@@ -339,8 +339,8 @@ def _problem(path: str, found: Found | None) -> str:
     try:
         with showing(f"verifying {path}"):
             if found is not None and found.kind == "file":
-                verify_file(storage_of(path).path)
-            elif found is not None and storage_of(path).is_file():
+                verify_file(Storage(path).path)
+            elif found is not None and Storage(path).is_file():
                 raise CheckpointError(f"{path} isn't whole: {found.problem}")
             else:
                 CheckpointFolder(path).verify()

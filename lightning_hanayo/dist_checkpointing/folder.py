@@ -43,7 +43,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     stored_as,
 )
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.target import CHUNK, Storage, is_of_a_save, storage_of, unnamed_files
+from lightning_hanayo.dist_checkpointing.target import CHUNK, Storage, is_of_a_save, unnamed_files
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._storage = storage_of(path)
+        self._storage = Storage(path)
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
         with self._readable(MANIFEST):
             num_bytes = self._storage.sizes([MANIFEST]).get(MANIFEST)
@@ -319,7 +319,7 @@ def existing(path: str) -> str:
     Raises:
         HanayoError: there is nothing.
     """
-    storage = storage_of(path)
+    storage = Storage(path)
     if not storage.is_folder() and not storage.is_file():
         raise HanayoError(f"{path}: there is no such file or folder")
     return path
@@ -327,7 +327,7 @@ def existing(path: str) -> str:
 
 def look_at(path: str) -> Found | None:
     """Returns what is at a path; None if that isn't a checkpoint. Only names, sizes and the manifest are read."""
-    storage = storage_of(path)
+    storage = Storage(path)
     name = os.path.basename(path.rstrip("/"))
     if storage.is_folder():
         return _folder(path, storage, is_leftover=bool(_LEFTOVER.fullmatch(name)))
@@ -363,7 +363,7 @@ def look_at_one(path: str) -> Found | None:
 
 
 def _below(path: str) -> Iterator[Found]:
-    storage = storage_of(path)
+    storage = Storage(path)
     for name in storage.names() if storage.is_folder() else ():
         inner = f"{path.rstrip('/')}/{name}"
         found = look_at(inner)

@@ -48,7 +48,7 @@ from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, header_
 from lightning_hanayo.dist_checkpointing.format import ImpossibleError, Manifest, StoredPart, WholeTensor, read_header
 from lightning_hanayo.dist_checkpointing.load_state import tensors_of
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder
@@ -409,7 +409,7 @@ class SafetensorsFolder(CheckpointFolder):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._storage, self._headers = str(path), storage_of(path), {}
+        self.path, self._storage, self._headers = str(path), Storage(path), {}
         tensors: dict[str, WholeTensor] = {}
         for file, names in _expected(path).items():
             with _readable(path / file):

@@ -31,7 +31,7 @@ from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit, tensors_of
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, listed, nearest
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks, place_in_world, with_common_errors
@@ -88,7 +88,7 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
         CheckpointNotFoundError: no rank finds it.
         CheckpointError: on all ranks, if it is damaged, incomplete, no checkpoint, or would run code.
     """
-    storage = storage_of(str(path).rstrip("/"))
+    storage = Storage(str(path).rstrip("/"))
     seen = on_all_ranks(lambda: storage.is_folder() or storage.is_file())
     if not any(seen):
         raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")
@@ -186,7 +186,7 @@ def check_start(path: Any, trainer: "pl.Trainer", io: CheckpointIO) -> None:
             raise CheckpointError(
                 "ckpt_path='best': no ModelCheckpoint of this Trainer has saved a best one. Give the path of one."
             )
-    elif (storage := storage_of(str(path).rstrip("/"))).is_local:
+    elif (storage := Storage(str(path).rstrip("/"))).is_local:
         check_local(storage.path, io)
 
 

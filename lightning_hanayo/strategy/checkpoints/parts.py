@@ -36,9 +36,8 @@ each rank writes what it has there.
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import prod
@@ -47,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import key_get, keystr, tree_map_with_path
 
 from lightning_hanayo.dist_checkpointing.commit import Kind, RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.huggingface import transformers_models
@@ -193,8 +193,9 @@ class RankTensors:
         if (tensor.pipe_rank or 0) != self._run.pipe_rank:
             return
         if not isinstance(own, Tensor) or own.is_meta:
-            where = "".join(f"[{key!r}]" for key in tensor.path)
-            raise UnsupportedError(f"checkpoint{where} has no values on the rank that holds them. {WAY_OUT}")
+            raise UnsupportedError(
+                f"checkpoint{keystr(tensor.path)} has no values on the rank that holds them. {WAY_OUT}"
+            )
         if isinstance(own, PartialValues | PartialParameter):
             self.share(f"state/{number}", own, "state")
         elif self._leads:
@@ -433,30 +434,20 @@ def named_parameters_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> di
     return {names[parameter]: parameter for parameter in parameters}
 
 
-_CONTAINERS = (dict, OrderedDict, list, tuple)
-
-
-def with_distributed_marked(value: Any, path: tuple[Any, ...] = ()) -> Any:
+def with_distributed_marked(value: Any) -> Any:
     """The value, with a `DistributedTensor` in place of each tensor of which this rank has a part or nothing."""
-    if isinstance(value, MissingValues | PartialValues | PartialParameter):
-        return DistributedTensor(path, value._owner.rank if isinstance(value, MissingValues) else None)
-    if type(value) not in _CONTAINERS:
-        return value
-    marked = {key: with_distributed_marked(one, (*path, key)) for key, one in _items(value)}
-    if all(marked[key] is one for key, one in _items(value)):
-        return value
-    return type(value)(marked if isinstance(value, dict) else marked.values())
+
+    def marked(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, MissingValues | PartialValues | PartialParameter):
+            return DistributedTensor(path, leaf._owner.rank if isinstance(leaf, MissingValues) else None)
+        return leaf
+
+    return tree_map_with_path(marked, value)
 
 
 def value_at(checkpoint: Any, path: tuple[Any, ...]) -> Tensor | None:
     """What this rank's checkpoint has at a path; None if it is nothing, or no tensor."""
-    for key in path:
-        try:
-            checkpoint = checkpoint[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return checkpoint if isinstance(checkpoint, Tensor) else None
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(value.items() if isinstance(value, dict) else enumerate(value))
+    with suppress(KeyError, IndexError, TypeError):
+        found = key_get(checkpoint, path)
+        return found if isinstance(found, Tensor) else None
+    return None

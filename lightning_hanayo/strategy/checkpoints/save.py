@@ -35,7 +35,7 @@ from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import encode
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.strategy.checkpoints.parts import with_distributed_marked
@@ -206,10 +206,10 @@ def _check_this_rank(
 
 def _check_writable(folder: str, rank: int) -> None:
     """Make and remove a file, in the folder or in the nearest one above it that there is."""
-    storage = storage_of(folder)
+    storage = Storage(folder)
     if storage.is_local:
         path = Path(os.path.abspath(storage.path))
-        storage = storage_of(next(one for one in (path, *path.parents) if os.path.lexists(one)))
+        storage = Storage(next(one for one in (path, *path.parents) if os.path.lexists(one)))
     name = f".hanayo-{secrets.token_hex(4)}"
     try:
         with storage.create(name):

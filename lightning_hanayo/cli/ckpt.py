@@ -19,7 +19,6 @@ from lightning_hanayo.dist_checkpointing.folder import (
     existing,
     layout_text,
     look_at,
-    look_at_one,
     look_into,
     verify_file,
 )
@@ -235,7 +234,7 @@ def run_show(options: Namespace) -> int:
 
     Exit codes: 0, 1 if the folder isn't a whole checkpoint, 2 if there is no such folder.
     """
-    found = look_at_one(options.checkpoint)
+    found = look_at(existing(options.checkpoint))
     plain = found if found is not None and found.kind == "file" else None
     facts = asdict(plain) if plain else _facts(CheckpointFolder(options.checkpoint), options.tensors)
     if options.json:
@@ -320,7 +319,7 @@ def run_verify(options: Namespace) -> int:
 
     Exit codes: 0 all whole, 1 one isn't, 2 if there is no such path.
     """
-    found = {path: look_at_one(path) for path in options.checkpoints}
+    found = {path: look_at(existing(path)) for path in options.checkpoints}
     problems = {}
     for path, one in found.items():
         problems[path] = problem = _problem(path, one)

@@ -209,7 +209,7 @@ def export_checkpoint(
 ) -> Exported:
     """Verify a checkpoint, and write it in another format. Call it in one process.
 
-    No more than one tensor at a time is in memory, or those that transformers makes of one.
+    No more than one tensor at a time is in memory, or those of a layer that transformers converts.
 
     Args:
         path: a checkpoint folder, local or an fsspec URL, or a plain file of Lightning.

@@ -234,7 +234,8 @@ class CheckpointFolder:
                 f"file of it, python -m lightning.pytorch.utilities.consolidate_checkpoint {self.path}, and load that."
             )
         if self._storage.is_folder():
-            return f"{self.path} has no {MANIFEST}: it is no checkpoint of HanayoStrategy, or the save was interrupted."
+            what = "it is no checkpoint of HanayoStrategy, or the save was interrupted"
+            return f"{self.path} has no {MANIFEST}: {what}. To list those in it: hanayo ckpt ls {self.path}"
         if self._storage.is_file():
             return f"{self.path} is a file, and not the folder of a checkpoint."
         return f"There is no checkpoint {self.path}. Give a path that all ranks see."
@@ -347,19 +348,6 @@ def look_into(path: str) -> list[Found]:
     """
     itself = look_at(existing(path))
     return [itself] if itself is not None else list(_below(path))
-
-
-def look_at_one(path: str) -> Found | None:
-    """Returns what is at a path, as `look_at` does.
-
-    Raises:
-        HanayoError: there is nothing, or a folder of several checkpoints.
-    """
-    found = look_at(existing(path))
-    inner = [] if found is not None else [one for one in _below(path) if not one.problem]
-    if inner:
-        raise HanayoError(f"{path} is no checkpoint, but holds {inner[0].path}. To list all: hanayo ckpt ls {path}")
-    return found
 
 
 def _below(path: str) -> Iterator[Found]:

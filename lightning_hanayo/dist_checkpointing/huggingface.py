@@ -32,7 +32,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -182,30 +182,21 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     on_disk = revert(model, dict(on_meta))
     renamed = {target: sources_of[id(tensor)] for target, tensor in on_disk.items() if id(tensor) in sources_of}
     result = {target: own[name] for target, name in renamed.items()}
-    converted = {target: tensor for target, tensor in on_disk.items() if target not in result}
-    unconverted = set(renamed.values())
-    rest = {name: tensor for name, tensor in on_meta.items() if name not in unconverted}
-    # each tensor by itself, or those of a layer together: the first way that gives the same as all of them together
-    for pattern in (r".*", r"^(.*?\.\d+)\.|"):
-        groups: dict[str, list[str]] = defaultdict(list)
-        for name in rest:
-            groups[re.match(pattern, name)[0]].append(name)  # type: ignore[index]
-        try:
-            parts = [(names, revert(model, {name: rest[name] for name in names})) for names in groups.values()]
-        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError):
-            continue
-        if _shapes(one for _, targets in parts for one in targets.items()) == _shapes(converted.items()):
-            for sources, targets in parts:
-                result |= _converted(model, revert, {name: own[name] for name in sources}, targets)
-            return result
+    rest = {name: tensor for name, tensor in on_meta.items() if name not in renamed.values()}
+    groups: dict[str, list[str]] = defaultdict(list)  # those of a layer together
+    for name in rest:
+        groups[re.match(r"^(.*?\.\d+)\.|", name)[0]].append(name)  # type: ignore[index]
+    for names in groups.values():
+        with suppress(RuntimeError, ValueError, KeyError, IndexError, AttributeError):  # they need others, too
+            targets = revert(model, {name: rest[name] for name in names})
+            result |= _converted(model, revert, {name: own[name] for name in names}, targets)
+    made, expected = ({name: (one.shape, one.dtype) for name, one in found.items()} for found in (result, on_disk))
+    if made == expected:
+        return result
     raise UnsupportedError(
         f"transformers converts {listed(rest)} of {type(model).__name__} together, so they can't be written one after "
         f"another. Load the checkpoint into the model, and save it there: --to file, then model.save_pretrained."
     )
-
-
-def _shapes(tensors: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
 
 def _converted(

@@ -44,7 +44,7 @@ from warnings import warn
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_hanayo.dist_checkpointing.format import FORMAT, MANIFEST, Manifest, save_id_in
+from lightning_hanayo.dist_checkpointing.format import MANIFEST, Manifest, save_id_in
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 CHUNK = 8 * 2**20
@@ -224,11 +224,9 @@ def is_of_a_save(name: str) -> bool:
     return name == MANIFEST or _FILE.fullmatch(name) is not None
 
 
-def is_checkpoint(storage: Storage, names: Collection[str]) -> bool:
+def is_checkpoint(names: Collection[str]) -> bool:
     """Whether a folder with files of these names is a checkpoint, which may be damaged."""
-    if MANIFEST not in names:
-        return False
-    return FORMAT.encode() in bytes(storage.read(MANIFEST)[:100]) or any(map(_FILE.fullmatch, names))
+    return MANIFEST in names and any(map(_FILE.fullmatch, names))
 
 
 def unnamed_files(storage: Storage) -> list[str]:
@@ -293,7 +291,7 @@ def _remove_folder(storage: Storage) -> None:
     if not storage.is_local and MANIFEST in names:  # a list may not show all files yet that the manifest names
         with suppress(CheckpointError):
             names |= Manifest.from_bytes(bytes(storage.read(MANIFEST)), storage.path).files.keys()
-    is_ours = is_checkpoint(storage, names) or MANIFEST not in names
+    is_ours = is_checkpoint(names) or MANIFEST not in names
     ours = [name for name in names if is_ours and is_of_a_save(name)]
     for name in sorted(ours, key=MANIFEST.__ne__):
         storage.remove(name)
@@ -520,7 +518,7 @@ def target_for(path: str, save_id: str) -> Target:
 def check_replaceable(storage: Storage) -> None:
     """Raises a CheckpointError if a folder is no checkpoint: a save would remove what others have put there."""
     names = storage.names()
-    if not all(map(is_of_a_save, names)) and not is_checkpoint(storage, names):
+    if not all(map(is_of_a_save, names)) and not is_checkpoint(names):
         raise CheckpointError(
             f"{storage.path} is a folder with other files than a checkpoint's. Save under another name."
         )

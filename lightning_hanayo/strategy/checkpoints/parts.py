@@ -75,8 +75,6 @@ WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file
 class OwnValues:
     """What one rank tells rank 0: values that are no tensors, and which tensors it has that the module doesn't know."""
 
-    names: list[str] = field(default_factory=list)
-    """the entries of the state dict that are on this rank, if it leads"""
     added: list[str] = field(default_factory=list)
     """tensors in the state dict that a hook has added"""
     model: dict[str, Any] = field(default_factory=dict)
@@ -132,8 +130,6 @@ class RankTensors:
                 self.added[name] = value
             elif is_here and self._leads:
                 self.add_whole(f"model/{name}", value, "model")
-        if self._leads:
-            self.values.names = [name for name, one in state.items() if not (isinstance(one, Tensor) and one.is_meta)]
         self.values.added = list(self.added)
 
     def add_optimizer(self, parameters: Mapping[str, nn.Parameter], states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -309,7 +305,7 @@ def state_document(
         gathered: of all ranks.
     """
     state = checkpoint[MODEL]
-    names = dict.fromkeys((*state, *(name for own in gathered for name in (*own.names, *own.model))))
+    names = dict.fromkeys((*state, *(name for own in gathered for name in (*own.added, *own.model))))
     documents: list[OptimizerDocument] = []
     states = checkpoint.get(OPTIMIZERS)
     for index, ((optimizer, parameters), one) in enumerate(zip(optimizers, states or (), strict=False)):

@@ -263,7 +263,8 @@ def test_one_tensor_at_a_time_is_in_memory(to: Format, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(CheckpointFolder, "read", counted)
     export_checkpoint(path, str(tmp_path / "out"), to=to)
-    assert len(alive) == len(CheckpointFolder(path).manifest.tensors) and most == 1
+    assert len(alive) == len(CheckpointFolder(path).manifest.tensors)
+    assert most == (2 if to == "huggingface" else 1)  # of a layer of Mixtral two are converted
 
 
 def test_a_plain_file_needs_a_configuration(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def _agreed(found: list[Found]) -> bool:
     if not sys.stdin.isatty():
         raise HanayoError("there is no terminal to ask in: give --yes to remove without a question")
     for one in found:
-        print(f"{one.path}  {one.kind}, {size_text(one.num_bytes)}, step {one.step}", file=sys.stderr)
+        print(f"{one.path}  {one.kind}, {size_text(one.num_bytes)}", file=sys.stderr)
     print(f"remove {'it' if len(found) == 1 else 'them'}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -228,7 +228,7 @@ def show_options(parser: ArgumentParser) -> None:
 
 def run_show(options: Namespace) -> int:
     """Show what is in a checkpoint folder: step, layout, versions, files, the largest tensors, and what else was saved.
-    Of a plain file, its size, step and epoch.
+    Of a plain file, its size.
 
     Names, shapes and sizes come from its manifest; no tensor is read.
 
@@ -240,8 +240,7 @@ def run_show(options: Namespace) -> int:
     if options.json:
         print(json.dumps(facts))
     elif plain:
-        known = [f"{name} {facts[name]}" for name in ("step", "epoch") if facts[name] is not None]
-        print(f"{plain.path}: {', '.join(['a plain file', size_text(plain.num_bytes), *known])}")
+        print(f"{plain.path}: a plain file, {size_text(plain.num_bytes)}")
     else:
         _print(facts)
     return 0

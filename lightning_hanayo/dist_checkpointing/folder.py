@@ -13,7 +13,6 @@ checkpoints/last.ckpt.tmp-5f2c9a1b/      a leftover of a save that was interrupt
 
 import json
 import os
-import pickletools
 import re
 import zipfile
 import zlib
@@ -23,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xxhash import xxh3_128
@@ -291,8 +289,6 @@ def share_of(sizes: Sequence[int], rank: int, num_ranks: int) -> Iterator[int]:
 
 Kind = Literal["folder", "file", "incomplete", "leftover"]
 _LEFTOVER = re.compile(r".+\.(tmp|old)-[0-9a-f]{8}")
-_MAX_OPCODES = 1000
-"""of a file's pickle, that are looked at: step and epoch are at its beginning"""
 _ZIP_ERRORS = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
 """of a damaged file: a name that is no text, a position before the beginning, a password, another compression"""
 
@@ -398,31 +394,11 @@ def layout_text(layout: Mapping[str, Any]) -> str:
 def _file(path: str, local: str, num_bytes: int) -> Found | None:
     try:
         with zipfile.ZipFile(local) as archive:
-            # as torch writes it, uncompressed: so it is no larger than the file
-            records = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
-            pickles = [one.filename for one in records if one.filename.endswith("/data.pkl")]
-            numbers = _numbers(archive, pickles[0]) if pickles else None
+            is_of_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
     except _ZIP_ERRORS as error:
         problem = f"it is truncated, damaged, or older than torch 1.6: {error}"
         return Found(path, "incomplete", num_bytes, problem=problem) if path.endswith(".ckpt") else None
-    if numbers is None:
-        return None
-    saved = os.path.getmtime(local)
-    return Found(path, "file", num_bytes, numbers.get("global_step"), numbers.get("epoch"), saved=saved)
-
-
-def _numbers(archive: zipfile.ZipFile, name: str) -> dict[str, int]:
-    """The numbers after the first texts of a pickle, of which nothing is run."""
-    numbers: dict[str, int] = {}
-    key = None
-    with archive.open(name) as file:
-        for opcode, argument, _ in islice(pickletools.genops(file), _MAX_OPCODES):
-            if "UNICODE" in opcode.name:
-                key = argument
-            elif type(argument) is int and "PUT" not in opcode.name and key is not None:
-                numbers.setdefault(key, argument)
-                key = None
-    return numbers
+    return Found(path, "file", num_bytes, saved=os.path.getmtime(local)) if is_of_torch else None
 
 
 def verify_file(path: str, rank: int = 0, num_ranks: int = 1) -> None:

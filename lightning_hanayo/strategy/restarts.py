@@ -282,6 +282,7 @@ def _load_newest(trainer: "pl.Trainer", topology: Topology, original: Load, chec
             reason = "saved in the middle of an epoch with another number of data ranks, whose loader state it has"
             rank_zero_warn(f"Restart: {one.path} is skipped: {reason}")
             continue
-        rank_zero_info(f"Restart: the run resumes from {one.path}, saved after step {one.step}")
+        step = loaded(trainer).get("global_step")
+        rank_zero_info(f"Restart: the run resumes from {one.path}, saved after step {step}")
         return True
     return False

@@ -318,28 +318,26 @@ def run_verify(options: Namespace) -> int:
 
     Exit codes: 0 all whole, 1 one isn't, 2 if there is no such path.
     """
-    found = {path: look_at(existing(path)) for path in options.checkpoints}
     problems = {}
-    for path, one in found.items():
-        problems[path] = problem = _problem(path, one)
+    for path in map(existing, options.checkpoints):
+        problems[path] = problem = _problem(path)
         if problem and not options.json:
             fail(problem)
         elif not options.json:
-            print(f"{path}: whole, {size_text(one.num_bytes if one else 0)}")
+            print(f"{path}: whole")
     if options.json:
         results = [{"path": path, "whole": not problem, "problem": problem} for path, problem in problems.items()]
         print(json.dumps(results))
     return int(any(problems.values()))
 
 
-def _problem(path: str, found: Found | None) -> str:
+def _problem(path: str) -> str:
     """What is wrong with a checkpoint; "" if nothing."""
+    storage = Storage(path)
     try:
         with showing(f"verifying {path}"):
-            if found is not None and found.kind == "file":
-                verify_file(Storage(path).path)
-            elif found is not None and Storage(path).is_file():
-                raise CheckpointError(f"{path} isn't whole: {found.problem}")
+            if storage.is_local and storage.is_file():
+                verify_file(storage.path)
             else:
                 CheckpointFolder(path).verify()
     except CheckpointError as error:

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 _OF_TORCH = ".metadata"
 """in folders of `torch.distributed.checkpoint`"""
-_TEMPORARY = ".tmp-"
-"""stands between the name of a checkpoint and the id of the save that is writing it"""
 _HEADER_BYTES = 2**16
 """Most headers are shorter, and take one request."""
 
@@ -221,11 +219,6 @@ class CheckpointFolder:
             raise damaged(self.where(file), f"{what} isn't the one that save {self.manifest.save_id} wrote")
 
     def _why_no_checkpoint(self) -> str:
-        if _TEMPORARY in os.path.basename(self.path.rstrip("/")):
-            return (
-                f"{self.path} is what a save that was interrupted has left, and not whole. Use "
-                f"{self.path.rpartition(_TEMPORARY)[0]}, if it is there, or an earlier checkpoint."
-            )
         if self._storage.sizes([_OF_TORCH]):
             return (
                 f"{self.path} is a folder of torch.distributed.checkpoint, as FSDPStrategy saves shards. Make one "

@@ -173,7 +173,7 @@ class Manifest:
             "files": {name: {"bytes": one.num_bytes, "xxh3_128": one.xxh3_128} for name, one in self.files.items()},
             "tensors": {name: tensor_document(name, one) for name, one in self.tensors.items()},
         }
-        body = _one_line_each(document).encode()
+        body = json.dumps(document).encode()
         _parsed(body, f"The checkpoint can't be saved: the new {MANIFEST}", _FORM, _manifest)
         first = {"format": FORMAT, "version": VERSION, "xxh3_128": xxh3_128(body).hexdigest()}
         return json.dumps(first).encode() + b"\n" + body
@@ -198,18 +198,6 @@ def save_id_in(data: bytes, where: str) -> str:
         CheckpointError: as `Manifest.from_bytes`, as far as the id is concerned.
     """
     return _parsed(_body(data, where), where, {"save_id": _SAVE_ID}, lambda document: str(document["save_id"]))
-
-
-def _one_line_each(document: Mapping[str, Any]) -> str:
-    """JSON with a line for each file and tensor."""
-    lines = []
-    for name, value in document.items():
-        if name in ("files", "tensors"):
-            entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items())
-            lines.append(f'"{name}": {{\n{entries}\n}}')
-        else:
-            lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
-    return "{" + ",\n".join(lines) + "}\n"
 
 
 def _body(data: bytes, where: str) -> bytes:

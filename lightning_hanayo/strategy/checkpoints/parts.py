@@ -54,8 +54,8 @@ from lightning_hanayo.dist_checkpointing.load_state import Sharding, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import numbered_state_dict
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import STATE, DistributedTensor, OptimizerDocument, StateDocument
+from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, plain_alias
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, with_resume
@@ -202,13 +202,8 @@ class RankTensors:
         self._add(TensorPart.whole(name, tensor, kind))
 
     def _add(self, part: TensorPart) -> None:
-        tensor = part.tensor
-        if is_tensor_subclass(tensor) or tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"{part.name} is a {type(tensor).__name__}, which isn't one plain tensor, as those of a checkpoint's "
-                f"folder are. {WAY_OUT}"
-            )
-        plain = plain_alias(tensor)
+        dtype_name(part.tensor, part.name)  # raises if it can't be stored
+        plain = plain_alias(part.tensor)
         if plain.numel() or 0 in part.shape:
             self.parts.append(replace(part, tensor=plain))
 
@@ -281,7 +276,7 @@ def rank_part(
     def complete() -> RankPart:
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
-        part = RankPart(tensors.parts, texts, about(checkpoint, run, tied) if rank == 0 else {})
+        part = RankPart(tensors.parts, texts, about(checkpoint, run) if rank == 0 else {})
         return part if resume is None else with_resume(part, resume)
 
     return with_common_errors(complete)
@@ -330,7 +325,7 @@ def state_document(
     )
 
 
-def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> dict[str, Any]:
+def about(checkpoint: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
     module, layout = run.module, run.pipeline.layout
     shapes = {} if run.cube is None else run.cube.whole_shapes
@@ -343,7 +338,6 @@ def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> d
         "module": type(module).__qualname__,
         "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
         "versions": {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "lightning", "torch")},
-        "tied": dict(tied),
         "huggingface": [
             {"prefix": name, "class": type(one).__name__, "config": json.loads(text)} for name, one, text in configs
         ],

@@ -268,7 +268,7 @@ def _of_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    read = tensor.read() if isinstance(tensor, StoredTensor) else tensor
+    read = StoredTensor.around(tensor).read()
     is_small = read.dtype.is_floating_point and read.element_size() == 1
     return read.float() if is_small else read  # NumPy's and torch's comparisons don't know all formats of 8 bits
 

@@ -272,10 +272,9 @@ def _is_stored(value: Any) -> bool:
 
 def _device(map_location: Any) -> torch.device:
     """Where `torch.load` would put a tensor that was saved from the CPU."""
-    if callable(map_location):
-        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
-        return torch.device("cpu") if moved is None else moved.device
-    return torch.device((map_location.get("cpu") if isinstance(map_location, dict) else map_location) or "cpu")
+    move = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
+    device: torch.device = move(torch.empty(0).untyped_storage(), "cpu").device
+    return device
 
 
 def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:

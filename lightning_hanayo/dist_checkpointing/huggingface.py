@@ -106,7 +106,7 @@ def weights_for(model: Any, state: Mapping[str, Any], prefix: str | None) -> tup
     """
     wanted = model.state_dict()
     start = _prefix(wanted, state, model) if prefix is None else f"{prefix}.".lstrip(".")
-    _check(wanted, state, start, model)
+    _check(state, start, model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for name, tensor in wanted.items() if name not in ignored}
     untie = import_module("transformers.modeling_utils").remove_tied_weights_from_state_dict
@@ -145,20 +145,17 @@ def _prefix(wanted: Mapping[str, Tensor], state: Mapping[str, Any], model: Any) 
     raise HanayoError(f"the checkpoint doesn't have {type(model).__name__} at one place: {found}. Say where: --module")
 
 
-def _check(wanted: Mapping[str, Tensor], state: Mapping[str, Any], start: str, model: Any) -> None:
-    missing = [start + name for name in wanted if not isinstance(state.get(start + name), Tensor)]
-    if missing:
+def _check(state: Mapping[str, Any], start: str, model: Any) -> None:
+    """Check that the names below `start` have all tensors of the model, which is on the meta device."""
+    found = {name: one for name in model.state_dict() if isinstance(one := state.get(start + name), Tensor)}
+    try:
+        model.load_state_dict({n: torch.empty(one.shape, dtype=one.dtype, device="meta") for n, one in found.items()})
+    except RuntimeError as error:
         raise HanayoError(
-            f"the checkpoint lacks tensors of {type(model).__name__}: {listed(missing)}. Was the "
-            f"model changed (adapters, quantization)? Export it with --to safetensors."
-        )
-    for name, tensor in wanted.items():
-        if state[start + name].shape != tensor.shape:
-            found, expected = tuple(state[start + name].shape), tuple(tensor.shape)
-            raise HanayoError(
-                f"{start}{name} is {found} in the checkpoint, and {expected} in a {type(model).__name__} of its "
-                f"configuration. Give the one that fits: --config"
-            )
+            f"the checkpoint doesn't have a {type(model).__name__} of this configuration: "
+            f"{' '.join(str(error).split())[:500]}. Give the one that fits, --config; or if the model was changed "
+            f"(adapters, quantization), export its weights with --to safetensors."
+        ) from None
 
 
 def _check_tied(name: str, stored: Mapping[str, Tensor], state: Mapping[str, Any], start: str, model: Any) -> None:

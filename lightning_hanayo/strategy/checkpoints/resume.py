@@ -76,7 +76,10 @@ class AccumulatedGradients:
     def parts(self) -> Iterator[TensorPart]:
         """What this rank writes of them: what no other rank has, or has written."""
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None and self._writes(parameter):
+            cube = self._cube
+            differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
+            is_first = not self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing))
+            if parameter.grad is not None and is_first:
                 shape, region = self._place(parameter)
                 number, _ = self._number(parameter)
                 yield TensorPart(f"{PREFIX}{number}/{name}", parameter.grad.detach(), shape, region, "optimizer")
@@ -109,12 +112,6 @@ class AccumulatedGradients:
         if self._cube is None:
             return tuple(parameter.shape), Region.whole(parameter.shape)
         return self._cube.whole_shapes.get(parameter, tuple(parameter.shape)), self._cube.region(parameter)
-
-    def _writes(self, parameter: nn.Parameter) -> bool:
-        """Whether this is the first of the ranks that have the same gradient."""
-        cube = self._cube
-        differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
-        return self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing)) == 0
 
 
 KEY = RUN

@@ -258,7 +258,7 @@ def examine_disk(root: str) -> Iterator[Finding]:
 def examine_folder(what: str, path: str) -> Iterator[Finding]:
     """Look at one local folder. What is written for it is removed."""
     storage = Storage(path)
-    free = storage.free_bytes()
+    free = storage.free_bytes() or 0
     advice = "make room: a checkpoint takes 12 to 16 bytes per parameter, twice while it is replaced"
     yield Finding(_DISK, what, f"{path}: {gibibytes(free)} free").flagged_if(free < GIB, "problem", advice)
     name = f".hanayo-doctor-{uuid.uuid4().hex[:8]}"

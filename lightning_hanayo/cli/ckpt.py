@@ -19,11 +19,10 @@ from lightning_hanayo.dist_checkpointing.folder import (
     existing,
     layout_text,
     look_at,
-    look_at_one,
     look_into,
     verify_file,
 )
-from lightning_hanayo.dist_checkpointing.target import UNITS, remove_checkpoint, size_text, storage_of
+from lightning_hanayo.dist_checkpointing.target import UNITS, Storage, remove_checkpoint, size_text
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.plotting.terminal_status import showing
 
@@ -203,7 +202,7 @@ def _agreed(found: list[Found]) -> bool:
     if not sys.stdin.isatty():
         raise HanayoError("there is no terminal to ask in: give --yes to remove without a question")
     for one in found:
-        print(f"{one.path}  {one.kind}, {size_text(one.num_bytes)}, step {one.step}", file=sys.stderr)
+        print(f"{one.path}  {one.kind}, {size_text(one.num_bytes)}", file=sys.stderr)
     print(f"remove {'it' if len(found) == 1 else 'them'}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -229,20 +228,19 @@ def show_options(parser: ArgumentParser) -> None:
 
 def run_show(options: Namespace) -> int:
     """Show what is in a checkpoint folder: step, layout, versions, files, the largest tensors, and what else was saved.
-    Of a plain file, its size, step and epoch.
+    Of a plain file, its size.
 
     Names, shapes and sizes come from its manifest; no tensor is read.
 
     Exit codes: 0, 1 if the folder isn't a whole checkpoint, 2 if there is no such folder.
     """
-    found = look_at_one(options.checkpoint)
+    found = look_at(existing(options.checkpoint))
     plain = found if found is not None and found.kind == "file" else None
     facts = asdict(plain) if plain else _facts(CheckpointFolder(options.checkpoint), options.tensors)
     if options.json:
         print(json.dumps(facts))
     elif plain:
-        known = [f"{name} {facts[name]}" for name in ("step", "epoch") if facts[name] is not None]
-        print(f"{plain.path}: {', '.join(['a plain file', size_text(plain.num_bytes), *known])}")
+        print(f"{plain.path}: a plain file, {size_text(plain.num_bytes)}")
     else:
         _print(facts)
     return 0
@@ -320,28 +318,26 @@ def run_verify(options: Namespace) -> int:
 
     Exit codes: 0 all whole, 1 one isn't, 2 if there is no such path.
     """
-    found = {path: look_at_one(path) for path in options.checkpoints}
     problems = {}
-    for path, one in found.items():
-        problems[path] = problem = _problem(path, one)
+    for path in map(existing, options.checkpoints):
+        problems[path] = problem = _problem(path)
         if problem and not options.json:
             fail(problem)
         elif not options.json:
-            print(f"{path}: whole, {size_text(one.num_bytes if one else 0)}")
+            print(f"{path}: whole")
     if options.json:
         results = [{"path": path, "whole": not problem, "problem": problem} for path, problem in problems.items()]
         print(json.dumps(results))
     return int(any(problems.values()))
 
 
-def _problem(path: str, found: Found | None) -> str:
+def _problem(path: str) -> str:
     """What is wrong with a checkpoint; "" if nothing."""
+    storage = Storage(path)
     try:
         with showing(f"verifying {path}"):
-            if found is not None and found.kind == "file":
-                verify_file(storage_of(path).path)
-            elif found is not None and storage_of(path).is_file():
-                raise CheckpointError(f"{path} isn't whole: {found.problem}")
+            if storage.is_local and storage.is_file():
+                verify_file(storage.path)
             else:
                 CheckpointFolder(path).verify()
     except CheckpointError as error:

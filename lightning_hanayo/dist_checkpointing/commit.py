@@ -356,8 +356,8 @@ def manifest_of(save_id: str, written: Sequence[Written], about: Mapping[str, An
     tensors: dict[str, list[WholeTensor]] = defaultdict(list)
     for name, tensor in (pair for one in written for pair in one.tensors):
         tensors[name].append(tensor)
-    rest: dict[str, Any] = {"step": 0, "epoch": 0, "layout": {}} | dict(about)
-    step, epoch, layout = (rest.pop(name) for name in ("step", "epoch", "layout"))
+    step, epoch, layout = about.get("step", 0), about.get("epoch", 0), about.get("layout", {})
+    rest = {name: value for name, value in about.items() if name not in ("step", "epoch", "layout")}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     files = {name: file for one in written for name, file in one.files.items()}
     texts = {stem: file for one in written for stem, file in one.texts.items()}

@@ -19,8 +19,9 @@ Optimizer states have the names of parameters in place of numbers.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from lightning_hanayo.dist_checkpointing.state import (
     decode,
     encode,
 )
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 
@@ -66,7 +67,7 @@ def folder_content(folder: CheckpointFolder) -> dict[str, Any]:
         ]
     if isinstance(entry := content.get(RUN), dict):
         tensors = {name: folder.stored(name) for name in folder.manifest.tensors if name.startswith(_PREFIXES)}
-        content[RUN] = {**entry, "data": DataDocuments(folder), "tensors": tensors}
+        content[RUN] = {**entry, "data": data_documents(folder), "tensors": tensors}
     return content
 
 
@@ -147,13 +148,13 @@ def open_checkpoint(path: str) -> OpenedCheckpoint:
     Raises:
         CheckpointError: it isn't a checkpoint, isn't whole, or can't be read without running code.
     """
-    storage = storage_of(path)
+    storage = Storage(path)
     if not (storage.is_local and storage.is_file()):
         folder = CheckpointFolder(path)
         folder.verify()
         content = folder_content(folder)
         if isinstance(entry := content.get(RUN), dict):
-            entry["data"] = dict(entry["data"])
+            entry["data"] = {rank: read() for rank, read in entry["data"].items()}
         return OpenedCheckpoint(path, content, folder)
     if not is_zip(Path(storage.path)):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
@@ -267,7 +268,7 @@ def _of_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    read = tensor.read() if isinstance(tensor, StoredTensor) else tensor
+    read = StoredTensor.around(tensor).read()
     is_small = read.dtype.is_floating_point and read.element_size() == 1
     return read.float() if is_small else read  # NumPy's and torch's comparisons don't know all formats of 8 bits
 
@@ -294,24 +295,12 @@ def data_parts(documents: Mapping[int, Any]) -> tuple[list[TensorPart], dict[str
     return parts, texts
 
 
-class DataDocuments(Mapping[int, Any]):
-    """The documents of a folder's data ranks, by rank. Each is read when it is asked for, and its tensors with it.
+def data_documents(folder: CheckpointFolder) -> dict[int, Callable[[], Any]]:
+    """What reads the document of each data rank and its tensors, or raises a CheckpointError if one isn't whole."""
 
-    Raises:
-        CheckpointError: a document isn't whole.
-    """
+    def read(rank: int) -> Any:
+        return decode(folder.text(data_stem(rank)), lambda number: folder.read(f"data/{rank}/{number}"))
 
-    def __init__(self, folder: CheckpointFolder) -> None:
-        self._folder = folder
-
-    def __getitem__(self, rank: int) -> Any:
-        text = self._folder.text(data_stem(rank))
-        return decode(text, lambda number: self._folder.read(f"data/{rank}/{number}"))
-
-    def __iter__(self) -> Iterator[int]:
-        texts = self._folder.manifest.texts
-        numbers = sorted(int(one) for stem in texts if (one := stem.removeprefix(_DATA_STEM)).isdecimal())
-        return iter([number for number in numbers if data_stem(number) in texts])
-
-    def __len__(self) -> int:
-        return len([*self])
+    texts = folder.manifest.texts
+    numbers = sorted(int(one) for stem in texts if (one := stem.removeprefix(_DATA_STEM)).isdecimal())
+    return {rank: partial(read, rank) for rank in numbers if data_stem(rank) in texts}

@@ -47,7 +47,7 @@ from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import parameters_in, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
-from lightning_hanayo.dist_checkpointing.target import LocalStorage, storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor, bytes_of, write_tensors
 from lightning_hanayo.errors import HanayoError, nearest, writing
 
@@ -123,7 +123,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: i
         max_shard_size: bytes of tensors in a file, unless a single one has more.
     """
     shards = list(_shards(tensors, max_shard_size))
-    storage = LocalStorage(str(folder))
+    storage = Storage(str(folder))
     files: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         many = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
@@ -141,7 +141,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: i
 
 def check_free(path: str) -> None:
     """Raises a HanayoError if there is something at a path, local or remote; an empty folder is nothing."""
-    storage = storage_of(path)
+    storage = Storage(path)
     if storage.is_file() or (storage.is_folder() and storage.names()):
         raise HanayoError(f"{path} exists. Give another path, or remove it first.")
 
@@ -160,7 +160,7 @@ def new_folder(path: str) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         try:
             yield temporary
-            LocalStorage(str(temporary)).rename(str(target))
+            Storage(str(temporary)).rename(str(target))
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)
@@ -209,7 +209,7 @@ def export_checkpoint(
 ) -> Exported:
     """Verify a checkpoint, and write it in another format. Call it in one process.
 
-    No more than one tensor at a time is in memory, or those that transformers makes of one.
+    No more than one tensor at a time is in memory, or those of a layer that transformers converts.
 
     Args:
         path: a checkpoint folder, local or an fsspec URL, or a plain file of Lightning.
@@ -254,7 +254,7 @@ def read_folder(path: Any, map_location: Any = None) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the folder isn't a whole checkpoint.
     """
-    if not isinstance(path, str | os.PathLike) or not storage_of(os.fspath(path)).is_folder():
+    if not isinstance(path, str | os.PathLike) or not Storage(os.fspath(path)).is_folder():
         return None
     content, device = _as_in_a_file(open_checkpoint(os.fspath(path))), _device(map_location)
     for state in content.get("optimizer_states", ()):  # torch's optimizers keep such numbers as they get them
@@ -272,16 +272,15 @@ def _is_stored(value: Any) -> bool:
 
 def _device(map_location: Any) -> torch.device:
     """Where `torch.load` would put a tensor that was saved from the CPU."""
-    if callable(map_location):
-        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
-        return torch.device("cpu") if moved is None else moved.device
-    return torch.device((map_location.get("cpu") if isinstance(map_location, dict) else map_location) or "cpu")
+    move = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
+    device: torch.device = move(torch.empty(0).untyped_storage(), "cpu").device
+    return device
 
 
 def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
     content = _as_in_a_file(opened)
     write_file(target, lambda file: write_torch_file(file, content))
-    local = storage_of(target).is_local
+    local = Storage(target).is_local
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(target) if local else []  # which only code rebuilds
     notes = [f"the Trainer reads {', '.join(sorted(unsafe))} with weights_only=False only"] if unsafe else []
     return Exported(target, len(opened.content["state_dict"]), notes=notes)

@@ -13,7 +13,6 @@ checkpoints/last.ckpt.tmp-5f2c9a1b/      a leftover of a save that was interrupt
 
 import json
 import os
-import pickletools
 import re
 import zipfile
 import zlib
@@ -23,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xxhash import xxh3_128
@@ -43,7 +41,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     stored_as,
 )
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.target import CHUNK, Storage, is_of_a_save, storage_of, unnamed_files
+from lightning_hanayo.dist_checkpointing.target import CHUNK, Storage, is_of_a_save, unnamed_files
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 if TYPE_CHECKING:
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
 
 _OF_TORCH = ".metadata"
 """in folders of `torch.distributed.checkpoint`"""
-_TEMPORARY = ".tmp-"
-"""stands between the name of a checkpoint and the id of the save that is writing it"""
 _HEADER_BYTES = 2**16
 """Most headers are shorter, and take one request."""
 
@@ -84,7 +80,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._storage = storage_of(path)
+        self._storage = Storage(path)
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
         with self._readable(MANIFEST):
             num_bytes = self._storage.sizes([MANIFEST]).get(MANIFEST)
@@ -223,18 +219,14 @@ class CheckpointFolder:
             raise damaged(self.where(file), f"{what} isn't the one that save {self.manifest.save_id} wrote")
 
     def _why_no_checkpoint(self) -> str:
-        if _TEMPORARY in os.path.basename(self.path.rstrip("/")):
-            return (
-                f"{self.path} is what a save that was interrupted has left, and not whole. Use "
-                f"{self.path.rpartition(_TEMPORARY)[0]}, if it is there, or an earlier checkpoint."
-            )
         if self._storage.sizes([_OF_TORCH]):
             return (
                 f"{self.path} is a folder of torch.distributed.checkpoint, as FSDPStrategy saves shards. Make one "
                 f"file of it, python -m lightning.pytorch.utilities.consolidate_checkpoint {self.path}, and load that."
             )
         if self._storage.is_folder():
-            return f"{self.path} has no {MANIFEST}: it is no checkpoint of HanayoStrategy, or the save was interrupted."
+            what = "it is no checkpoint of HanayoStrategy, or the save was interrupted"
+            return f"{self.path} has no {MANIFEST}: {what}. To list those in it: hanayo ckpt ls {self.path}"
         if self._storage.is_file():
             return f"{self.path} is a file, and not the folder of a checkpoint."
         return f"There is no checkpoint {self.path}. Give a path that all ranks see."
@@ -290,8 +282,6 @@ def share_of(sizes: Sequence[int], rank: int, num_ranks: int) -> Iterator[int]:
 
 Kind = Literal["folder", "file", "incomplete", "leftover"]
 _LEFTOVER = re.compile(r".+\.(tmp|old)-[0-9a-f]{8}")
-_MAX_OPCODES = 1000
-"""of a file's pickle, that are looked at: step and epoch are at its beginning"""
 _ZIP_ERRORS = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
 """of a damaged file: a name that is no text, a position before the beginning, a password, another compression"""
 
@@ -319,7 +309,7 @@ def existing(path: str) -> str:
     Raises:
         HanayoError: there is nothing.
     """
-    storage = storage_of(path)
+    storage = Storage(path)
     if not storage.is_folder() and not storage.is_file():
         raise HanayoError(f"{path}: there is no such file or folder")
     return path
@@ -327,7 +317,7 @@ def existing(path: str) -> str:
 
 def look_at(path: str) -> Found | None:
     """Returns what is at a path; None if that isn't a checkpoint. Only names, sizes and the manifest are read."""
-    storage = storage_of(path)
+    storage = Storage(path)
     name = os.path.basename(path.rstrip("/"))
     if storage.is_folder():
         return _folder(path, storage, is_leftover=bool(_LEFTOVER.fullmatch(name)))
@@ -349,21 +339,8 @@ def look_into(path: str) -> list[Found]:
     return [itself] if itself is not None else list(_below(path))
 
 
-def look_at_one(path: str) -> Found | None:
-    """Returns what is at a path, as `look_at` does.
-
-    Raises:
-        HanayoError: there is nothing, or a folder of several checkpoints.
-    """
-    found = look_at(existing(path))
-    inner = [] if found is not None else [one for one in _below(path) if not one.problem]
-    if inner:
-        raise HanayoError(f"{path} is no checkpoint, but holds {inner[0].path}. To list all: hanayo ckpt ls {path}")
-    return found
-
-
 def _below(path: str) -> Iterator[Found]:
-    storage = storage_of(path)
+    storage = Storage(path)
     for name in storage.names() if storage.is_folder() else ():
         inner = f"{path.rstrip('/')}/{name}"
         found = look_at(inner)
@@ -410,31 +387,11 @@ def layout_text(layout: Mapping[str, Any]) -> str:
 def _file(path: str, local: str, num_bytes: int) -> Found | None:
     try:
         with zipfile.ZipFile(local) as archive:
-            # as torch writes it, uncompressed: so it is no larger than the file
-            records = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
-            pickles = [one.filename for one in records if one.filename.endswith("/data.pkl")]
-            numbers = _numbers(archive, pickles[0]) if pickles else None
+            is_of_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
     except _ZIP_ERRORS as error:
         problem = f"it is truncated, damaged, or older than torch 1.6: {error}"
         return Found(path, "incomplete", num_bytes, problem=problem) if path.endswith(".ckpt") else None
-    if numbers is None:
-        return None
-    saved = os.path.getmtime(local)
-    return Found(path, "file", num_bytes, numbers.get("global_step"), numbers.get("epoch"), saved=saved)
-
-
-def _numbers(archive: zipfile.ZipFile, name: str) -> dict[str, int]:
-    """The numbers after the first texts of a pickle, of which nothing is run."""
-    numbers: dict[str, int] = {}
-    key = None
-    with archive.open(name) as file:
-        for opcode, argument, _ in islice(pickletools.genops(file), _MAX_OPCODES):
-            if "UNICODE" in opcode.name:
-                key = argument
-            elif type(argument) is int and "PUT" not in opcode.name and key is not None:
-                numbers.setdefault(key, argument)
-                key = None
-    return numbers
+    return Found(path, "file", num_bytes, saved=os.path.getmtime(local)) if is_of_torch else None
 
 
 def verify_file(path: str, rank: int = 0, num_ranks: int = 1) -> None:

@@ -19,20 +19,19 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from xxhash import xxh3_128
 
-from lightning_hanayo.dist_checkpointing.region import Region, Runs, partition_problem
+from lightning_hanayo.dist_checkpointing.region import Region, partition_problem
 from lightning_hanayo.errors import CheckpointError
 
 _T = TypeVar("_T")
 _MAX_DIMS = 32
 """that NumPy has in all its versions"""
-_HASH = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -82,47 +81,37 @@ def tensor_document(name: str, tensor: WholeTensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": tensor.shape, "parts": parts}
 
 
-def parse_tensor(name: str, document: Any, files: Mapping[str, StoredFile]) -> WholeTensor:
+def parse_tensor(name: str, document: Mapping[str, Any], files: Mapping[str, StoredFile]) -> WholeTensor:
     """Returns the tensor that a manifest's document describes, in these files, or raises an ImpossibleError."""
+    shape, dtype = tuple(document["shape"]), document["dtype"]
     require(name.isprintable(), f"the name {name!r} can't be shown")
-    document = typed(document, dict, f"the tensor {name!r}")
-    shape = tuple(count(size, f"the shape of {name}") for size in typed(document.get("shape"), list, f"{name}.shape"))
-    dtype = typed(document.get("dtype"), str, f"the dtype of {name}")
     require(dtype in ITEM_BYTES, f"{name} has the dtype {dtype!r}, which nobody knows")
     require(len(shape) <= _MAX_DIMS, f"{name} has {len(shape)} dimensions")
     require(math.prod(size or 1 for size in shape) * ITEM_BYTES[dtype] < 2**63, f"the shape of {name} is absurd")
-    parts = tuple(_part(name, shape, one, files) for one in typed(document.get("parts"), list, f"the parts of {name}"))
+    parts = tuple(
+        StoredPart(
+            known_file(one["file"], files, ".safetensors"),
+            one.get("key", name),
+            _region(name, one["runs"]) if "runs" in one else Region.whole(shape),
+            one["xxh3_128"],
+        )
+        for one in document["parts"]
+    )
     problem = partition_problem(shape, [part.region for part in parts])
     require(problem is None, f"the parts of {name} don't make it up: {problem}")
     return WholeTensor(shape, dtype, parts)
 
 
-def _part(name: str, shape: tuple[int, ...], document: Any, files: Mapping[str, StoredFile]) -> StoredPart:
-    document = typed(document, dict, f"a part of {name}")
-    runs = document.get("runs")
-    return StoredPart(
-        known_file(document.get("file"), files, ".safetensors"),
-        typed(document.get("key", name), str, f"the key of {name}"),
-        Region.whole(shape) if runs is None else Region(tuple(_runs(name, one) for one in typed(runs, list, "runs"))),
-        matching(document.get("xxh3_128"), _HASH, f"the hash of {name}"),
-    )
+def _region(name: str, document: list[list[list[int]]]) -> Region:
+    pairs = all(len(run) == 2 and run[0] < run[1] for runs in document for run in runs)
+    require(pairs, f"{name} has a run that is no pair of indices")
+    return Region(tuple(tuple((start, stop) for start, stop in runs) for runs in document))
 
 
-def _runs(name: str, document: Any) -> Runs:
-    runs = []
-    for one in typed(document, list, f"the runs of {name}"):
-        match one:
-            case [int(start), int(stop)] if 0 <= start < stop < 2**63:
-                runs.append((start, stop))
-            case _:
-                raise ImpossibleError(f"{name} has a run that is no pair of indices")
-    return tuple(runs)
-
-
-def known_file(name: Any, files: Mapping[str, StoredFile], ending: str) -> str:
+def known_file(name: str, files: Mapping[str, StoredFile], ending: str) -> str:
     """Returns the name of a file with this ending, which must be one of these."""
-    require(isinstance(name, str) and name in files and name.endswith(ending), f"{name!r} isn't one of its files")
-    return str(name)
+    require(name in files and name.endswith(ending), f"{name!r} isn't one of its files")
+    return name
 
 
 MANIFEST = "manifest.json"
@@ -130,8 +119,15 @@ FORMAT = "lightning_hanayo checkpoint"
 VERSION = 1
 MAX_BYTES = 2**30
 """A longer manifest isn't read, nor another JSON document."""
-_SAVE_ID = re.compile(r"[0-9a-f]{8,32}")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}-([0-9a-f]{8,32})\.(safetensors|json)")
+_HASH, _SAVE_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{8,32}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}-[0-9a-f]{8,32}\.(safetensors|json)")
+_PART = {"file": str, "xxh3_128": _HASH, "key": (str,), "runs": ([[[int]]],)}
+_FORM: Mapping[str, Any] = {
+    "save_id": _SAVE_ID, "step": int, "epoch": int, "created": str, "layout": {}, "about": {},
+    "texts": {str: str}, "files": {_FILE: {"bytes": int, "xxh3_128": _HASH}},
+    "tensors": {str: {"dtype": str, "shape": [int], "parts": [_PART]}},
+}  # fmt: skip
+"""of a manifest, as `check_form` takes it"""
 
 
 @dataclass(frozen=True)
@@ -177,8 +173,8 @@ class Manifest:
             "files": {name: {"bytes": one.num_bytes, "xxh3_128": one.xxh3_128} for name, one in self.files.items()},
             "tensors": {name: tensor_document(name, one) for name, one in self.tensors.items()},
         }
-        body = _one_line_each(document).encode()
-        _parsed(body, f"The checkpoint can't be saved: the new {MANIFEST}", _manifest)
+        body = json.dumps(document).encode()
+        _parsed(body, f"The checkpoint can't be saved: the new {MANIFEST}", _FORM, _manifest)
         first = {"format": FORMAT, "version": VERSION, "xxh3_128": xxh3_128(body).hexdigest()}
         return json.dumps(first).encode() + b"\n" + body
 
@@ -192,28 +188,16 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, of another format or of a newer version, or says something impossible.
         """
-        return _parsed(_body(data, where), where, _manifest)
+        return _parsed(_body(data, where), where, _FORM, _manifest)
 
 
-def files_named_in(data: bytes, where: str) -> Collection[str]:
-    """Returns the names of a manifest's files, whatever else it says: much faster than to check all regions.
+def save_id_in(data: bytes, where: str) -> str:
+    """Returns the id of a manifest's save, whatever else it says: much faster than to check all regions.
 
     Raises:
-        CheckpointError: as `Manifest.from_bytes`, as far as the files are concerned.
+        CheckpointError: as `Manifest.from_bytes`, as far as the id is concerned.
     """
-    return _parsed(_body(data, where), where, lambda document: [*_files(document)])
-
-
-def _one_line_each(document: Mapping[str, Any]) -> str:
-    """JSON with a line for each file and tensor."""
-    lines = []
-    for name, value in document.items():
-        if name in ("files", "tensors"):
-            entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items())
-            lines.append(f'"{name}": {{\n{entries}\n}}')
-        else:
-            lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
-    return "{" + ",\n".join(lines) + "}\n"
+    return _parsed(_body(data, where), where, {"save_id": _SAVE_ID}, lambda document: str(document["save_id"]))
 
 
 def _body(data: bytes, where: str) -> bytes:
@@ -240,9 +224,11 @@ def damaged(where: str, what: str) -> CheckpointError:
     return CheckpointError(f"{where} is damaged: {what}. Copy it again, or use an earlier checkpoint.")
 
 
-def _parsed(body: bytes, where: str, parse: Callable[[dict[str, Any]], _T]) -> _T:
+def _parsed(body: bytes, where: str, form: Any, parse: Callable[[dict[str, Any]], _T]) -> _T:
     try:
-        return parse(typed(json.loads(body, parse_constant=_no_constant), dict, "the document"))
+        document = json.loads(body, parse_constant=_no_constant)
+        check_form(document, form, "the manifest")
+        return parse(document)
     except ImpossibleError as error:
         raise CheckpointError(f"{where} says what can't be: {error}. Use an earlier checkpoint.") from None
     except (RecursionError, ValueError) as error:
@@ -253,33 +239,16 @@ def _no_constant(name: str) -> Any:
     raise ImpossibleError(f"it contains {name}")
 
 
-def _files(document: dict[str, Any]) -> dict[str, Any]:
-    """The documents of files by their names, which are those of files in this folder that this save has written."""
-    save_id = matching(document.get("save_id"), _SAVE_ID, "the save id")
-    files = _dict(document, "files")
-    for name in files:
-        found = _FILE.fullmatch(name)
-        if found is None:
-            raise ImpossibleError(f"{name!r} can't be a file of a checkpoint")
-        require(found[1] == save_id, f"{name} is of another save than {save_id}")
-    return files
-
-
 def _manifest(document: dict[str, Any]) -> Manifest:
-    files = {
-        name: StoredFile(
-            count(typed(one, dict, f"the file {name!r}").get("bytes"), f"the size of {name}"),
-            matching(one.get("xxh3_128"), _HASH, f"the hash of {name}"),
-        )
-        for name, one in _files(document).items()
-    }
-    tensors = {name: parse_tensor(name, one, files) for name, one in _dict(document, "tensors").items()}
-    texts = {stem: known_file(name, files, ".json") for stem, name in _dict(document, "texts").items()}
+    save_id = document["save_id"]
+    for name in document["files"]:
+        require(f"-{save_id}." in name, f"{name} is of another save than {save_id}")
+    files = {name: StoredFile(one["bytes"], one["xxh3_128"]) for name, one in document["files"].items()}
+    tensors = {name: parse_tensor(name, one, files) for name, one in document["tensors"].items()}
+    texts = {stem: known_file(name, files, ".json") for stem, name in document["texts"].items()}
     _check_files(files, tensors, texts)
-    step, epoch = (count(document.get(name), f"the {name}") for name in ("step", "epoch"))
-    created, layout = typed(document.get("created"), str, "the date"), _dict(document, "layout")
-    about = _dict(document, "about")
-    return Manifest(document["save_id"], step, epoch, created, layout, files, tensors, texts, about)
+    rest = {name: document[name] for name in ("save_id", "step", "epoch", "created", "layout", "about")}
+    return Manifest(files=files, tensors=tensors, texts=texts, **rest)
 
 
 def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, WholeTensor], texts: Mapping[str, str]) -> None:
@@ -299,10 +268,6 @@ def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, WholeTen
         require(files[file].num_bytes <= MAX_BYTES, f"{file} has {files[file].num_bytes} bytes, which is absurd")
     unnamed = files.keys() - {file for file, _ in keys} - set(texts.values())
     require(not unnamed, f"nothing is said to be in {min(unnamed, default='')}")
-
-
-def _dict(document: dict[str, Any], name: str) -> dict[str, Any]:
-    return typed(document.get(name), dict, f"{name!r}")  # type: ignore[no-any-return]
 
 
 ITEM_BYTES = {
@@ -373,23 +338,20 @@ def read_header(data: bytes | memoryview, num_bytes: int) -> dict[str, HeaderEnt
         header = json.loads(bytes(data[LENGTH_BYTES:]))
     except (ValueError, RecursionError) as error:
         raise ImpossibleError(f"it is no JSON: {type(error).__name__}") from None
-    require(isinstance(header, dict), "it is no JSON object")
+    form = {"dtype": str, "shape": [int], "data_offsets": [int]}
+    check_form(header, {}, "it")
     header.pop("__metadata__", None)
-    entries = {key: _entry(key, value, len(data)) for key, value in header.items()}
+    check_form(header, {str: form}, "it")
+    entries = {}
+    for key, one in header.items():
+        start, size = min(one["data_offsets"], default=0), math.prod(one["shape"]) * ITEM_BYTES.get(one["dtype"], -1)
+        require(one["data_offsets"] == [start, start + size], f"the tensor {key!r} is impossible")
+        entries[key] = HeaderEntry(one["dtype"], tuple(one["shape"]), len(data) + start, len(data) + start + size)
     in_order = sorted((entry.start, entry.stop) for entry in entries.values())
     borders = [(len(data), len(data)), *in_order, (num_bytes, num_bytes)]
     has_gaps = any(before[1] != after[0] for before, after in pairwise(borders))
     require(not has_gaps, "its tensors overlap, or leave gaps")
     return entries
-
-
-def _entry(key: str, value: Any, data_start: int) -> HeaderEntry:
-    match value:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
-            valid = dtype in ITEM_BYTES and all(type(size) is int and size >= 0 for size in shape)
-            if valid and start >= 0 and stop - start == ITEM_BYTES[dtype] * math.prod(shape):
-                return HeaderEntry(dtype, tuple(shape), data_start + start, data_start + stop)
-    raise ImpossibleError(f"the tensor {key!r} is impossible")
 
 
 class ImpossibleError(ValueError):
@@ -402,27 +364,33 @@ def require(condition: bool, problem: str) -> None:
         raise ImpossibleError(problem)
 
 
-def typed(value: Any, kind: type, what: str) -> Any:
-    """Returns the value, which must be of just this type."""
-    if type(value) is not kind:
-        raise ImpossibleError(f"{what} is {_short(value)} instead of a {kind.__name__}")
-    return value
+def check_form(value: Any, form: Any, what: str) -> None:
+    """Raise an ImpossibleError unless a value of a JSON document has a form.
 
+    int               a number from 0 on that fits into 64 bits
+    str, object       a text, anything
+    a pattern         a text that matches it whole
+    [form]            a list of values of this form
+    {"a": form}       a dictionary with this entry, and maybe others; {"a": (form,)}: the entry may be missing
+    {str: form}       a dictionary of such values by texts; or by texts that match a pattern in place of `str`
 
-def count(value: Any, what: str) -> int:
-    """Returns the value, which must be a number from 0 on that fits into 64 bits."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ImpossibleError(f"{what} is {_short(value)}")
-    return value
-
-
-def matching(value: Any, pattern: re.Pattern[str], what: str) -> str:
-    """Returns the value, which must be a text that matches the whole pattern."""
-    if not isinstance(value, str) or pattern.fullmatch(value) is None:
-        raise ImpossibleError(f"{what} is {_short(value)}")
-    return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:60]}..."
+    Args:
+        value: to check.
+        form: as above.
+        what: the value is, for the message.
+    """
+    kind = str if isinstance(form, re.Pattern) else form if isinstance(form, type) else type(form)
+    fits = isinstance(value, kind) and (kind is not int or (type(value) is int and 0 <= value < 2**63))
+    if not fits or (isinstance(form, re.Pattern) and form.fullmatch(value) is None):
+        text = repr(value)
+        raise ImpossibleError(f"{what} is {text[:60]}{'...' * (len(text) > 60)}")
+    if isinstance(form, list):
+        for index, one in enumerate(value):
+            check_form(one, form[0], f"{what}[{index}]")
+    for key, inner in form.items() if isinstance(form, dict) else ():
+        if not isinstance(key, str):
+            for name, one in value.items():
+                check_form(name, key, f"a name in {what}")
+                check_form(one, inner, f"{what}[{name!r}]")
+        elif not isinstance(inner, tuple) or key in value:
+            check_form(value.get(key), inner[0] if isinstance(inner, tuple) else inner, f"{what}[{key!r}]")

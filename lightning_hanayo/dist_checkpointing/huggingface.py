@@ -32,7 +32,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -48,7 +48,7 @@ from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, header_
 from lightning_hanayo.dist_checkpointing.format import ImpossibleError, Manifest, StoredPart, WholeTensor, read_header
 from lightning_hanayo.dist_checkpointing.load_state import tensors_of
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder
@@ -106,7 +106,7 @@ def weights_for(model: Any, state: Mapping[str, Any], prefix: str | None) -> tup
     """
     wanted = model.state_dict()
     start = _prefix(wanted, state, model) if prefix is None else f"{prefix}.".lstrip(".")
-    _check(wanted, state, start, model)
+    _check(state, start, model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for name, tensor in wanted.items() if name not in ignored}
     untie = import_module("transformers.modeling_utils").remove_tied_weights_from_state_dict
@@ -145,20 +145,17 @@ def _prefix(wanted: Mapping[str, Tensor], state: Mapping[str, Any], model: Any) 
     raise HanayoError(f"the checkpoint doesn't have {type(model).__name__} at one place: {found}. Say where: --module")
 
 
-def _check(wanted: Mapping[str, Tensor], state: Mapping[str, Any], start: str, model: Any) -> None:
-    missing = [start + name for name in wanted if not isinstance(state.get(start + name), Tensor)]
-    if missing:
+def _check(state: Mapping[str, Any], start: str, model: Any) -> None:
+    """Check that the names below `start` have all tensors of the model, which is on the meta device."""
+    found = {name: one for name in model.state_dict() if isinstance(one := state.get(start + name), Tensor)}
+    try:
+        model.load_state_dict({n: torch.empty(one.shape, dtype=one.dtype, device="meta") for n, one in found.items()})
+    except RuntimeError as error:
         raise HanayoError(
-            f"the checkpoint lacks tensors of {type(model).__name__}: {listed(missing)}. Was the "
-            f"model changed (adapters, quantization)? Export it with --to safetensors."
-        )
-    for name, tensor in wanted.items():
-        if state[start + name].shape != tensor.shape:
-            found, expected = tuple(state[start + name].shape), tuple(tensor.shape)
-            raise HanayoError(
-                f"{start}{name} is {found} in the checkpoint, and {expected} in a {type(model).__name__} of its "
-                f"configuration. Give the one that fits: --config"
-            )
+            f"the checkpoint doesn't have a {type(model).__name__} of this configuration: "
+            f"{' '.join(str(error).split())[:500]}. Give the one that fits, --config; or if the model was changed "
+            f"(adapters, quantization), export its weights with --to safetensors."
+        ) from None
 
 
 def _check_tied(name: str, stored: Mapping[str, Tensor], state: Mapping[str, Any], start: str, model: Any) -> None:
@@ -182,30 +179,21 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     on_disk = revert(model, dict(on_meta))
     renamed = {target: sources_of[id(tensor)] for target, tensor in on_disk.items() if id(tensor) in sources_of}
     result = {target: own[name] for target, name in renamed.items()}
-    converted = {target: tensor for target, tensor in on_disk.items() if target not in result}
-    unconverted = set(renamed.values())
-    rest = {name: tensor for name, tensor in on_meta.items() if name not in unconverted}
-    # each tensor by itself, or those of a layer together: the first way that gives the same as all of them together
-    for pattern in (r".*", r"^(.*?\.\d+)\.|"):
-        groups: dict[str, list[str]] = defaultdict(list)
-        for name in rest:
-            groups[re.match(pattern, name)[0]].append(name)  # type: ignore[index]
-        try:
-            parts = [(names, revert(model, {name: rest[name] for name in names})) for names in groups.values()]
-        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError):
-            continue
-        if _shapes(one for _, targets in parts for one in targets.items()) == _shapes(converted.items()):
-            for sources, targets in parts:
-                result |= _converted(model, revert, {name: own[name] for name in sources}, targets)
-            return result
+    rest = {name: tensor for name, tensor in on_meta.items() if name not in renamed.values()}
+    groups: dict[str, list[str]] = defaultdict(list)  # those of a layer together
+    for name in rest:
+        groups[re.match(r"^(.*?\.\d+)\.|", name)[0]].append(name)  # type: ignore[index]
+    for names in groups.values():
+        with suppress(RuntimeError, ValueError, KeyError, IndexError, AttributeError):  # they need others, too
+            targets = revert(model, {name: rest[name] for name in names})
+            result |= _converted(model, revert, {name: own[name] for name in names}, targets)
+    made, expected = ({name: (one.shape, one.dtype) for name, one in found.items()} for found in (result, on_disk))
+    if made == expected:
+        return result
     raise UnsupportedError(
         f"transformers converts {listed(rest)} of {type(model).__name__} together, so they can't be written one after "
         f"another. Load the checkpoint into the model, and save it there: --to file, then model.save_pretrained."
     )
-
-
-def _shapes(tensors: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
 
 def _converted(
@@ -409,7 +397,7 @@ class SafetensorsFolder(CheckpointFolder):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._storage, self._headers = str(path), storage_of(path), {}
+        self.path, self._storage, self._headers = str(path), Storage(path), {}
         tensors: dict[str, WholeTensor] = {}
         for file, names in _expected(path).items():
             with _readable(path / file):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any, Protocol
 
 import torch
@@ -365,11 +365,10 @@ class OptimizerState:
             self._optimizer.load_state_dict(dict(self._state))
             return
         states: dict[Any, Any] = dict(self._others)
-        groups, first = [], 0  # load_state_dict wants numbers, counted over all groups
+        groups, numbers = [], count()  # load_state_dict wants numbers, counted over all groups
         for number, now in enumerate(self._optimizer.param_groups):
             options = self._saved_groups[self._matches[number]] if number in self._matches else now
-            groups.append({**options, "params": list(range(first, first + len(now["params"])))})
-            first += len(now["params"])
+            groups.append({**options, "params": [next(numbers) for _ in now["params"]]})
         for index, (name, parameter) in enumerate(self._own.items()):
             if name in self._saved_states and is_here(parameter):
                 values = self._saved_states[name].items()

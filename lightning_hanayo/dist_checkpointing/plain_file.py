@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.dist_checkpointing.state import WITHOUT_STATE
 from lightning_hanayo.dist_checkpointing.target import (
+    Storage,
     check_replaceable,
     problem_of,
     remove_next_to,
-    storage_of,
     temporary_path,
 )
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
@@ -86,10 +86,10 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         CheckpointError: it can't be written. What was there before is untouched, and nothing is left of the new file.
     """
-    storage, save_id = storage_of(path), secrets.token_hex(4)
+    storage, save_id = Storage(path), secrets.token_hex(4)
     path = os.path.abspath(storage.path) if storage.is_local else path.rstrip("/")
     parent, _, name = path.rpartition("/")
-    folder = storage_of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
+    folder = Storage(parent + "/")  # with a slash: "/" and "memory://" are folders, too
     # next to it, on the same file system: a rename is at once
     new, old = temporary_path(name, "tmp", save_id), temporary_path(path, "old", save_id)
     is_folder = storage.is_local and storage.is_folder() and not os.path.islink(path)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.dist_checkpointing.format import ImpossibleError, check_form, require
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
 
@@ -254,16 +255,6 @@ class OptimizerDocument:
     rest: Mapping[str, Any] = field(default_factory=dict)
     """what its `state_dict()` has besides states and groups"""
 
-    @property
-    def _is_possible(self) -> bool:
-        name, groups, values = self.class_name, self.param_groups, self.values
-        kinds: tuple[tuple[Any, type], ...] = (name, str), (groups, list), (values, dict)
-        if not all(isinstance(one, kind) for one, kind in kinds):
-            return False
-        dicts = (*groups, *values.values(), self.rest)
-        lists = (self.without_state, *(one.get("params") for one in groups if isinstance(one, dict)))
-        return all(isinstance(one, dict) for one in dicts) and all(map(_are_names, lists))
-
 
 @dataclass(frozen=True)
 class StateDocument:
@@ -311,26 +302,26 @@ class StateDocument:
         """
         try:
             found = decode(document, get_tensor)
+            check_form(found, _FORM, "the document")
+            check_form(found["optimizers"] or [], [_OPTIMIZER_FORM], "the optimizers")
             optimizers = found.pop("optimizers")
             listed = None if optimizers is None else [OptimizerDocument(**one) for one in optimizers]
             made = StateDocument(**found, optimizers=listed)
-        except (AttributeError, DocumentError, KeyError, TypeError) as error:
+            stored = set(made.names) - made.tied.keys()
+            require(stored.issuperset(made.tied.values()), "a name is tied to one that isn't stored")
+        except (DocumentError, ImpossibleError, TypeError) as error:
             what = " ".join(str(error).split())  # a damaged key may have line breaks
             raise CheckpointError(f"{where} doesn't have the form of a state document: {what}.") from None
-        if not made._is_possible:
-            raise CheckpointError(f"{where} doesn't have the form of a state document.")
         return made
 
-    @property
-    def _is_possible(self) -> bool:
-        mappings = (self.checkpoint, self.tied, self.values, self.versions)
-        if not all(isinstance(one, dict) and _are_names([*one]) for one in mappings):
-            return False
-        if not _are_names(self.names) or not _are_names([*self.tied.values()]):
-            return False
-        stored = set(self.names) - self.tied.keys()
-        return stored.issuperset(self.tied.values()) and all(one._is_possible for one in self.optimizers or ())
 
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+_ENTRIES = {str: object}
+_FORM = {
+    "checkpoint": _ENTRIES, "names": [str], "optimizers": object,
+    "tied": ({str: str},), "values": (_ENTRIES,), "versions": (_ENTRIES,),
+}  # fmt: skip
+_OPTIMIZER_FORM = {
+    "class_name": str, "param_groups": [{"params": [str]}],
+    "values": ({object: {}},), "without_state": ([str],), "rest": ({},),
+}  # fmt: skip
+"""as `check_form` takes them"""

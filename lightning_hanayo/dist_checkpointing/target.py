@@ -34,16 +34,17 @@ import mmap
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from io import FileIO
-from typing import Any, BinaryIO, Literal, final
+from typing import Any, Literal, final
 from warnings import warn
 
-from lightning_hanayo.dist_checkpointing.format import FORMAT, MANIFEST, files_named_in
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_hanayo.dist_checkpointing.format import MANIFEST, Manifest, save_id_in
 from lightning_hanayo.errors import CheckpointError, HanayoError
 
 CHUNK = 8 * 2**20
@@ -54,53 +55,79 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+]+(::|://)")
 
 
 @final
-class LocalStorage:
-    """A folder of a local or mounted file system, and the files in it.
+class Storage:
+    """A folder of any file system that fsspec knows, and the files in it. Nothing is looked at before it is used.
 
-    Names are those of files in the folder; "" is the folder itself. Files can be renamed and replaced at once, and are
-    mapped into memory. `RemoteStorage` has the same methods.
+    Names are those of files in the folder; "" is the folder itself. In a local or mounted file system files are mapped
+    into memory, and synced, and files and folders get other names at once; nothing else is renamed.
+
+    Args:
+        path: of the folder, or an fsspec URL.
 
     Example:
-        >>> storage = LocalStorage("checkpoints/last.ckpt")
+        >>> storage = Storage("checkpoints/last.ckpt")
         >>> with storage.create("a.json") as file:
         ...     file.write(b"{}")
         >>> bytes(storage.read("a.json"))
         b'{}'
     """
 
-    is_local = True
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._file_system: Any = LocalFileSystem()
+        root = self.path
+        if _REMOTE.match(self.path):  # no local path that has "::" in it
+            with _as_os_error(self.path):
+                self._file_system, root = url_to_fs(self.path)
+        self.is_local = isinstance(self._file_system, LocalFileSystem)
+        if self.is_local:
+            self.path = os.path.expanduser(root)
+            root = os.path.abspath(self.path)
+        self._root = root.rstrip("/")
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    @contextmanager
+    def _fresh(self, name: str = "") -> Iterator[Any]:
+        """The file system, without what it remembers of its folders."""
+        with nullcontext() if self.is_local else _as_os_error(f"{self.path}/{name}".rstrip("/")):
+            self._file_system.invalidate_cache()
+            yield self._file_system
 
     def _at(self, name: str) -> str:
-        return os.path.join(self.path, name) if name else self.path
+        return f"{self._root}/{name}" if name else self._root or "/"
 
     def is_folder(self) -> bool:
         """Whether there is a folder at the path."""
-        return os.path.isdir(self.path)
+        with self._fresh() as files:
+            return bool(files.isdir(self._at("")))
 
     def is_file(self) -> bool:
         """Whether there is a file at the path."""
-        return os.path.isfile(self.path)
+        with self._fresh() as files:
+            return bool(files.isfile(self._at("")))
 
     def names(self) -> list[str]:
         """Returns the names of the folder's files and subfolders, sorted."""
-        return sorted(os.listdir(self.path))
+        with self._fresh() as files:
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in files.ls(self._at(""), detail=False))
 
     def sizes(self, names: Collection[str]) -> Mapping[str, int]:
-        """Returns the bytes of those of the files that are there; links to other folders count as missing."""
-        folder = os.path.realpath(self.path)
-        found = {}
-        for name in set(names):  # asked for one by one: the list of a network's folder may be an old one
-            path = os.path.realpath(self._at(name))
-            if os.path.dirname(path) == folder and os.path.isfile(path):
-                found[name] = os.path.getsize(path)
-        return found
+        """Returns the bytes of those of the files that are there, also of those that a list doesn't show yet.
+
+        Links in a local folder count as missing.
+        """
+        with self._fresh() as files:
+            listed = files.ls(self._at(""), detail=True) if files.isdir(self._at("")) else ()
+            found = {one["name"].rpartition("/")[2]: one["size"] for one in listed if one["type"] == "file"}
+            for name in set(names) - found.keys():
+                if files.isfile(self._at(name)) and not (self.is_local and os.path.islink(self._at(name))):
+                    found[name] = files.size(self._at(name))
+        return {name: found[name] for name in names if name in found}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
-        """Returns a range of a file, mapped into memory."""
-        with self._open(name) as file:
+        """Returns a range of a file: mapped into memory if it is local, else fetched by one request."""
+        if not self.is_local:
+            return self._fetched(name, start, stop)
+        with open(self._at(name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             stop = size if stop is None else stop
             if stop > size:
@@ -112,50 +139,47 @@ class LocalStorage:
         return memoryview(mapped)[start - page :]
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield a range of a file piece by piece, through one buffer: a piece is valid until the next one."""
-        buffer = memoryview(bytearray(max(0, min(CHUNK, stop - start))))
-        with self._open(name) as file:
-            file.seek(start)
-            while start < stop:
-                count = file.readinto(buffer[: stop - start])
-                if not count:
-                    raise OSError(f"{self._at(name)} ends at byte {start}, before {stop}")
-                yield buffer[:count]
-                start += count
+        """Yield a range of a file piece by piece, not mapped: there a disk's error is no exception."""
+        for first in range(start, stop, CHUNK):
+            yield self._fetched(name, first, min(first + CHUNK, stop))
 
-    def _open(self, name: str) -> FileIO:
-        """Open a regular file: opening anything else could wait for ever."""
-        path = self._at(name)
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise OSError(f"{path} is no file")
-        return open(path, "rb", buffering=0)
+    def _fetched(self, name: str, start: int, stop: int | None) -> memoryview:
+        with _as_os_error(f"{self.path}/{name}"):
+            data = memoryview(self._file_system.cat_file(self._at(name), start=start, end=stop))
+        if stop is not None and len(data) != stop - start:
+            raise OSError(f"{self.path}/{name} ends at byte {start + len(data)}, before {stop}")
+        return data
 
     def make_folder(self) -> None:
-        """Make the folder and those above it, if they don't exist."""
-        os.makedirs(self.path, exist_ok=True)
+        """Make the folder and those above it, if they don't exist, where the file system has folders."""
+        with self._fresh() as files:
+            files.makedirs(self._at(""), exist_ok=True)
 
     @contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file for writing, and sync it at the end."""
-        with open(self._at(name), "wb") as file:
+    def create(self, name: str) -> Iterator[Any]:
+        """Open a file for writing. A local one is synced at the end; a remote one appears when it is complete."""
+        with self._fresh(name) as files, files.open(self._at(name), "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if self.is_local:
+                file.flush()
+                os.fsync(file.fileno())
 
     def replace(self, name: str, new_name: str) -> None:
-        """Give a file another name, in place of the file that has it; at once."""
-        os.replace(self._at(name), self._at(new_name))
+        """Give a file another name, in place of the file that has it: at once if it is local, else by a copy."""
+        with self._fresh(name) as files:
+            files.mv(self._at(name), self._at(new_name))
         self.sync()
 
     def rename(self, path: str) -> None:
-        """Give the folder another path, at once, where there is none or an empty folder."""
-        os.rename(self.path, path)
-        LocalStorage(os.path.dirname(os.path.abspath(path))).sync()
-        self.path = path
+        """Give the local folder another path, at once, where there is none or an empty folder."""
+        os.rename(self._root, path)
+        Storage(os.path.dirname(os.path.abspath(path))).sync()
 
     def sync(self) -> None:
         """Return when the folder's list of files is on the device, where the file system can tell."""
-        descriptor = os.open(self.path, os.O_RDONLY)
+        if not self.is_local:
+            return
+        descriptor = os.open(self._at(""), os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -166,123 +190,18 @@ class LocalStorage:
 
     def remove(self, name: str) -> None:
         """Remove a file. One that isn't there is no error."""
-        if os.path.lexists(self._at(name)):
-            os.remove(self._at(name))
-
-    def remove_folder(self) -> None:
-        """Remove the folder with all that is in it."""
-        shutil.rmtree(self.path)
-
-    def free_bytes(self) -> int:
-        """Returns how much room the file system has for this user."""
-        return shutil.disk_usage(self.path).free
-
-
-@final
-class RemoteStorage:
-    """A folder of any file system that fsspec knows. Nothing there is renamed."""
-
-    is_local = False
-
-    def __init__(self, path: str, file_system: Any, root: str) -> None:
-        self.path = path
-        self._file_system = file_system
-        self._root = root.rstrip("/")
-
-    @contextmanager
-    def _fresh(self) -> Iterator[Any]:
-        """The file system, without what it remembers of its folders."""
-        with _as_os_error(self.path):
-            self._file_system.invalidate_cache()
-            yield self._file_system
-
-    def _at(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
-
-    def is_folder(self) -> bool:
-        """Whether there are files under the path."""
-        with self._fresh() as files:
-            return bool(files.isdir(self._root))
-
-    def is_file(self) -> bool:
-        """Whether there is a file at the path."""
-        with self._fresh() as files:
-            return bool(files.isfile(self._root))
-
-    def names(self) -> list[str]:
-        """Returns the names of the folder's files and subfolders, sorted."""
-        with self._fresh() as files:
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in files.ls(self._root, detail=False))
-
-    def sizes(self, names: Collection[str]) -> Mapping[str, int]:
-        """Returns the bytes of those of the files that are there, also of those that a list doesn't show yet."""
-        with self._fresh() as files:
-            listed = files.ls(self._root, detail=True) if files.isdir(self._root) else ()
-            found = {one["name"].rpartition("/")[2]: one["size"] for one in listed if one["type"] == "file"}
-            for name in set(names) - found.keys():
-                if files.isfile(self._at(name)):
-                    found[name] = files.size(self._at(name))
-        return {name: found[name] for name in names if name in found}
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
-        """Returns a range of a file, fetched by one request."""
-        with _as_os_error(f"{self.path}/{name}"):
-            data = memoryview(self._file_system.cat_file(self._at(name), start=start, end=stop))
-        if stop is not None and len(data) != stop - start:
-            raise OSError(f"{self.path}/{name} ends at byte {start + len(data)}, before {stop}")
-        return data
-
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield a range of a file, a request for each piece."""
-        for first in range(start, stop, CHUNK):
-            yield self.read(name, first, min(first + CHUNK, stop))
-
-    def make_folder(self) -> None:
-        """Make the folder, where the file system has folders."""
-        with _as_os_error(self.path):
-            self._file_system.makedirs(self._root, exist_ok=True)
-
-    @contextmanager
-    def create(self, name: str) -> Iterator[Any]:
-        """Open a file for writing. It appears when it is complete."""
-        with _as_os_error(f"{self.path}/{name}"), self._file_system.open(self._at(name), "wb") as file:
-            yield file
-
-    def replace(self, name: str, new_name: str) -> None:
-        """Copy a file over another one, and remove it: not at once."""
-        with _as_os_error(f"{self.path}/{name}"):
-            self._file_system.mv(self._at(name), self._at(new_name))
-
-    def remove(self, name: str) -> None:
-        """Remove a file. One that isn't there is no error."""
-        with self._fresh() as files:
-            if files.exists(self._at(name)):
+        with self._fresh(name) as files:
+            if files.lexists(self._at(name)):
                 files.rm_file(self._at(name))
 
     def remove_folder(self) -> None:
         """Remove the folder with all that is in it."""
-        with _as_os_error(self.path):
-            self._file_system.rm(self._root, recursive=True)
+        with self._fresh() as files:
+            files.rm(self._at(""), recursive=True)
 
     def free_bytes(self) -> int | None:
-        """Returns None: object stores don't say."""
-        return None
-
-
-Storage = LocalStorage | RemoteStorage
-
-
-def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """Returns the storage of a path or of an fsspec URL. Nothing is looked at yet."""
-    path = os.fspath(path)
-    if not _REMOTE.match(path):
-        return LocalStorage(os.path.expanduser(path))  # as fsspec does
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
-
-    with _as_os_error(path):
-        file_system, root = url_to_fs(path)
-    return LocalStorage(root) if isinstance(file_system, LocalFileSystem) else RemoteStorage(path, file_system, root)
+        """Returns how much room the file system has for this user; None: a remote one doesn't say."""
+        return shutil.disk_usage(self._at("")).free if self.is_local else None
 
 
 @contextmanager
@@ -290,7 +209,7 @@ def _as_os_error(where: str) -> Iterator[None]:
     """Inside it, any failure is an OSError: each remote file system has errors of its own."""
     try:
         yield
-    except OSError:
+    except (OSError, HanayoError):
         raise
     except Exception as error:
         raise OSError(f"{where}: {type(error).__name__}: {error}") from error
@@ -305,31 +224,24 @@ def is_of_a_save(name: str) -> bool:
     return name == MANIFEST or _FILE.fullmatch(name) is not None
 
 
-def is_checkpoint(storage: Storage, names: Collection[str]) -> bool:
+def is_checkpoint(names: Collection[str]) -> bool:
     """Whether a folder with files of these names is a checkpoint, which may be damaged."""
-    if MANIFEST not in names:
-        return False
-    return FORMAT.encode() in bytes(storage.read(MANIFEST)[:100]) or any(map(_FILE.fullmatch, names))
+    return MANIFEST in names and any(map(_FILE.fullmatch, names))
 
 
 def unnamed_files(storage: Storage) -> list[str]:
-    """Returns the files of saves that the folder's manifest doesn't name.
+    """Returns the files of other saves than the one that has written the folder's manifest.
 
     There are none if the manifest can't be read, because they may be its own.
     """
     written = [name for name in storage.names() if _FILE.fullmatch(name)] if storage.is_folder() else []
-    named = _named_files(storage) if written else ()
-    return [] if named is None else [name for name in written if name not in named]
-
-
-def _named_files(storage: Storage) -> Collection[str] | None:
-    """The files that the manifest names: none without a manifest; None if it can't be read."""
-    if not storage.sizes([MANIFEST]):
-        return ()
+    if not written or not storage.sizes([MANIFEST]):
+        return written
     try:
-        return files_named_in(bytes(storage.read(MANIFEST)), storage.path)
+        save_id = save_id_in(bytes(storage.read(MANIFEST)), storage.path)
     except CheckpointError:
-        return None
+        return []
+    return [name for name in written if f"-{save_id}." not in name]
 
 
 def temporary_path(path: str, kind: Literal["tmp", "old"], save_id: str) -> str:
@@ -362,7 +274,7 @@ def remove_checkpoint(path: str) -> None:
     Of a link only the link is removed. Files of others in the folder stay, and a warning names them; so does what
     can't be removed. What isn't there is removed already.
     """
-    storage = storage_of(path.rstrip("/"))
+    storage = Storage(path.rstrip("/"))
     try:
         if storage.is_local:
             remove_next_to(storage.path, "tmp", "old")
@@ -375,9 +287,11 @@ def remove_checkpoint(path: str) -> None:
 
 
 def _remove_folder(storage: Storage) -> None:
-    # a remote list may not show all files yet that the manifest names
-    names = {*storage.names(), *storage.sizes([MANIFEST]), *(_named_files(storage) or ())}
-    is_ours = is_checkpoint(storage, names) or MANIFEST not in names
+    names = {*storage.names(), *storage.sizes([MANIFEST])}
+    if not storage.is_local and MANIFEST in names:  # a list may not show all files yet that the manifest names
+        with suppress(CheckpointError):
+            names |= Manifest.from_bytes(bytes(storage.read(MANIFEST)), storage.path).files.keys()
+    is_ours = is_checkpoint(names) or MANIFEST not in names
     ours = [name for name in names if is_ours and is_of_a_save(name)]
     for name in sorted(ours, key=MANIFEST.__ne__):
         storage.remove(name)
@@ -400,7 +314,7 @@ def remove_next_to(path: str, *kinds: Literal["tmp", "old"]) -> None:
         elif ".tmp-" in os.path.basename(one):
             shutil.rmtree(one)
         else:
-            _remove_folder(storage_of(one))
+            _remove_folder(Storage(one))
 
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -486,13 +400,13 @@ class Target:
     @property
     def storage(self) -> Storage:
         """The folder, opened anew: each rank gets the target of rank 0."""
-        return storage_of(self.folder)
+        return Storage(self.folder)
 
     def prepare(self) -> None:
         """Remove what saves that were killed have left, make the folder, and write the marker."""
         storage, is_new = self.storage, self.folder != self.path
         if storage.is_local:
-            LocalStorage(os.path.dirname(self.path)).make_folder()
+            Storage(os.path.dirname(self.path)).make_folder()
             remove_next_to(self.path, *(("tmp",) if is_new else ("tmp", "old")))  # "old" may be the only checkpoint
         storage.make_folder()
         self._remove(unnamed_files(storage))
@@ -501,7 +415,7 @@ class Target:
     def commit(self, manifest: bytes, at: AtPoint) -> None:
         """Write the manifest, and make this save's files the checkpoint."""
         storage = self.storage
-        if not isinstance(storage, LocalStorage):
+        if not storage.is_local:
             at(Point.MANIFEST_READY)
             self._write(MANIFEST, manifest)  # it appears when it is complete
             return
@@ -589,7 +503,7 @@ def target_for(path: str, save_id: str) -> Target:
         CheckpointError: there is a folder that is no checkpoint, or a file where a folder can't take its place.
         OSError: what is there can't be looked at.
     """
-    storage = storage_of(path)
+    storage = Storage(path)
     if not storage.is_local:
         if storage.is_file():
             raise CheckpointError(f"{path} is a file. Remove it, or save under another name.")
@@ -604,7 +518,7 @@ def target_for(path: str, save_id: str) -> Target:
 def check_replaceable(storage: Storage) -> None:
     """Raises a CheckpointError if a folder is no checkpoint: a save would remove what others have put there."""
     names = storage.names()
-    if not all(map(is_of_a_save, names)) and not is_checkpoint(storage, names):
+    if not all(map(is_of_a_save, names)) and not is_checkpoint(names):
         raise CheckpointError(
             f"{storage.path} is a folder with other files than a checkpoint's. Save under another name."
         )

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_hanayo.dist_checkpointing.folder import Found, look_at
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.monitor import processes
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
@@ -122,7 +122,7 @@ class Record:
         """The content of the file; None without one, or if it isn't whole."""
         folder, _, name = path.rpartition("/")
         try:
-            return Record(**json.loads(bytes(storage_of(folder).read(name))))
+            return Record(**json.loads(bytes(Storage(folder).read(name))))
         except (OSError, TypeError, ValueError):
             return None
 
@@ -150,7 +150,7 @@ def record_path(root: str | os.PathLike[str], key: str) -> str:
 
 def absolute(path: str | Path) -> str:
     """A local path from the root on; a URL as it is."""
-    storage: Any = storage_of(path)
+    storage: Any = Storage(path)
     return os.path.abspath(storage.path) if storage.is_local else os.fspath(path)
 
 
@@ -252,10 +252,11 @@ def _load_newest(trainer: "pl.Trainer", topology: Topology, original: Load, chec
             continue
         saved = saved_run(loaded(trainer))
         is_elsewhere = saved is not None and saved.topology.data != topology.data and was_in_epoch(loaded(trainer))
-        if number + 1 < len(checkpoints) and saved is not None and is_elsewhere and saved.loader_states(0):
+        if number + 1 < len(checkpoints) and saved is not None and is_elsewhere and saved.has_loader_states:
             reason = "saved in the middle of an epoch with another number of data ranks, whose loader state it has"
             rank_zero_warn(f"Restart: {one.path} is skipped: {reason}")
             continue
-        rank_zero_info(f"Restart: the run resumes from {one.path}, saved after step {one.step}")
+        step = loaded(trainer).get("global_step")
+        rank_zero_info(f"Restart: the run resumes from {one.path}, saved after step {step}")
         return True
     return False

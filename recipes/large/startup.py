@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.dist_checkpointing.target import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.strategy import session
 from lightning_hanayo.strategy.groups import ProcessGroups
 from lightning_hanayo.strategy.setup import build_pipeline
@@ -104,7 +104,7 @@ class Phases(Callback):
                     is_static = owner is ProcessGroups
                     replacement = staticmethod(timed) if is_static else timed
                     stack.enter_context(mock.patch.object(owner, attribute, replacement))
-            stack.enter_context(mock.patch.object(LocalStorage, "read", self._recorded(LocalStorage.read)))
+            stack.enter_context(mock.patch.object(Storage, "read", self._recorded(Storage.read)))
             yield
 
     @contextmanager
@@ -130,7 +130,7 @@ class Phases(Callback):
         return call
 
     def _recorded(self, function: Callable[..., memoryview]) -> Callable[..., memoryview]:
-        def read(storage: LocalStorage, name: str, start: int = 0, stop: int | None = None) -> memoryview:
+        def read(storage: Storage, name: str, start: int = 0, stop: int | None = None) -> memoryview:
             found = function(storage, name, start, stop)
             self.reads.append((os.path.join(storage.path, name), start, start + len(found)))
             return found

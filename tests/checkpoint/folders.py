@@ -20,7 +20,7 @@ from lightning_hanayo.dist_checkpointing.format import (
     WholeTensor,
 )
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name, write_tensors
 
 Cut = Mapping[str, Sequence[Region]]
@@ -45,7 +45,7 @@ def write_folder(
     save_id: str = SAVE_ID,
 ) -> Manifest:
     """Write a checkpoint folder; tensors that aren't in `cut` are written by rank 0 in one part."""
-    storage = storage_of(str(path))
+    storage = Storage(str(path))
     storage.make_folder()
     by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
     regions: dict[str, Any] = {}

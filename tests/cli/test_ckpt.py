@@ -108,7 +108,7 @@ def test_ls_lists_folders_files_and_leftovers(capsys: Captured) -> None:
     found = printed("ls", capsys)
     listed = {Path(one["path"]).name: (one["kind"], one["step"], one["epoch"]) for one in found}
     assert listed == {
-        "best.ckpt": ("file", 1000, 2),
+        "best.ckpt": ("file", None, None),
         "last.ckpt": ("folder", 10, 1),
         "last.ckpt.tmp-0123abcd": ("leftover", None, None),
     }
@@ -176,17 +176,17 @@ def test_show_of_a_folder_that_is_not_whole_gives_one(capsys: Captured) -> None:
 def test_show_of_a_plain_file_says_what_is_known_without_reading_it(capsys: Captured) -> None:
     write_plain()
     facts = printed("show runs/best.ckpt", capsys)
-    assert (facts["kind"], facts["step"], facts["epoch"]) == ("file", 1000, 2)
+    assert facts["kind"] == "file"
     assert run("show runs/best.ckpt") == 0
-    assert "runs/best.ckpt: a plain file, " in (output := capsys.readouterr().out) and "step 1000, epoch 2" in output
+    assert capsys.readouterr().out.startswith("runs/best.ckpt: a plain file, ")
 
 
 @pytest.mark.parametrize("subcommand", ["show", "verify"])
 def test_a_folder_of_checkpoints_points_to_ls(capsys: Captured, subcommand: str) -> None:
     write()
-    assert run(f"{subcommand} runs") == 2
-    expected = "hanayo: error: runs is no checkpoint, but holds runs/last.ckpt. To list all: hanayo ckpt ls runs\n"
-    assert capsys.readouterr().err == expected
+    assert run(f"{subcommand} runs") == 1
+    assert "runs has no manifest.json" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "To list those in it: hanayo ckpt ls runs" in said
 
 
 # verify
@@ -195,7 +195,7 @@ def test_a_folder_of_checkpoints_points_to_ls(capsys: Captured, subcommand: str)
 def test_verify_names_file_and_tensor_of_a_flipped_bit(capsys: Captured) -> None:
     write()
     assert run("verify runs/last.ckpt") == 0
-    assert capsys.readouterr().out.startswith("runs/last.ckpt: whole, ")
+    assert capsys.readouterr().out == "runs/last.ckpt: whole\n"
     flip(f"runs/last.ckpt/model-00000-{SAVE_ID}.safetensors", -1)
     assert run("verify runs/last.ckpt") == 1
     message = capsys.readouterr().err
@@ -214,7 +214,7 @@ def test_verify_of_a_truncated_file(capsys: Captured) -> None:
     write_plain()
     Path("runs/best.ckpt").write_bytes(Path("runs/best.ckpt").read_bytes()[:500])
     assert run("verify runs/best.ckpt") == 1
-    assert "runs/best.ckpt isn't whole: it is truncated, damaged" in capsys.readouterr().err
+    assert "runs/best.ckpt is truncated or damaged, 500 bytes: " in capsys.readouterr().err
 
 
 def test_verify_goes_on_after_one_that_is_not_whole(capsys: Captured) -> None:

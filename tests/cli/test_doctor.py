@@ -118,7 +118,7 @@ def test_a_folder_that_takes_no_files_is_a_problem(tmp_path: Path, monkeypatch: 
     def refuse(self: object, name: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(host.LocalStorage, "create", refuse)
+    monkeypatch.setattr(host.Storage, "create", refuse)
     found = list(host.examine_folder("TMPDIR", str(tmp_path)))
     assert levels(found) == {"writing to TMPDIR": "problem"}
     assert "Permission denied" in found[-1].value

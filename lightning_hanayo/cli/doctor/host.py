@@ -29,7 +29,7 @@ from typing import Literal
 
 import psutil
 
-from lightning_hanayo.dist_checkpointing.target import LocalStorage, storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 
 Level = Literal["ok", "note", "problem"]
 GIB = 2**30
@@ -245,7 +245,7 @@ def examine_disk(root: str) -> Iterator[Finding]:
         root: the Trainer's default_root_dir, which need not be there so far.
     """
     for what, path in {"default_root_dir": root, "TMPDIR": tempfile.gettempdir()}.items():
-        storage = storage_of(path)
+        storage = Storage(path)
         if not storage.is_local:
             yield Finding(_DISK, what, f"{path}, which isn't looked at")
             continue
@@ -257,8 +257,8 @@ def examine_disk(root: str) -> Iterator[Finding]:
 
 def examine_folder(what: str, path: str) -> Iterator[Finding]:
     """Look at one local folder. What is written for it is removed."""
-    storage = LocalStorage(path)
-    free = storage.free_bytes()
+    storage = Storage(path)
+    free = storage.free_bytes() or 0
     advice = "make room: a checkpoint takes 12 to 16 bytes per parameter, twice while it is replaced"
     yield Finding(_DISK, what, f"{path}: {gibibytes(free)} free").flagged_if(free < GIB, "problem", advice)
     name = f".hanayo-doctor-{uuid.uuid4().hex[:8]}"

@@ -31,7 +31,7 @@ from lightning_hanayo.dist_checkpointing.compare import folder_content
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder, verify_file
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.load_state import OptimizerState, Sharding, Source, check_fit, tensors_of
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError, listed, nearest
 from lightning_hanayo.strategy.checkpoints.resume import saved_run
 from lightning_hanayo.strategy.joining import on_all_ranks, place_in_world, with_common_errors
@@ -88,7 +88,7 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
         CheckpointNotFoundError: no rank finds it.
         CheckpointError: on all ranks, if it is damaged, incomplete, no checkpoint, or would run code.
     """
-    storage = storage_of(str(path).rstrip("/"))
+    storage = Storage(str(path).rstrip("/"))
     seen = on_all_ranks(lambda: storage.is_folder() or storage.is_file())
     if not any(seen):
         raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")
@@ -167,15 +167,13 @@ def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], 
 
 _CHOSEN_LATER = ("last", "hpc")
 """Lightning finds them when the run starts, and starts anew if there is no last one."""
-_FIRST_BYTES = (b"PK", b"\x80")
-"""of a file in torch's format, and of its format before torch 1.6"""
 
 
 def check_start(path: Any, trainer: "pl.Trainer", io: CheckpointIO) -> None:
-    """Check the `ckpt_path` of a run. What is remote, or written by another CheckpointIO, is checked when it is read.
+    """Check the `ckpt_path` of a run. What isn't a local folder of this package is checked when it is read.
 
     Raises:
-        CheckpointError: it is no path, there is nothing, or nothing that can be read.
+        CheckpointError: it is no path, there is nothing, or a folder that is no whole checkpoint.
     """
     if path is None or path in _CHOSEN_LATER or str(path).startswith("registry"):
         return
@@ -186,33 +184,14 @@ def check_start(path: Any, trainer: "pl.Trainer", io: CheckpointIO) -> None:
             raise CheckpointError(
                 "ckpt_path='best': no ModelCheckpoint of this Trainer has saved a best one. Give the path of one."
             )
-    elif (storage := storage_of(str(path).rstrip("/"))).is_local:
-        check_local(storage.path, io)
-
-
-def check_local(path: str, io: CheckpointIO | None = None) -> None:
-    """Check a path in a local file system.
-
-    Raises:
-        CheckpointError: there is nothing, or nothing that can be read.
-    """
-    if not os.path.exists(path):
+        return
+    storage = Storage(str(path).rstrip("/"))
+    if storage.is_local and not os.path.exists(storage.path):
         raise CheckpointNotFoundError(
-            f"Checkpoint file not found: ckpt_path={path}: there is no such file or folder{_others(Path(path))}"
+            f"Checkpoint file not found: ckpt_path={path}: there is no such file or folder{_others(Path(storage.path))}"
         )
-    if io is not None and type(io) is not TorchCheckpointIO:
-        return
-    if os.path.isdir(path):
-        CheckpointFolder(path)
-        return
-    try:
-        with open(path, "rb") as file:
-            begin = file.read(2)
-    except OSError as error:
-        raise CheckpointError(f"ckpt_path={path} can't be read: {error.strerror}") from None
-    if not begin.startswith(_FIRST_BYTES):
-        what = "is no checkpoint: it is not in torch's format" if begin else "is empty"
-        raise CheckpointError(f"ckpt_path={path} {what}. Give another one.")
+    if storage.is_local and os.path.isdir(storage.path) and type(io) is TorchCheckpointIO:
+        CheckpointFolder(storage.path)
 
 
 def _others(path: Path) -> str:

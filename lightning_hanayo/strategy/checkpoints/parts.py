@@ -36,9 +36,8 @@ each rank writes what it has there.
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import prod
@@ -47,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import key_get, keystr, tree_map_with_path
 
 from lightning_hanayo.dist_checkpointing.commit import Kind, RankPart, TensorPart
 from lightning_hanayo.dist_checkpointing.huggingface import transformers_models
@@ -54,8 +54,8 @@ from lightning_hanayo.dist_checkpointing.load_state import Sharding, with_keys
 from lightning_hanayo.dist_checkpointing.plain_file import numbered_state_dict
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import STATE, DistributedTensor, OptimizerDocument, StateDocument
+from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, plain_alias
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, with_resume
@@ -75,8 +75,6 @@ WAY_OUT = "Take it out of the checkpoint in on_save_checkpoint, or save one file
 class OwnValues:
     """What one rank tells rank 0: values that are no tensors, and which tensors it has that the module doesn't know."""
 
-    names: list[str] = field(default_factory=list)
-    """the entries of the state dict that are on this rank, if it leads"""
     added: list[str] = field(default_factory=list)
     """tensors in the state dict that a hook has added"""
     model: dict[str, Any] = field(default_factory=dict)
@@ -132,8 +130,6 @@ class RankTensors:
                 self.added[name] = value
             elif is_here and self._leads:
                 self.add_whole(f"model/{name}", value, "model")
-        if self._leads:
-            self.values.names = [name for name, one in state.items() if not (isinstance(one, Tensor) and one.is_meta)]
         self.values.added = list(self.added)
 
     def add_optimizer(self, parameters: Mapping[str, nn.Parameter], states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -193,8 +189,9 @@ class RankTensors:
         if (tensor.pipe_rank or 0) != self._run.pipe_rank:
             return
         if not isinstance(own, Tensor) or own.is_meta:
-            where = "".join(f"[{key!r}]" for key in tensor.path)
-            raise UnsupportedError(f"checkpoint{where} has no values on the rank that holds them. {WAY_OUT}")
+            raise UnsupportedError(
+                f"checkpoint{keystr(tensor.path)} has no values on the rank that holds them. {WAY_OUT}"
+            )
         if isinstance(own, PartialValues | PartialParameter):
             self.share(f"state/{number}", own, "state")
         elif self._leads:
@@ -205,13 +202,8 @@ class RankTensors:
         self._add(TensorPart.whole(name, tensor, kind))
 
     def _add(self, part: TensorPart) -> None:
-        tensor = part.tensor
-        if is_tensor_subclass(tensor) or tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"{part.name} is a {type(tensor).__name__}, which isn't one plain tensor, as those of a checkpoint's "
-                f"folder are. {WAY_OUT}"
-            )
-        plain = plain_alias(tensor)
+        dtype_name(part.tensor, part.name)  # raises if it can't be stored
+        plain = plain_alias(part.tensor)
         if plain.numel() or 0 in part.shape:
             self.parts.append(replace(part, tensor=plain))
 
@@ -284,7 +276,7 @@ def rank_part(
     def complete() -> RankPart:
         for number, one in distributed.items():
             tensors.add_distributed(number, one, value_at(checkpoint, one.path))
-        part = RankPart(tensors.parts, texts, about(checkpoint, run, tied) if rank == 0 else {})
+        part = RankPart(tensors.parts, texts, about(checkpoint, run) if rank == 0 else {})
         return part if resume is None else with_resume(part, resume)
 
     return with_common_errors(complete)
@@ -308,7 +300,7 @@ def state_document(
         gathered: of all ranks.
     """
     state = checkpoint[MODEL]
-    names = dict.fromkeys((*state, *(name for own in gathered for name in (*own.names, *own.model))))
+    names = dict.fromkeys((*state, *(name for own in gathered for name in (*own.added, *own.model))))
     documents: list[OptimizerDocument] = []
     states = checkpoint.get(OPTIMIZERS)
     for index, ((optimizer, parameters), one) in enumerate(zip(optimizers, states or (), strict=False)):
@@ -333,7 +325,7 @@ def state_document(
     )
 
 
-def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> dict[str, Any]:
+def about(checkpoint: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """What the manifest says of a checkpoint, for those who list and export it. JSON."""
     module, layout = run.module, run.pipeline.layout
     shapes = {} if run.cube is None else run.cube.whole_shapes
@@ -346,7 +338,6 @@ def about(checkpoint: Mapping[str, Any], run: Run, tied: Mapping[str, str]) -> d
         "module": type(module).__qualname__,
         "num_parameters": sum(prod(shapes.get(one, one.shape)) for one in module.parameters()),
         "versions": {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "lightning", "torch")},
-        "tied": dict(tied),
         "huggingface": [
             {"prefix": name, "class": type(one).__name__, "config": json.loads(text)} for name, one, text in configs
         ],
@@ -433,30 +424,20 @@ def named_parameters_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> di
     return {names[parameter]: parameter for parameter in parameters}
 
 
-_CONTAINERS = (dict, OrderedDict, list, tuple)
-
-
-def with_distributed_marked(value: Any, path: tuple[Any, ...] = ()) -> Any:
+def with_distributed_marked(value: Any) -> Any:
     """The value, with a `DistributedTensor` in place of each tensor of which this rank has a part or nothing."""
-    if isinstance(value, MissingValues | PartialValues | PartialParameter):
-        return DistributedTensor(path, value._owner.rank if isinstance(value, MissingValues) else None)
-    if type(value) not in _CONTAINERS:
-        return value
-    marked = {key: with_distributed_marked(one, (*path, key)) for key, one in _items(value)}
-    if all(marked[key] is one for key, one in _items(value)):
-        return value
-    return type(value)(marked if isinstance(value, dict) else marked.values())
+
+    def marked(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, MissingValues | PartialValues | PartialParameter):
+            return DistributedTensor(path, leaf._owner.rank if isinstance(leaf, MissingValues) else None)
+        return leaf
+
+    return tree_map_with_path(marked, value)
 
 
 def value_at(checkpoint: Any, path: tuple[Any, ...]) -> Tensor | None:
     """What this rank's checkpoint has at a path; None if it is nothing, or no tensor."""
-    for key in path:
-        try:
-            checkpoint = checkpoint[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return checkpoint if isinstance(checkpoint, Tensor) else None
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(value.items() if isinstance(value, dict) else enumerate(value))
+    with suppress(KeyError, IndexError, TypeError):
+        found = key_get(checkpoint, path)
+        return found if isinstance(found, Tensor) else None
+    return None

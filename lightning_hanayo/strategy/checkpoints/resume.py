@@ -76,7 +76,10 @@ class AccumulatedGradients:
     def parts(self) -> Iterator[TensorPart]:
         """What this rank writes of them: what no other rank has, or has written."""
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None and self._writes(parameter):
+            cube = self._cube
+            differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
+            is_first = not self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing))
+            if parameter.grad is not None and is_first:
                 shape, region = self._place(parameter)
                 number, _ = self._number(parameter)
                 yield TensorPart(f"{PREFIX}{number}/{name}", parameter.grad.detach(), shape, region, "optimizer")
@@ -110,12 +113,6 @@ class AccumulatedGradients:
             return tuple(parameter.shape), Region.whole(parameter.shape)
         return self._cube.whole_shapes.get(parameter, tuple(parameter.shape)), self._cube.region(parameter)
 
-    def _writes(self, parameter: nn.Parameter) -> bool:
-        """Whether this is the first of the ranks that have the same gradient."""
-        cube = self._cube
-        differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
-        return self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing)) == 0
-
 
 KEY = RUN
 """of Lightning's dictionary"""
@@ -138,8 +135,8 @@ class SavedRun:
     """What a checkpoint says of the run that saved it, however it is stored."""
 
     document: Mapping[str, Any]
-    data: Mapping[int, Mapping[str, Any]]
-    """of data ranks: the states of its loaders, and whether they could have given more batches"""
+    data: Mapping[int, Any]
+    """of data ranks: the states of its loaders, and whether they could have given more batches; or what reads it"""
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
@@ -172,10 +169,16 @@ class SavedRun:
         """Whether gradients were accumulated when it was saved."""
         return any(name.startswith(PREFIX) for name in self.tensors)
 
-    def loader_states(self, data_rank: int) -> Sequence[Any]:
-        """The states of the loaders of a data rank; none if they had none."""
-        states: Sequence[Any] = self.data.get(data_rank, {}).get("loaders", ())
-        return states
+    def data_document(self, data_rank: int) -> Mapping[str, Any]:
+        """What was saved of a data rank; empty if its loaders had no state."""
+        found = self.data.get(data_rank, {})
+        document: Mapping[str, Any] = found() if callable(found) else found
+        return document
+
+    @property
+    def has_loader_states(self) -> bool:
+        """Whether its loaders had states."""
+        return bool(self.data_document(0).get("loaders"))
 
     def random_states(self, data_rank: int, when: str) -> dict[str, Tensor]:
         """The states of the generators of the rank that has read the data: hooks draw the same on all its ranks."""
@@ -231,7 +234,7 @@ class Resume:
         reads_data = _reads_data(run)
         document: Mapping[str, Any] = {}
         if reads_data and saved is not None:
-            document = saved.data.get(run.data_rank, {})
+            document = saved.data_document(run.data_rank)
         elif reads_data and run.topology.data == 1:  # a plain Trainer stores those of one process
             document = {"loaders": loops.plain_loader_states(trainer)}
         self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
@@ -345,7 +348,7 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
         return None
     num_batches, size = loops.num_batches(trainer), now.batch * now.data
     is_whole = size > 0 and loops.can_scale_batches(trainer, before.batch * before.data, size)
-    if saved.loader_states(0) or not is_whole or num_batches % before.accumulate:
+    if saved.has_loader_states or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
             f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
             f"samples on {before.data} data ranks, which can't go on with {now.batch or 'other'} on {now.data}. Resume "

@@ -35,9 +35,9 @@ from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
 from lightning_hanayo.dist_checkpointing.state import encode
-from lightning_hanayo.dist_checkpointing.target import storage_of
+from lightning_hanayo.dist_checkpointing.target import Storage
+from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.strategy.checkpoints.parts import with_distributed_marked
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, gathered
 from lightning_hanayo.strategy.joining import on_all_ranks
@@ -185,11 +185,8 @@ def _check_this_rank(
             "it isn't complete then. Set save_last=True, or leave out save_async."
         )
     for name, parameter in module.named_parameters() if is_sharded else ():
-        if not parameter.is_meta and is_tensor_subclass(parameter):
-            raise UnsupportedError(
-                f"{name} is a {type(parameter.data).__name__}, which isn't one plain tensor, as those of a "
-                f"checkpoint's folder are. Leave out ModelCheckpoint (enable_checkpointing=False), {_ONE_FILE}"
-            )
+        if not parameter.is_meta:
+            dtype_name(parameter, name)  # raises if it can't be stored
     for callback in callbacks_of(trainer) if is_sharded and trainer.is_global_zero else ():
         try:
             state = callback.state_dict()
@@ -206,10 +203,10 @@ def _check_this_rank(
 
 def _check_writable(folder: str, rank: int) -> None:
     """Make and remove a file, in the folder or in the nearest one above it that there is."""
-    storage = storage_of(folder)
+    storage = Storage(folder)
     if storage.is_local:
         path = Path(os.path.abspath(storage.path))
-        storage = storage_of(next(one for one in (path, *path.parents) if os.path.lexists(one)))
+        storage = Storage(next(one for one in (path, *path.parents) if os.path.lexists(one)))
     name = f".hanayo-{secrets.token_hex(4)}"
     try:
         with storage.create(name):

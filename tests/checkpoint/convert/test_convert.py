@@ -263,7 +263,8 @@ def test_one_tensor_at_a_time_is_in_memory(to: Format, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(CheckpointFolder, "read", counted)
     export_checkpoint(path, str(tmp_path / "out"), to=to)
-    assert len(alive) == len(CheckpointFolder(path).manifest.tensors) and most == 1
+    assert len(alive) == len(CheckpointFolder(path).manifest.tensors)
+    assert most == (2 if to == "huggingface" else 1)  # of a layer of Mixtral two are converted
 
 
 def test_a_plain_file_needs_a_configuration(tmp_path: Path) -> None:
@@ -284,11 +285,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path / "last.ckpt", around(model))
     larger = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=40, architectures=["GPT2LMHeadModel"])
     larger.save_pretrained(tmp_path / "config")
-    with pytest.raises(HanayoError, match=r"lacks tensors of GPT2LMHeadModel: net\.transformer\.h\.2\."):
+    with pytest.raises(HanayoError, match=r"of this configuration: .* Missing key.*transformer\.h\.2\."):
         export_checkpoint(path, str(tmp_path / "out"), to="huggingface", config=str(tmp_path / "config"))
     larger.n_layer, larger.vocab_size = 2, 50
     larger.save_pretrained(tmp_path / "config")
-    with pytest.raises(HanayoError, match=r"wte\.weight is \(40, 16\) in the checkpoint, and \(50, 16\)"):
+    with pytest.raises(HanayoError, match=r"mismatch for transformer\.wte\.weight: .*\[40, 16\].*\[50, 16\]"):
         export_checkpoint(path, str(tmp_path / "out"), to="huggingface", config=str(tmp_path / "config"))
     with pytest.raises(HanayoError, match="there is no format 'hugginface': did you mean 'huggingface'"):
         export_checkpoint(path, str(tmp_path / "out"), to="hugginface")  # type: ignore[arg-type]

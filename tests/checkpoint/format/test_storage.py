@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.dist_checkpointing.target import CHUNK, LocalStorage, RemoteStorage, Storage, storage_of
+from lightning_hanayo.dist_checkpointing.target import CHUNK, Storage
 
 
 @pytest.fixture(params=["{}/a.ckpt", "memory:/{}/a.ckpt"], ids=["local", "remote"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return storage_of(str(request.param).format(tmp_path))
+    return Storage(str(request.param).format(tmp_path))
 
 
 def put(storage: Storage, name: str, data: bytes) -> None:
@@ -20,13 +20,14 @@ def put(storage: Storage, name: str, data: bytes) -> None:
 
 
 def test_paths_say_where_a_folder_is(tmp_path: Path) -> None:
-    assert isinstance(storage_of(tmp_path), LocalStorage)
-    assert isinstance(storage_of("C:\\checkpoints"), LocalStorage)
-    assert isinstance(storage_of("memory://a"), RemoteStorage)
-    local = storage_of(f"file://{tmp_path}/a.ckpt")
+    assert Storage(tmp_path).is_local
+    assert Storage("C:\\checkpoints").is_local
+    assert Storage("/tmp/a::b.ckpt").path == "/tmp/a::b.ckpt"
+    assert not Storage("memory://a").is_local
+    local = Storage(f"file://{tmp_path}/a.ckpt")
     assert local.is_local
     assert local.path == f"{tmp_path}/a.ckpt"
-    assert storage_of("~/a.ckpt").path == str(Path.home() / "a.ckpt")
+    assert Storage("~/a.ckpt").path == str(Path.home() / "a.ckpt")
 
 
 def test_files_are_written_listed_read_and_removed(storage: Storage) -> None:
@@ -61,7 +62,7 @@ def test_a_file_takes_anothers_place(storage: Storage) -> None:
 def test_a_local_file_is_on_the_device_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    put(LocalStorage(str(tmp_path)), "a", b"0123")
+    put(Storage(str(tmp_path)), "a", b"0123")
     assert synced == [4]
 
 
@@ -87,11 +88,12 @@ def test_every_failure_is_an_os_error(storage: Storage) -> None:
 
 
 def test_a_folder_is_renamed_at_once(tmp_path: Path) -> None:
-    storage = LocalStorage(str(tmp_path / "a.ckpt.tmp-1"))
+    storage = Storage(str(tmp_path / "a.ckpt.tmp-1"))
     storage.make_folder()
     put(storage, "a", b"1")
     storage.rename(str(tmp_path / "a.ckpt"))
     assert (tmp_path / "a.ckpt" / "a").read_bytes() == b"1"
+    storage = Storage(str(tmp_path / "a.ckpt"))
     assert storage.names() == ["a"]
     assert (storage.free_bytes() or 0) > 0
 
@@ -102,7 +104,7 @@ def test_a_file_system_that_does_not_sync_folders_serves(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(os, "fsync", refuse)
     error = errno.EINVAL
-    LocalStorage(str(tmp_path)).sync()
+    Storage(str(tmp_path)).sync()
     error = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        LocalStorage(str(tmp_path)).sync()
+        Storage(str(tmp_path)).sync()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import StoredPart, WholeTensor
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.target import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.dist_checkpointing.tensor_file import read_region
 from tests.checkpoint.folders import part_of, write_folder
 from tests.checkpoint.mapped_bytes import mapped_bytes
@@ -71,13 +71,13 @@ def test_any_region_of_any_parts_is_read(data: st.DataObject) -> None:
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[memoryview]]:
     """The ranges of files that are mapped into memory, which stay mapped."""
     ranges: list[memoryview] = []
-    read: Callable[..., memoryview] = LocalStorage.read
+    read: Callable[..., memoryview] = Storage.read
 
     def keep(*args: Any) -> memoryview:
         ranges.append(read(*args))
         return ranges[-1]
 
-    monkeypatch.setattr(LocalStorage, "read", keep)
+    monkeypatch.setattr(Storage, "read", keep)
     yield ranges
     ranges.clear()
 

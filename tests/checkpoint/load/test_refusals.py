@@ -237,7 +237,7 @@ def test_what_is_no_checkpoint_says_so(path: Path, tmp_path: Path) -> None:
     unfinished = tmp_path / f"last.ckpt.tmp-{SAVE_ID}"
     unfinished.mkdir()
     said = message(unfinished)
-    assert f"is what a save that was interrupted has left, and not whole. Use {path}, if it is there" in said
+    assert f"{unfinished} has no manifest.json: it is no checkpoint of HanayoStrategy, or the save was" in said
 
 
 def test_links_to_files_elsewhere_are_not_followed(path: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
 from lightning_hanayo.dist_checkpointing.region import Region
-from lightning_hanayo.dist_checkpointing.target import LocalStorage
+from lightning_hanayo.dist_checkpointing.target import Storage
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 
 
@@ -40,14 +40,14 @@ def test_tensors_are_found_by_name(tmp_path: Path, save: Callable[[Path], Path])
 
 def test_only_the_wanted_rows_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({name: torch.zeros(4096, 1024) for name in ("a", "b", "c")}, tmp_path / "model.safetensors")
-    folder, read, asked = SafetensorsFolder(tmp_path), LocalStorage.read, []
+    folder, read, asked = SafetensorsFolder(tmp_path), Storage.read, []
 
-    def counted(self: LocalStorage, name: str, start: int = 0, stop: int | None = None) -> memoryview:
+    def counted(self: Storage, name: str, start: int = 0, stop: int | None = None) -> memoryview:
         data = read(self, name, start, stop)
         asked.append(len(data))
         return data
 
-    monkeypatch.setattr(LocalStorage, "read", counted)
+    monkeypatch.setattr(Storage, "read", counted)
     folder.stored("b").part(Region.of_entries([range(1024, 3072), range(1024)])).read()
     assert asked == [8 * 2**20]
 

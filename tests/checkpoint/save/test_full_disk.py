@@ -16,7 +16,7 @@ import torch
 from lightning_hanayo.dist_checkpointing.commit import SavingRanks, write_files
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.target import LocalStorage, Point, go_on, target_for
+from lightning_hanayo.dist_checkpointing.target import Point, Storage, go_on, target_for
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.peers import errors_on_ranks, on_ranks
@@ -67,7 +67,7 @@ def test_a_full_disk_is_found_before_anything_is_written(small_disk: Path) -> No
 def test_a_disk_that_fills_up_while_ranks_write_keeps_the_checkpoint_of_before(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalStorage, "free_bytes", lambda _: None)
+    monkeypatch.setattr(Storage, "free_bytes", lambda _: None)
     last = small_disk / "last.ckpt"
     on_ranks(2, lambda peers: Saver(peers).save(str(last), part_of(peers.rank, 1)))
     (small_disk / "filler").write_bytes(b"0" * (free_bytes(small_disk) - 500_000))
@@ -93,7 +93,7 @@ def test_one_plain_file_on_a_full_disk_keeps_the_one_of_before(small_disk: Path)
 @contextmanager
 def full_after(num_bytes: int, rank: int) -> Iterator[None]:
     """The disk is full once a rank has written so many bytes of tensors. For where no file system may be mounted."""
-    create = LocalStorage.create
+    create = Storage.create
 
     class Full:
         def __init__(self, file: Any) -> None:
@@ -106,12 +106,12 @@ def full_after(num_bytes: int, rank: int) -> Iterator[None]:
             self.file.write(data)
 
     @contextmanager
-    def limited(self: LocalStorage, name: str) -> Iterator[Any]:
+    def limited(self: Storage, name: str) -> Iterator[Any]:
         with create(self, name) as file:
             yield Full(file) if name.startswith(f"model-{rank:05d}") else file
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStorage, "create", limited)
+        patch.setattr(Storage, "create", limited)
         yield
 
 
@@ -142,14 +142,14 @@ def test_the_first_and_the_last_file_may_find_the_disk_full(
 ) -> None:
     path = tmp_path / "last.ckpt"
     on_ranks(2, lambda peers: Saver(peers).save(str(path), part_of(peers.rank, 1)))
-    before, create = sorted(os.listdir(path)), LocalStorage.create
+    before, create = sorted(os.listdir(path)), Storage.create
 
-    def refuse(self: LocalStorage, name: str) -> Any:
+    def refuse(self: Storage, name: str) -> Any:
         if name.startswith(first):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return create(self, name)
 
-    monkeypatch.setattr(LocalStorage, "create", refuse)
+    monkeypatch.setattr(Storage, "create", refuse)
     for target in (path, tmp_path / "other.ckpt"):
         (message,) = errors(target)
         assert "no space left in" in message

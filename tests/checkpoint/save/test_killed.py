@@ -17,7 +17,7 @@ from lightning_hanayo.dist_checkpointing.commit import SavingRanks
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.target import Point, next_to, storage_of
+from lightning_hanayo.dist_checkpointing.target import Point, Storage, next_to
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.object_store import ObjectStore
@@ -83,11 +83,11 @@ def test_the_checkpoint_of_before_or_the_new_one_survives(
     check_survivor(failed.value, rank)
 
     steps = expected(point, rank)
-    if is_new and not storage_of(path).is_folder():
+    if is_new and not Storage(path).is_folder():
         assert 1 in steps
         with pytest.raises(CheckpointError, match="There is no checkpoint"):
             CheckpointFolder(path)
-    elif storage_of(path).is_file():
+    elif Storage(path).is_file():
         assert 1 in steps
         assert Path(path).read_bytes() == b"of one process"
     else:
@@ -110,6 +110,6 @@ def check_survivor(failed: RunFailed, killed: int) -> None:
 def check_nothing_is_left(path: str) -> None:
     """There is only what the manifest names."""
     folder = CheckpointFolder(path)
-    assert set(storage_of(path).names()) == {*folder.manifest.files, MANIFEST}
-    if storage_of(path).is_local:
+    assert set(Storage(path).names()) == {*folder.manifest.files, MANIFEST}
+    if Storage(path).is_local:
         assert next_to(path, "tmp", "old") == []

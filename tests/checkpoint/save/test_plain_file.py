@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning_hanayo.dist_checkpointing.commit import SavingRanks
 from lightning_hanayo.dist_checkpointing.plain_file import write_file
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.target import LocalStorage, Point
+from lightning_hanayo.dist_checkpointing.target import Point, Storage
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 
@@ -64,17 +64,17 @@ def test_a_folder_of_several_ranks_is_replaced_by_a_file_and_the_other_way_round
     path = str(tmp_path / "last.ckpt")
     part = part_of(0, 1, num_ranks=1)
     Saver(SavingRanks()).save(path, part)
-    replace = LocalStorage.replace
+    replace = Storage.replace
 
     def refuse(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(LocalStorage, "replace", refuse)
+    monkeypatch.setattr(Storage, "replace", refuse)
     with pytest.raises(CheckpointError, match="Input/output error"):
         write_file(path, content("one file"))
     assert step_of(path) == 1
 
-    monkeypatch.setattr(LocalStorage, "replace", replace)
+    monkeypatch.setattr(Storage, "replace", replace)
     write_file(path, content("one file"))
     assert Path(path).read_text() == "one file"
     Saver(SavingRanks()).save(path, part)

@@ -10,7 +10,7 @@ from lightning_hanayo.dist_checkpointing.commit import SavingRanks
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.target import LocalStorage, remove_checkpoint
+from lightning_hanayo.dist_checkpointing.target import Storage, remove_checkpoint
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of
 
@@ -27,10 +27,10 @@ def test_a_removal_that_ends_half_way_leaves_no_checkpoint_that_claims_to_be_who
     files = sorted(os.listdir(path))
     for stop_after in range(1, len(files)):
         removed: list[str] = []
-        remove = LocalStorage.remove
+        remove = Storage.remove
 
         def stopped(
-            self: LocalStorage, name: str, removed: list[str] = removed, last: int = stop_after, remove: object = remove
+            self: Storage, name: str, removed: list[str] = removed, last: int = stop_after, remove: object = remove
         ) -> None:
             if len(removed) == last:
                 raise KeyboardInterrupt
@@ -38,7 +38,7 @@ def test_a_removal_that_ends_half_way_leaves_no_checkpoint_that_claims_to_be_who
             remove(self, name)  # type: ignore[operator]
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(LocalStorage, "remove", stopped)
+            patch.setattr(Storage, "remove", stopped)
             remove_checkpoint(str(path))
         assert removed[0] == MANIFEST
         with pytest.raises(CheckpointError, match="has no manifest.json"):
@@ -88,6 +88,6 @@ def test_what_cannot_be_removed_is_told_and_ends_no_training(tmp_path: Path, mon
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(LocalStorage, "remove", refuse)
+    monkeypatch.setattr(Storage, "remove", refuse)
     with pytest.warns(UserWarning, match="can't be removed: .*Permission denied"):
         remove_checkpoint(str(path))

@@ -14,7 +14,7 @@ from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.format import MANIFEST
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
-from lightning_hanayo.dist_checkpointing.target import LocalStorage, Point, RemoteStorage, go_on, storage_of
+from lightning_hanayo.dist_checkpointing.target import Point, Storage, go_on
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.save.states import part_of, step_of
 from tests.harness.peers import errors_on_ranks, on_ranks
@@ -76,13 +76,13 @@ def test_a_remote_file_system_that_gives_back_the_manifest_of_before_loses_no_ch
 ) -> None:
     remote = "memory://checkpoints/last.ckpt"
     save(remote, step=1)
-    read, before = RemoteStorage.read, bytes(storage_of(remote).read(MANIFEST))
+    read, before = Storage.read, bytes(Storage(remote).read(MANIFEST))
 
-    def late(self: RemoteStorage, name: str, *where: Any) -> memoryview:
+    def late(self: Storage, name: str, *where: Any) -> memoryview:
         return memoryview(before) if name == MANIFEST else read(self, name, *where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteStorage, "read", late)
+        patch.setattr(Storage, "read", late)
         save(remote, step=2)
     assert step_of(remote) == 2
 
@@ -191,14 +191,14 @@ def test_files_of_others_in_a_checkpoint_stay(path: str) -> None:
 def test_ranks_that_see_another_folder_are_told_before_anything_is_written(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = LocalStorage.read
+    read = Storage.read
 
-    def not_shared(self: LocalStorage, name: str, *where: Any) -> memoryview:
+    def not_shared(self: Storage, name: str, *where: Any) -> memoryview:
         if name.startswith("marker"):
             raise FileNotFoundError(name)
         return read(self, name, *where)
 
-    monkeypatch.setattr(LocalStorage, "read", not_shared)
+    monkeypatch.setattr(Storage, "read", not_shared)
     passed: list[Point] = []
     (message, _) = errors_on_ranks(
         2, lambda peers: Saver(peers, at=passed.append).save(path, part_of(peers.rank, 1)), CheckpointError
@@ -213,5 +213,5 @@ def test_a_folder_that_cannot_be_written_is_one_error(path: str, number: int, mo
     def refuse(*_: Any) -> None:
         raise OSError(number, os.strerror(number), path)
 
-    monkeypatch.setattr(LocalStorage, "make_folder", refuse)
+    monkeypatch.setattr(Storage, "make_folder", refuse)
     assert f"{path} can't be written: {os.strerror(number)} (rank 0)" in error_of(path)

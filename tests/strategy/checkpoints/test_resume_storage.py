@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks, TensorPart
-from lightning_hanayo.dist_checkpointing.compare import DataDocuments
+from lightning_hanayo.dist_checkpointing.compare import data_documents
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver
@@ -53,7 +53,7 @@ def of_folder(folder: Path) -> SavedRun:
     )
     opened = CheckpointFolder(folder)
     tensors_in = {name: opened.stored(name) for name in opened.manifest.tensors}
-    saved = saved_run({KEY: {"run": dict(state_of(0).document), "data": DataDocuments(opened), "tensors": tensors_in}})
+    saved = saved_run({KEY: {"run": dict(state_of(0).document), "data": data_documents(opened), "tensors": tensors_in}})
     assert saved is not None
     return saved
 
@@ -75,10 +75,10 @@ def test_all_of_it_comes_back(tmp_path: Path, read: Any) -> None:
     saved = read(tmp_path / "saved.ckpt")
     assert saved.samples.total == 16
     assert saved.topology == Topology(cube=(1, 2, 1))
-    (loader,) = saved.loader_states(0)
+    (loader,) = saved.data_document(0)["loaders"]
     assert loader["order"].tolist() == [2, 0, 1]
     assert loader["position"] == 2 and loader["epoch"] is None
-    assert not saved.loader_states(1)
+    assert not saved.data_document(1)
     for rank, region in enumerate((TOP, BOTTOM)):
         assert torch.equal(saved.read("gradient/0/w", region), GRADIENT[rank::2])
 

@@ -32,10 +32,10 @@ def test_a_record_that_is_cut_or_missing_counts_as_none(tmp_path: Path) -> None:
         assert Record.read(path) is None
 
 
-def test_the_newest_is_the_one_with_most_steps_then_the_last_one(tmp_path: Path) -> None:
+def test_the_newest_file_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
     paths = [file_of(tmp_path, *one) for one in (("a", 4, 30.0), ("b", 6, 10.0), ("c", 6, 20.0), ("d", 2, 40.0))]
     whole, broken = Record(5.0, [], {"0": paths}).checkpoints_of(0)
-    assert [Path(one.path).name for one in whole] == ["c", "b", "a", "d"]
+    assert [Path(one.path).name for one in whole] == ["d", "a", "c", "b"]
     assert broken == []
 
 

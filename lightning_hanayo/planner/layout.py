@@ -270,23 +270,10 @@ def _check_ranks(layout: Layout) -> Layout:
 
 
 def _too_few(layout: Layout, num_blocks: int) -> str:
-    size, per_rank = layout.num_ranks, layout.num_stages // layout.num_ranks
-    per_wave = max(1, per_rank // layout.num_waves)
-    divisors = (ranks for ranks in range(size - 1, 0, -1) if size % ranks == 0)
-    sizes = (size, next((ranks for ranks in divisors if ranks <= num_blocks), 1), min(size, num_blocks))
-    choices = []
-    for ranks in dict.fromkeys(ranks for ranks in sizes if ranks <= num_blocks):
-        waves = 0 if _is_file(layout.schedule) else min(layout.num_waves, num_blocks // (per_wave * ranks))
-        found = [f"pipeline_parallel_size={ranks}"] * (ranks < size)
-        if waves != layout.num_waves:
-            found.append(f"num_waves={waves}" if waves else f"schedule={SINGLE_STAGE!r}")
-        if size % ranks:
-            rest = f" (on {ranks} of {size} devices)"
-        else:
-            rest = f" ({size // ranks} times as many data ranks)" if ranks < size else ""
-        choices.append(", ".join(found) + rest)
+    size, stages = layout.num_ranks, layout.num_stages
+    fitting = next(ranks for ranks in range(min(size, num_blocks), 0, -1) if size % ranks == 0)
     return (
         f"the stack has {counted(num_blocks, 'block')}, but {layout.schedule} over {counted(size, 'pipeline rank')} "
-        f"with num_waves={layout.num_waves} has {counted(layout.num_stages, 'stage')} ({per_rank} per rank), and every "
-        f"stage needs a block. Nearest that fit: {' or '.join(choices[:2])}."
+        f"with num_waves={layout.num_waves} has {counted(stages, 'stage')} ({stages // size} per rank), and every "
+        f"stage needs a block. This fits: pipeline_parallel_size={fitting}, num_waves='auto', schedule='auto'."
     )

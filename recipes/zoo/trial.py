@@ -18,7 +18,6 @@ from lightning_hanayo import HanayoStrategy, check
 from lightning_hanayo.checking.case import cast
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.processes import begin_fork
-from lightning_hanayo.notebook import start_forks
 from recipes.zoo.inputs import Batches
 from recipes.zoo.models import MAPPINGS, Tiny
 
@@ -42,7 +41,9 @@ def run(mapping: str, kind: str, name: str, layout: str, timeout: float) -> Row:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(sender, mapping, kind, name, layout, timeout / 2))
-    start_forks([process])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # Python 3.12
+        process.start()
     sender.close()
     try:
         row = receiver.recv() if receiver.poll(timeout) else _unknown(layout, f"no answer within {timeout:g} s")

@@ -23,6 +23,7 @@ from lightning_hanayo.cli.trainer_start import check_config_files
 from lightning_hanayo.dist_checkpointing.plain_file import load_mapped
 from lightning_hanayo.errors import HanayoError, with_notes
 from lightning_hanayo.strategy import HanayoStrategy
+from lightning_hanayo.strategy.checkpoints.load import check_local
 from lightning_hanayo.strategy.report import WaveReport
 from lightning_hanayo.tracebacks import name_doctor
 
@@ -119,6 +120,7 @@ class WaveCLI(LightningCLI):
                 raise HanayoError(f"{section}.batch_size=0: expected a whole number of at least 1")
         path = config.get("ckpt_path")
         if path and Path(path).is_file():  # which Lightning opens next, for the model's arguments
+            check_local(path)
             load_mapped(path, weights_only=True)
 
     def instantiate_classes(self) -> None:

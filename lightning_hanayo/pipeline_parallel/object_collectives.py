@@ -203,8 +203,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return None
         has_own_rules = type(value).__reduce_ex__ is not Tensor.__reduce_ex__ or is_traceable_wrapper_subclass(value)
-        with torch._C.DisableTorchFunctionSubclass():  # stand-ins for tensors of other ranks name the device of those
-            device = value.device
+        device = _device_of(value)
         if has_own_rules or value.layout is not torch.strided or device.type in _SAME_EVERYWHERE:
             is_number = type(value) is Tensor and device.type == "cpu" and not (value.ndim or value.requires_grad)
             if not is_number or vars(value):
@@ -243,6 +242,12 @@ class _Unpickler(pickle.Unpickler):
         tensor = tensor if kind is None else tensor.as_subclass(kind)
         vars(tensor).update(attributes)
         return tensor
+
+
+def _device_of(value: Tensor) -> torch.device:
+    """Where its memory is: stand-ins for tensors of other ranks name the device of those."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.device
 
 
 @dataclass(eq=False, repr=False)

@@ -31,7 +31,7 @@ def fit_over_channels(training: Training, layout: Layout) -> tuple[Outcome, set[
     original = ProcessGroupTransport._post
 
     def note(self: ProcessGroupTransport, peer: int, tag: int, buffer: Tensor, *, sends: bool, on_host: bool) -> Work:
-        if self._channels:
+        if self.channels:
             used.add((self.rank, peer) if sends else (peer, self.rank))
         return original(self, peer, tag, buffer, sends=sends, on_host=on_host)
 

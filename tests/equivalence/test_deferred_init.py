@@ -305,5 +305,5 @@ def test_values_that_would_be_lost_are_refused(pool: Pool) -> None:
     """Values that a constructor has set, and those of a copy that other ranks have trained."""
     with pytest.raises(RunFailed, match=r"blocks\.5\.up\.weight of a Linear was given values 2 times"):
         pool.run(2, refused, Special, Layout(2))
-    with pytest.raises(RunFailed, match=r"as another layout or a hook"):
+    with pytest.raises(RunFailed, match=r"to which a hook or a layout moves it"):
         pool.run(2, refused, models.MLP, Layout(2), Layout(2, waves=2))

@@ -55,7 +55,7 @@ BAD = {  # options of the strategy, devices, model -> words of the message: the 
         ["pipeline_parallel_size=4 x data_parallel_size=2", "pipeline_parallel_size=4 with data_parallel_size=1"],
     ),
     "fewer blocks than stages": (
-        {"pipeline_parallel_size": 4, "num_waves": 2}, 4, models.MLP, ["8", "16", "num_waves=1"],
+        {"pipeline_parallel_size": 4, "num_waves": 2}, 4, models.MLP, ["8", "16", "num_waves='auto'"],
     ),
     "no stack": ({}, 2, NoStack, ["NoStack", "name modules that its step calls in turn"]),
     "a wrong name of the stack": ({"blocks": "blcks"}, 2, models.MLP, ["'blcks'", "blocks"]),

@@ -132,6 +132,14 @@ def test_a_checkpoint_to_start_from_is_checked_before_processes_start(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["accumulate_grad_batches", "val_check_interval"])
+def test_lightning_may_not_divide_by_zero(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **_: pytest.fail(f"{arguments} was started"))
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="hanayo", logger=False, max_steps=1, **{name: 0})
+    with pytest.raises(HanayoError, match=f"Trainer\\({name}=0\\): expected a number above 0"):
+        trainer.fit(models.MLP(), make_loader(models.vectors((8,))))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

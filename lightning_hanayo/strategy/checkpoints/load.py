@@ -167,13 +167,15 @@ def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], 
 
 _CHOSEN_LATER = ("last", "hpc")
 """Lightning finds them when the run starts, and starts anew if there is no last one."""
+_FIRST_BYTES = (b"PK", b"\x80")
+"""of a file in torch's format, and of its format before torch 1.6"""
 
 
 def check_start(path: Any, trainer: "pl.Trainer", io: CheckpointIO) -> None:
-    """Check the `ckpt_path` of a run. What isn't a local folder of this package is checked when it is read.
+    """Check the `ckpt_path` of a run. What is remote, or written by another CheckpointIO, is checked when it is read.
 
     Raises:
-        CheckpointError: it is no path, there is nothing, or a folder that is no whole checkpoint.
+        CheckpointError: it is no path, there is nothing, or nothing that can be read.
     """
     if path is None or path in _CHOSEN_LATER or str(path).startswith("registry"):
         return
@@ -184,14 +186,30 @@ def check_start(path: Any, trainer: "pl.Trainer", io: CheckpointIO) -> None:
             raise CheckpointError(
                 "ckpt_path='best': no ModelCheckpoint of this Trainer has saved a best one. Give the path of one."
             )
-        return
-    storage = Storage(str(path).rstrip("/"))
-    if storage.is_local and not os.path.exists(storage.path):
+    elif (storage := Storage(str(path).rstrip("/"))).is_local:
+        check_local(storage.path, io)
+
+
+def check_local(path: str, io: CheckpointIO | None = None) -> None:
+    """Check a path in a local file system.
+
+    Raises:
+        CheckpointError: there is nothing, or nothing that can be read.
+    """
+    if not os.path.exists(path):
         raise CheckpointNotFoundError(
-            f"Checkpoint file not found: ckpt_path={path}: there is no such file or folder{_others(Path(storage.path))}"
+            f"Checkpoint file not found: ckpt_path={path}: there is no such file or folder{_others(Path(path))}"
         )
-    if storage.is_local and os.path.isdir(storage.path) and type(io) is TorchCheckpointIO:
-        CheckpointFolder(storage.path)
+    if io is not None and type(io) is not TorchCheckpointIO:
+        return
+    if os.path.isdir(path):
+        CheckpointFolder(path)
+        return
+    with open(path, "rb") as file:
+        begin = file.read(2)
+    if not begin.startswith(_FIRST_BYTES):
+        what = "is no checkpoint: it is not in torch's format" if begin else "is empty"
+        raise CheckpointError(f"ckpt_path={path} {what}. Give another one.")
 
 
 def _others(path: Path) -> str:

@@ -49,6 +49,10 @@ def check_run(
             "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."
         )
+    for name in ("accumulate_grad_batches", "val_check_interval"):  # Lightning takes a zero, and divides by it
+        value = getattr(trainer, name, None)  # an interval in time is kept elsewhere
+        if isinstance(value, int | float) and value <= 0:
+            raise HanayoError(f"Trainer({name}={value!r}): expected a number above 0")
     if options.balance == "time" and module.example_input_array is None:
         raise HanayoError(
             f"balance='time' measures the blocks while the model runs on example_input_array, but "

@@ -19,7 +19,7 @@ clip_grad_norm_(parameters)  ->  of a running module?  yes: GradientNorms, over 
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial, reduce
@@ -42,8 +42,17 @@ from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.topology import AXES
 from lightning_hanayo.weight_gradients import gradient_dtype
 
-OwnGradient = tuple[int, Tensor]
-"""a gradient that this rank holds, after its parameter's index in the module: norms are added in this order"""
+
+@dataclass(frozen=True)
+class OwnGradient:
+    """A gradient that this rank holds: its parameter's index in the module, and its place among the user's arguments.
+
+    The place decides the order in which norms are added; where users pass placeholders, too, it is that of one process.
+    """
+
+    index: int
+    place: int
+    value: Tensor
 
 
 @dataclass(eq=False, repr=False)
@@ -125,11 +134,23 @@ class GradientNorms:
         finally:
             self.in_batch = False
 
+    def check_outside_batch(self, function: str) -> None:
+        """Check that no batch is running.
+
+        Raises:
+            UnsupportedError: one is, so that only some ranks call the function.
+        """
+        if self.in_batch:
+            raise UnsupportedError(
+                f"{function} was called on the module's parameters in a step or in a block, before gradients are "
+                "complete. Call it in on_before_optimizer_step or configure_gradient_clipping."
+            )
+
     def gradients_of(self, parameters: Sequence[Tensor]) -> list[OwnGradient]:
         """The gradients that this rank holds of some of the module's parameters."""
         return [
-            (self._indices[parameter], self.own_part(parameter, parameter.grad))
-            for parameter in parameters
+            OwnGradient(self._indices[parameter], place, self.own_part(parameter, parameter.grad))
+            for place, parameter in enumerate(parameters)
             if not parameter.is_meta and parameter.grad is not None
         ]
 
@@ -139,17 +160,17 @@ class GradientNorms:
         by_memory = {_memory_of(p): i for i, p in own}
         by_memory |= {_memory_of(p.grad): i for i, p in own if p.grad is not None}
         found, others = list[OwnGradient](), list[Tensor]()
-        for tensor in self.without_guards(passed):
+        for place, tensor in enumerate(self.without_guards(passed)):
             index = self._indices.get(tensor, by_memory.get(_memory_of(tensor)))
             if index is not None and not tensor.is_meta:
-                found.append((index, self.own_part(self._parameters[index], tensor.detach())))
+                found.append(OwnGradient(index, place, self.own_part(self._parameters[index], tensor.detach())))
             elif not tensor.is_meta and tensor.numel():
                 others.append(tensor)
         return found, others
 
-    def total(self, gradients: Sequence[OwnGradient], norm_type: float) -> Tensor:
+    def total(self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None) -> Tensor:
         """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""
-        norms = self.each(gradients, norm_type)
+        norms = self.each(gradients, norm_type, foreach=foreach)
         if not norms:
             return torch.zeros((), device=self.device)
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)
@@ -175,39 +196,49 @@ class GradientNorms:
         norms = self.each(gradients, norm_type)
         return {self._parameters[i]: norm.to(gradient_dtype(self._parameters[i])) for i, norm in norms}
 
-    def each(self, gradients: Sequence[OwnGradient], norm_type: float) -> list[tuple[int, Tensor]]:
-        """The index and the norm of each gradient, in the module's order; on the device, in one dtype."""
+    def each(
+        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
+    ) -> list[tuple[int, Tensor]]:
+        """The index and the norm of each gradient, in the user's order; on the device, in one dtype."""
         if self.relay is not None:
             self.relay.broadcast("norm")
-        first = {index: value for index, value in reversed(gradients) if value.numel()}
+        first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
         table = self._table(gradients, first)
         if self.groups is not None:
             dist.all_reduce(table, group=self.groups[0])
-        present, counts, existing = table.tolist()
+        present, counts, places, existing = table.tolist()
         self._was_of_all = all(ranks for ranks, exist in zip(present, existing, strict=True) if exist)
-        found = [i for i, ranks in enumerate(present) if ranks]
+        found = sorted((i for i, ranks in enumerate(present) if ranks), key=lambda i: (places[i] / present[i], i))
         if not found:
             return []
         dtype = reduce(torch.promote_types, {gradient_dtype(self._parameters[i]) for i in found})
-        norms = self._exchange(self._own_norms(first, norm_type), norm_type).to(dtype).unbind()
+        norms = self._exchange(self._own_norms(first, norm_type, foreach), norm_type).to(dtype).unbind()
         return [(i, norms[i]) for i in found for _ in range(counts[i] // present[i])]
 
-    def _table(self, gradients: Sequence[OwnGradient], first: Collection[int]) -> Tensor:
-        """[3, parameters], in host memory: 1 for those passed here; how often; 1 for all that have a gradient here."""
-        counts = Counter(index for index, _ in gradients)
-        rows = [
-            (i in first, counts[i] if i in first else 0, not p.is_meta and p.grad is not None and p.numel() > 0)
-            for i, p in enumerate(self._parameters)
-        ]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, 3).t().contiguous()
+    def _table(self, gradients: Sequence[OwnGradient], first: Mapping[int, OwnGradient]) -> Tensor:
+        """[4, parameters], in host memory: 1 for those that are here; how often, and where they were passed.
 
-    def _own_norms(self, first: Mapping[int, Tensor], norm_type: float) -> Tensor:
+        Last 1 for all that have a gradient here.
+        """
+        counts = Counter(gradient.index for gradient in gradients)
+        table = torch.zeros(4, len(self._parameters), dtype=torch.int64)
+        rows = [(1, counts[i], one.place) for i, one in first.items()]
+        table[:3, list(first)] = torch.tensor(rows, dtype=torch.int64).view(-1, 3).t()
+        table[3] = torch.tensor([not p.is_meta and p.grad is not None and p.numel() > 0 for p in self._parameters])
+        return table
+
+    def _own_norms(self, first: Mapping[int, OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
         """[parameters], on the device in fp64: norms, or powers of shards' norms; elsewhere the neutral element."""
         absent = inf if norm_type == -inf and self.num_replicas is not None else 0.0
         table = torch.full((len(self._parameters),), absent, dtype=torch.float64, device=self.device)
         if not first:
             return table
-        norms, indices = torch.stack(torch._foreach_norm(list(first.values()), norm_type)).double(), tuple(first)
+        values = [gradient.value for gradient in first.values()]
+        if foreach is False:  # as torch computes them with this `foreach`
+            listed = [torch.linalg.vector_norm(value, norm_type) for value in values]
+        else:
+            listed = list(torch._foreach_norm(values, norm_type))
+        norms, indices = torch.stack(listed).double(), tuple(first)
         if indices not in self._places:  # once for each set of parameters: the host waits for a copy to the device
             replicas = None
             if self.num_replicas is not None:
@@ -288,7 +319,7 @@ def _clip_grad_norm(
     if found is None:
         return original(listed, max_norm, norm_type, raises, foreach)  # type: ignore[no-any-return]
     run, listed = found
-    total = run.total(run.gradients_of(listed), float(norm_type))
+    total = run.total(run.gradients_of(listed), float(norm_type), foreach=foreach)
     _check_finite(total, norm_type, raises)
     PATCHES.functions["_clip_grads_with_norm_"].original(_own(listed), max_norm, total, foreach)
     return total
@@ -302,7 +333,7 @@ def _get_total_norm(
     if found is None:
         return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     run, gradients = found
-    total = run.total(gradients, float(norm_type))
+    total = run.total(gradients, float(norm_type), foreach=foreach)
     _check_finite(total, norm_type, error_if_nonfinite)
     return total
 
@@ -372,12 +403,8 @@ def _run_of(
                 f"{function} was called on {len(passed) - len(others)} parameters or gradients of the module together "
                 f"with {len(others)} other tensors (the first: {tuple(others[0].shape)}). Call it on them separately."
             )
-        if passed and run.in_batch:
-            raise UnsupportedError(
-                f"{function} was called on the module's parameters in a step or in a block, before gradients are "
-                "complete. Call it in on_before_optimizer_step or configure_gradient_clipping."
-            )
-        if not run.in_batch:
+        if passed or not run.in_batch:
+            run.check_outside_batch(function)
             return run, found
     return None
 

@@ -6,6 +6,7 @@
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.overlay import neighbours
 from lightning_hanayo.monitor.peers import Timing
 from tests.harness.limits import wait_until
-from tests.harness.monitors import Worlds
+from tests.harness.monitors import QUICK, Worlds
 
 
 def num_threads() -> int:
@@ -63,8 +64,9 @@ def test_all_get_one_verdict_when_all_propose_at_once(world: Worlds) -> None:
 
 
 def test_the_next_rank_decides_when_the_arbiter_is_lost(world: Worlds) -> None:
-    monitors = world(5)
+    monitors = world(5, replace(QUICK, takeover=2.0))  # a busy machine holds up no rank for so long
     assert {monitor.arbiter for monitor in monitors} == {0}
+    monitors[0].ask("are all linked?", timeout=10.0)  # so that they hear its good-bye
     monitors[0].close()
     assert [monitor.decide("who", monitor.rank) for monitor in monitors[1:]] == [1] * 4
     assert wait_until(lambda: {monitor.arbiter for monitor in monitors[1:]} == {1}, 10.0)

@@ -205,8 +205,11 @@ def check_local(path: str, io: CheckpointIO | None = None) -> None:
     if os.path.isdir(path):
         CheckpointFolder(path)
         return
-    with open(path, "rb") as file:
-        begin = file.read(2)
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(2)
+    except OSError as error:
+        raise CheckpointError(f"ckpt_path={path} can't be read: {error.strerror}") from None
     if not begin.startswith(_FIRST_BYTES):
         what = "is no checkpoint: it is not in torch's format" if begin else "is empty"
         raise CheckpointError(f"ckpt_path={path} {what}. Give another one.")

@@ -96,9 +96,9 @@ def compiled_product(*given: Any) -> list[Tensor]:
     """
     x, handle, gathers, _, _, _, rows = given
     args = _target(handle).args()
-    ran = run_forward(x, args)
-    whole = [args.join(ran.gathered)] if gathers else []
-    return [one.contiguous() for one in (*whole, *ran.outputs, *(ran.matrices if rows else []))]
+    pieces, matrices, outputs, _ = run_forward(x, args)
+    whole = [args.join(pieces)] if gathers else []
+    return [one.contiguous() for one in (*whole, *outputs, *(matrices if rows else []))]
 
 
 @_define(

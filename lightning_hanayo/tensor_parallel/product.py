@@ -197,21 +197,11 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-@dataclass(frozen=True)
-class ForwardResult:
-    """Results of a product's forward: X in pieces, the matrices, and the outputs, which without padding have `sizes`.
+def run_forward(x: Tensor, args: ProductArgs) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+    """Returns the gathered X, in pieces, the gathered matrices, and for each part of the weight the output and its size.
 
-    The sizes are those of the dimension that is summed.
+    The sizes are those without padding, of the dimension that is summed. Meanwhile the next weights are gathered.
     """
-
-    gathered: list[Tensor]
-    matrices: list[Tensor]
-    outputs: list[Tensor]
-    sizes: list[int]
-
-
-def run_forward(x: Tensor, args: ProductArgs) -> ForwardResult:
-    """Compute the outputs, one for each part of the weight. Meanwhile the weights that are used next are gathered."""
     weight, scatter = args.weight, args.reduce_scatter
     pending_matrices = weight.stage.gather(weight, x.dtype)
     pending_inputs = [args.all_gather.gather(piece) for piece in args.split(x)]
@@ -225,7 +215,7 @@ def run_forward(x: Tensor, args: ProductArgs) -> ForwardResult:
         ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
         sizes = [y.shape[scatter.dim] for y in ys]
         pending_outputs.append(scatter.scatter_each(ys))
-    return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)
+    return gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes
 
 
 @dataclass(eq=False)
@@ -344,16 +334,16 @@ class _Deferred:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, args: ProductArgs, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ran = run_forward(x, args)
+        gathered, matrices, outputs, sizes = run_forward(x, args)
         ctx.set_materialize_grads(False)
-        ctx.args, ctx.sizes, ctx.shapes = args, ran.sizes, [y.shape for y in ran.outputs]
-        ctx.num_matrices = len(ran.matrices) if args.keep == "gathered" else 0
+        ctx.args, ctx.sizes, ctx.shapes = args, sizes, [y.shape for y in outputs]
+        ctx.num_matrices = len(matrices) if args.keep == "gathered" else 0
         if args.keep == "gathered":
-            ctx.save_for_backward(*ran.matrices, *ran.gathered)
+            ctx.save_for_backward(*matrices, *gathered)
         else:
             ctx.save_for_backward(x)
         # Views would not be allowed to change in place.
-        return args.join(ran.gathered), *(y.data if y._is_view() else y for y in ran.outputs)
+        return args.join(gathered), *(y.data if y._is_view() else y for y in outputs)
 
     @staticmethod
     @once_differentiable

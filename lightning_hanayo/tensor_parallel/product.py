@@ -198,9 +198,9 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def run_forward(x: Tensor, args: ProductArgs) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-    """Returns the gathered X, in pieces, the gathered matrices, and for each part of the weight the output and its size.
+    """Returns the gathered X, in pieces, the matrices, the outputs, and what sizes these have without padding.
 
-    The sizes are those without padding, of the dimension that is summed. Meanwhile the next weights are gathered.
+    The sizes are those of the dimension that is summed. Meanwhile the weights that are used next are gathered.
     """
     weight, scatter = args.weight, args.reduce_scatter
     pending_matrices = weight.stage.gather(weight, x.dtype)

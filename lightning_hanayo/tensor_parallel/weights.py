@@ -196,12 +196,13 @@ class PrefetchOrder:
     prefetched: list[ShardedWeight] = field(default_factory=list)
     """the weights that follow the last one"""
 
+    def __post_init__(self) -> None:
+        self.begin()
+
     def begin(self, *, recomputes: bool = False) -> None:
         """A stage's forward or backward begins: its first weight doesn't follow the last one of the run before."""
         self._following = self.recomputation if recomputes else self.forward
         self._last: ShardedWeight | None = None
-
-    __post_init__ = begin
 
     def record(self, weight: ShardedWeight) -> list[ShardedWeight]:
         """Record that `weight` is used now, and return those that followed it last time."""

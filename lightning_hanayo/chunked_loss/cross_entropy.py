@@ -372,16 +372,8 @@ class Logits(Tensor):
         args, kwargs = tree_map(_made, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Describe it."""
-        return f"Logits({tuple(self.shape)}, made when they are used)"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Becomes a plain tensor when it is copied or pickled."""
-        return self.whole().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """As for pickle."""
+        """A copy is a plain tensor."""
         return self.whole().detach().clone()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.mesh import MeshAxis
@@ -52,6 +53,14 @@ class OwnRows:
         rows = ids - self.start
         is_own = (rows >= 0) & (rows < self.num_rows)
         return rows.where(is_own, 0), is_own
+
+    def look_up(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+        """Ids [...] to [..., H]: zeros for rows that other ranks hold. `padding_idx` as in `F.embedding`."""
+        own, is_own = self.find(ids)
+        padding = -1 if padding_idx is None else padding_idx - self.start
+        table = self.part if self.num_rows else functional.pad(self.part, (0, 0, 0, 1))
+        found = functional.embedding(own, table, padding if 0 <= padding < self.num_rows else None)
+        return found.masked_fill_(~is_own.unsqueeze(-1), 0)
 
 
 class HeldByRows:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from operator import ge
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -252,7 +252,7 @@ def original(module: nn.Module) -> nn.Module:
 
 def modules_outside(model: nn.Module, stack: Stack) -> Sequence[nn.Module]:
     """The modules that are neither blocks nor inside one."""
-    inside = {part for block in stack.blocks for part in block.modules()}
+    inside = _modules(stack)
     return [module for module in model.modules() if module not in inside]
 
 
@@ -410,19 +410,11 @@ _MAY_BE_ALL = 0.01
 """a list with a smaller share of the parameters isn't what a step calls in place of the largest one"""
 
 
-class UncutStack(NamedTuple):
-    """A stack that stays whole, while the pipeline cuts another one."""
-
-    stack: Stack
-    num_parameters: int
-    share: float
-    """of the parameters in the blocks of all stacks"""
-
-
-def uncut_stacks(model: nn.Module, cut: Stack, called: Collection[str] | None = None) -> list[UncutStack]:
+def uncut_stacks(model: nn.Module, cut: Stack, called: Collection[str] | None = None) -> dict[Stack, float]:
     """The stacks that stay whole where `cut` is made into stages, the largest first; small ones are left out.
 
-    `called`: the names of those that the step calls, if they are known.
+    With the share of the parameters in the blocks of all stacks that each has. `called`: the names of those that the
+    step calls, if they are known.
     """
     seen, others = _modules(cut), []
     may_stay = (one for one in _stacks(model) if (one.is_uniform if called is None else one.name in called))
@@ -432,9 +424,9 @@ def uncut_stacks(model: nn.Module, cut: Stack, called: Collection[str] | None = 
             others.append(other)
     inside = {parameter for stack in (cut, *others) for parameter in stack.parameters}
     total = sum(parameter.numel() for parameter in inside)
-    sizes = [sum(parameter.numel() for parameter in stack.parameters - cut.parameters) for stack in others]
-    found = [UncutStack(stack, size, size / total) for stack, size in zip(others, sizes, strict=True)]
-    return sorted((one for one in found if one.share >= _WORTH_SAYING), key=lambda one: -one.num_parameters)
+    shares = {one: sum(p.numel() for p in one.parameters - cut.parameters) / total for one in others}
+    worth_saying = [one for one in others if shares[one] >= _WORTH_SAYING]
+    return {one: shares[one] for one in sorted(worth_saying, key=lambda one: -shares[one])}
 
 
 def describe_uncut(model: nn.Module, cut: Stack, called: Collection[str] | None = None) -> str:
@@ -447,12 +439,12 @@ def describe_uncut(model: nn.Module, cut: Stack, called: Collection[str] | None 
     uncut = uncut_stacks(model, cut, called)
     if not uncut:
         return ""
-    whole = ", ".join(f"{one.stack.name} ({one.share:.0%} of the parameters in blocks)" for one in uncut)
-    beside = [one for one in (cut, *(one.stack for one in uncut)) if len(one) == len(cut)]
+    whole = ", ".join(f"{one.name} ({share:.0%} of the parameters in blocks)" for one, share in uncut.items())
+    beside = [one for one in (cut, *uncut) if len(one) == len(cut)]
     rows = [one.name for one in beside if one.name.rpartition(".")[0] == cut.name.rpartition(".")[0]]
     text = (
         f"{type(model).__name__} has {1 + len(uncut)} stacks of blocks, of which one is cut: {cut}. Whole on pipeline "
-        f"rank 0: {whole}. HanayoStrategy(blocks={uncut[0].stack.name!r}) cuts that stack instead."
+        f"rank 0: {whole}. HanayoStrategy(blocks={next(iter(uncut)).name!r}) cuts that stack instead."
     )
     if len(rows) > 1:
         text += f" If a loop calls them in turn, blocks={rows}, in the order of its calls, cuts them all."

@@ -378,7 +378,8 @@ class ShardedCalls:
         Raises:
             UnsupportedError: the steps of the cube's ranks set attributes that blocks read to different values.
         """
-        if not self.boundary.agrees(self.microbatch, carried_of(calls)):
+        own = carried_of(calls)
+        if any(other != own for other in self.boundary.all_gather_object(own)):
             raise UnsupportedError(
                 "an attribute that blocks read is set in the step to different values on the ranks of a cube. Pass it "
                 "to the blocks as an argument, set it in on_train_batch_start, or set cube_outside='replicate'."

@@ -345,10 +345,6 @@ class MicrobatchReshard:
             resharded.append(self.reshard.stream_in(x, shares))
         return resharded
 
-    def agrees(self, microbatch: int, value: Hashable) -> bool:
-        """Returns whether all ranks that share samples have the same value."""
-        return all(other == value for other in self.all_gather_object(value))
-
     def unshard_outputs(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reshard what the stack gives the user's code: its output, and what blocks have stored.
 

@@ -95,11 +95,10 @@ def compiled_product(*given: Any) -> list[Tensor]:
         rows: of the gathered matrices, if they are kept.
     """
     x, handle, gathers, _, _, _, rows = given
-    layer = _target(handle)
-    args = layer.args()
-    ran = run_forward(x, args, layer.following())
-    whole = [args.join(ran.gathered)] if gathers else []
-    return [one.contiguous() for one in (*whole, *ran.outputs, *(ran.matrices if rows else []))]
+    args = _target(handle).args()
+    pieces, matrices, outputs, _ = run_forward(x, args)
+    whole = [args.join(pieces)] if gathers else []
+    return [one.contiguous() for one in (*whole, *outputs, *(matrices if rows else []))]
 
 
 @_define(

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -42,8 +41,8 @@ from typing_extensions import override
 from lightning_hanayo.chunked_loss.token_shares import HeldByRows, OwnRows
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
 from lightning_hanayo.partial_values import PartialParameter, PartialValues, plain_alias
-from lightning_hanayo.tensor_parallel.collectives import padded, split_dim
-from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.collectives import padded, run, split_dim
+from lightning_hanayo.tensor_parallel.mesh import Mesh, Pending
 from lightning_hanayo.tensor_parallel.on_use import OnUse, Source, alias, compute_on_whole
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.weight_gradients import gradient_dtype
@@ -237,8 +236,7 @@ class _OfVocabulary(HeldByRows, OnUse):
         if func is functional.embedding and is_weight:
             padding, special = kwargs.get("padding_idx"), ("max_norm", "scale_grad_by_freq", "sparse")
             if not any(kwargs.get(name) for name in special):
-                padding = None if padding is None else padding % rows.size
-                return _Lookup.apply(rows.part, args[0], rows, padding)
+                return _look_up(args[0], rows, None if padding is None else padding % rows.size)
         if func is functional.linear and is_weight and not torch.is_grad_enabled():
             return _logits(args[0], rows, *args[2:], **kwargs)
         return compute_on_whole(func, args, kwargs)
@@ -252,30 +250,14 @@ class VocabularyValues(_OfVocabulary, PartialValues):
     """The same parameter where it has its own class, for logits that are made later."""
 
 
-class _Lookup(torch.autograd.Function):
-    """[V/n, H] and ids [...] to [..., H]."""
+def _look_up(ids: Tensor, rows: OwnRows, padding: int | None) -> Tensor:
+    """Ids [...] to [..., H], of own rows and those of other ranks."""
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ids: Tensor, rows: OwnRows, padding: int | None) -> Tensor:
-        ctx.rows, ctx.padding = rows, padding
-        ctx.save_for_backward(ids)
-        own, is_own = rows.find(ids)
-        part = plain_alias(part)
-        found = functional.embedding(own, part if len(part) else part.new_zeros(1, part.shape[1]))
-        return rows.ranks.all_reduce(found.masked_fill_(~is_own.unsqueeze(-1), 0)).wait()
+    def start_sum(x: Tensor) -> Pending[Tensor]:
+        return rows.ranks.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows: OwnRows = ctx.rows
-        gradient = rows.ranks.all_reduce(gradient.clone(memory_format=torch.contiguous_format)).wait()
-        (ids,) = ctx.saved_tensors
-        own, is_own = rows.find(ids)
-        if ctx.padding is not None:
-            is_own = is_own & (ids != ctx.padding)
-        last = rows.num_rows  # takes the gradients of other rows, and is dropped
-        own = own.where(is_own, last)
-        return torch.ops.aten.embedding_dense_backward(gradient, own, last + 1, last, False)[:last], None, None, None
+    with torch._C.DisableTorchFunctionSubclass():  # the weight is a part here
+        return run(rows.look_up(ids, padding), rows.ranks, start_sum, start_sum)
 
 
 def _logits(hidden: Tensor, rows: OwnRows, bias: Tensor | None = None) -> Tensor:

@@ -172,13 +172,13 @@ class ProductArgs:
         return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter)}
 
 
-def products(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight]) -> tuple[Tensor, ...]:
+def products(x: Tensor, args: ProductArgs) -> tuple[Tensor, ...]:
     """X [..., K/z] to the gathered X, and to Y [..., N/y] of each part of the weight.
 
     Called by all ranks of the mesh, in the same order. Under autocast X and W are cast before they are sent, and the
-    output has the cast dtype. While it computes, the weights of `prefetch` are gathered.
+    output has the cast dtype.
     """
-    outputs: tuple[Tensor, ...] = _Product.apply(as_autocast(x), args, prefetch, *args.weight.parameters)
+    outputs: tuple[Tensor, ...] = _Product.apply(as_autocast(x), args, *args.weight.parameters)
     return outputs
 
 
@@ -197,27 +197,16 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-@dataclass(frozen=True)
-class ForwardResult:
-    """Results of a product's forward: X in pieces, the matrices, and the outputs, which without padding have `sizes`.
+def run_forward(x: Tensor, args: ProductArgs) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+    """Returns the gathered X, in pieces, the matrices, the outputs, and what sizes these have without padding.
 
-    The sizes are those of the dimension that is summed.
+    The sizes are those of the dimension that is summed. Meanwhile the weights that are used next are gathered.
     """
-
-    gathered: list[Tensor]
-    matrices: list[Tensor]
-    outputs: list[Tensor]
-    sizes: list[int]
-
-
-def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight]) -> ForwardResult:
-    """Compute the outputs, one for each part of the weight."""
     weight, scatter = args.weight, args.reduce_scatter
-    pending_matrices = weight.start_all_gather(x.dtype)
+    pending_matrices = weight.stage.gather(weight, x.dtype)
     pending_inputs = [args.all_gather.gather(piece) for piece in args.split(x)]
     matrices = pending_matrices.wait()
-    for following in prefetch:
-        following.prefetch(x.dtype)
+    weight.stage.prefetch_after(weight, x.dtype)
     # an output that stays here is no part of another one
     factors = matrices if scatter.axis.size > 1 else weight.split(matrices, 0)
     gathered, pending_outputs = [], []
@@ -226,7 +215,7 @@ def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight])
         ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
         sizes = [y.shape[scatter.dim] for y in ys]
         pending_outputs.append(scatter.scatter_each(ys))
-    return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)
+    return gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes
 
 
 @dataclass(eq=False)
@@ -277,13 +266,15 @@ def run_backward(
     pending_gradients = [args.reduce_scatter.gather_each(piece, sizes) for piece in pieces]
     pending_matrices = Pending.done(matrices or [])
     if needs_x and matrices is None:
-        pending_matrices = Pending(None, cache(weight.start_all_gather(x.saved[0].dtype).wait))
+        pending_matrices = Pending(None, cache(weight.stage.gather(weight, x.saved[0].dtype).wait))
     parameters, trained = weight.parameters, weight.trained(is_used)
     needs_weight = any(parameter.requires_grad for parameter in parameters)
     # whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block
     is_inner = not torch.autograd._is_checkpoint_valid()
     is_watched = any(is_inner or not one.is_leaf or has_gradient_hooks(one) for one in parameters)
-    queue = weight.queue if weight.queue is not None and weight.queue.is_open and not is_watched else None
+    queue = weight.stage.queue
+    if queue is not None and (is_watched or not queue.is_open):
+        queue = None
     if needs_weight and queue is None:
         x.start()
     added = [None] * len(pending_gradients) if of_x is None else args.split(of_x)
@@ -303,7 +294,7 @@ def run_backward(
         summed = weight.start_reduce_scatter(_compute(gathered, x)).wait()
         of_weights = [one if trains else None for one, trains in zip(summed, trained, strict=True)]
     elif needs_weight:
-        weight.pending_gradients.add(weight, _compute(gathered, x), trained)
+        weight.stage.add(weight, _compute(gathered, x), trained)
     return args.join_each([one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
 
 
@@ -331,8 +322,8 @@ class _Deferred:
         weight = self.weight
         if self.operands is not None:
             computed, self.operands = _compute(*self.operands), None
-            if weight.batch.keeps(weight):
-                weight.pending_gradients.add(weight, computed, self.trained)
+            if weight.stage.keeps(weight):
+                weight.stage.add(weight, computed, self.trained)
             else:
                 self._summed = Pending(None, cache(weight.start_reduce_scatter(computed).wait))
         if self._summed is None:
@@ -342,19 +333,17 @@ class _Deferred:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight], *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        ran = run_forward(x, args, prefetch)
+    def forward(ctx: Any, x: Tensor, args: ProductArgs, *parameters: Tensor) -> tuple[Tensor, ...]:
+        gathered, matrices, outputs, sizes = run_forward(x, args)
         ctx.set_materialize_grads(False)
-        ctx.args, ctx.sizes, ctx.shapes = args, ran.sizes, [y.shape for y in ran.outputs]
-        ctx.num_matrices = len(ran.matrices) if args.keep == "gathered" else 0
+        ctx.args, ctx.sizes, ctx.shapes = args, sizes, [y.shape for y in outputs]
+        ctx.num_matrices = len(matrices) if args.keep == "gathered" else 0
         if args.keep == "gathered":
-            ctx.save_for_backward(*ran.matrices, *ran.gathered)
+            ctx.save_for_backward(*matrices, *gathered)
         else:
             ctx.save_for_backward(x)
         # Views would not be allowed to change in place.
-        return args.join(ran.gathered), *(y.data if y._is_view() else y for y in ran.outputs)
+        return args.join(gathered), *(y.data if y._is_view() else y for y in outputs)
 
     @staticmethod
     @once_differentiable
@@ -374,7 +363,7 @@ class _Product(torch.autograd.Function):
         ]
         needs_x = ctx.needs_input_grad[0]
         dx, of_weights = run_backward(args, x, matrices, gradients, ctx.sizes, of_x, is_used=is_used, needs_x=needs_x)
-        return dx, None, None, *of_weights
+        return dx, None, *of_weights
 
 
 def _compute(gradients: Sequence[Sequence[Tensor]], x: SavedInput) -> list[Tensor]:

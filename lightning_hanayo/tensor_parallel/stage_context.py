@@ -17,7 +17,7 @@ from lightning_hanayo.tensor_parallel.product import (
 from lightning_hanayo.weight_gradients import WeightGradients
 
 
-class StageContext:
+class StageContext(weights.StageWeights):
     """Given to the constructor of each layer. The runtime calls it around batches and actions, as its `NoHooks`.
 
     The lengths of sequences are the one thing here that changes between runs. An all-gather needs them to drop the
@@ -52,21 +52,16 @@ class StageContext:
         turns: DeviceTurns | None = None,
         keep_weights: bool = False,
     ) -> None:
+        super().__init__(queue, DeviceTurns() if turns is None else turns, keep_weights)
         self._mesh = mesh
         self.has_pairs = turns is not None
         """whether two actions may run at once: then each must start the same collectives on all ranks"""
-        self._turns = DeviceTurns() if turns is None else turns
         self.closed = ""
         """why layers refuse all calls between runs; empty during one"""
         self.keep: Keep = keep
-        self.queue = queue
         self.num_pieces = num_pieces
         lengths = (sequence_length,) if isinstance(sequence_length, int) else sequence_length or ()
         self._sequence_parts = [sequence_parts(lengths, mesh.size("y"))] * 2
-        self.batch_weights = weights.BatchWeights(keep_weights, self._turns)
-        self.pending_gradients = weights.PendingGradients(self._turns, self.batch_weights)
-        order = weights.PrefetchOrder()
-        self._prefetch_orders = order, order.twin()
         self.call_order = CallOrder(mesh)
 
     def __deepcopy__(self, memo: Any) -> "StageContext":
@@ -85,12 +80,7 @@ class StageContext:
     @property
     def sequence_parts(self) -> SequenceParts | None:
         """Of the action that runs now; None if nothing is known of its sequences, which then need no padding."""
-        return self._sequence_parts[self._turns.slot]
-
-    @property
-    def prefetch_order(self) -> weights.PrefetchOrder:
-        """The order of weights, with the place of the action that runs now."""
-        return self._prefetch_orders[self._turns.slot]
+        return self._sequence_parts[self.turns.slot]
 
     def bind(self, collective: AxisCollective) -> BoundCollective:
         """Returns the collective over this mesh's ranks, for sequences of the lengths that the stage runs now."""
@@ -100,8 +90,7 @@ class StageContext:
 
     def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
-        along, pending = self.mesh.axis(axis), self.pending_gradients
-        return weights.ShardedWeight(parts, along, pending, self.queue)
+        return weights.ShardedWeight(parts, self.mesh.axis(axis), self)
 
     def check_open(self) -> None:
         """Check that layers may be called.
@@ -112,46 +101,12 @@ class StageContext:
         if self.closed:
             raise UnsupportedError(self.closed)
 
-    def drop_transfers(self) -> None:
-        """After a failure, when the process groups have been left: free what was under way, which keeps connections."""
-        self.pending_gradients.discard()
-        self.batch_weights.end_batch()
-        for order in self._prefetch_orders:
-            order.forget()
-
-    def begin_batch(self) -> None:
-        """A batch begins: drop all that a failure in the batch before may have left."""
-        self.pending_gradients.discard()
-        self.batch_weights.begin_batch()
-        self.pending_gradients.ends_late = True
-        for order in self._prefetch_orders:
-            order.drop_prefetched()
-
     def before_forward(self, *sequence_lengths: int) -> None:
         """The stage's forward runs next, on sequences of these lengths; none if no all-gather needs them."""
-        self._sequence_parts[self._turns.slot] = sequence_parts(sequence_lengths, self._mesh.size("y"))
+        self._sequence_parts[self.turns.slot] = sequence_parts(sequence_lengths, self._mesh.size("y"))
         self.prefetch_order.begin()
 
     def before_backward(self, *sequence_lengths: int) -> None:
         """The stage's backward runs next, with the lengths that its forward had."""
-        self._sequence_parts[self._turns.slot] = sequence_parts(sequence_lengths, self._mesh.size("y"))
+        self._sequence_parts[self.turns.slot] = sequence_parts(sequence_lengths, self._mesh.size("y"))
         self.prefetch_order.begin(recomputes=True)
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether weights are gathered once a batch."""
-        return self.batch_weights.is_on
-
-    def expect_last_gradients(self) -> None:
-        """The action that runs next makes the stage's last weight gradients in this batch."""
-        self.batch_weights.expect_last()
-
-    def finish_gradients(self) -> None:
-        """The stage's gradients are complete once this returns: the last sums have arrived."""
-        self.pending_gradients.finish()
-
-    def end_batch(self) -> None:
-        """A batch has ended: backwards outside of batches leave nothing under way."""
-        self.pending_gradients.finish()
-        self.pending_gradients.ends_late = False
-        self.batch_weights.end_batch()

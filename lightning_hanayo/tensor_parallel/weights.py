@@ -9,7 +9,7 @@ Parts that don't divide are padded with zeros before the collective. The stored 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,96 +22,6 @@ from torch.nn.functional import pad
 from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis, Pending
 from lightning_hanayo.weight_gradients import WeightGradients, gradient_dtype
-
-
-@dataclass
-class GradientSum:
-    """This rank's gradients of a weight's gathered matrices, and whether each of its parameters has any."""
-
-    matrices: list[Tensor]
-    trained: list[bool]
-
-
-@dataclass(eq=False)
-class BatchWeights:
-    """Gathered weights, and sums of their gradients, that one stage keeps for all micro-batches of a batch.
-
-        first forward       gathers each weight
-        from then on        products use the gathered weights
-        each backward       adds its gradients of the gathered weights to this rank's sums
-        the last one        reduce-scatters the sums
-
-    Otherwise each micro-batch gathers its weights, and reduce-scatters their gradients. All ranks of the cube keep the
-    same, since they run the same actions.
-    """
-
-    is_on: bool
-    """whether anything is kept"""
-    turns: DeviceTurns
-    """which of two actions runs now"""
-    is_open: bool = field(default=False, init=False)
-    """whether a batch runs that keeps weights"""
-
-    def __post_init__(self) -> None:
-        self._gathered: dict[Hashable, tuple[Sequence[int], Pending[list[Tensor]]]] = {}
-        """by weight and dtype, with the versions of the parameters that were gathered"""
-        self._sums: dict[ShardedWeight, GradientSum] = {}
-        self._last: tuple[int, int] | None = None
-        """the action whose gradients are the last ones"""
-
-    def begin_batch(self) -> None:
-        """Forget all that a failure in the batch before may have left."""
-        self.end_batch()
-        self.is_open = self.is_on
-
-    def end_batch(self) -> None:
-        """Free all: the optimizer changes the weights now."""
-        self.is_open, self._last = False, None
-        self._gathered.clear()
-        self._sums.clear()
-
-    def keeps(self, weight: ShardedWeight) -> bool:
-        """Whether micro-batches share its gathered matrices, and add up their gradients before ranks do."""
-        return self.is_open and weight.is_gathered
-
-    def gathered(self, weight: ShardedWeight, dtype: torch.dtype) -> Pending[list[Tensor]] | None:
-        """The matrices, if an earlier product has gathered them and the parameters haven't changed since."""
-        versions, pending = self._gathered.get((weight, dtype), ((), None))
-        return pending if versions == weight.versions else None
-
-    def keep(self, weight: ShardedWeight, dtype: torch.dtype, matrices: Pending[list[Tensor]]) -> None:
-        """Keep gathered matrices until the batch ends."""
-        if self.keeps(weight):
-            self._gathered[weight, dtype] = weight.versions, matrices
-
-    def expect_last(self) -> None:
-        """The action that begins now makes the last gradients."""
-        self._last = self._action
-
-    def add(self, weight: ShardedWeight, gradients: Sequence[Tensor], trained: Sequence[bool]) -> GradientSum | None:
-        """Add a micro-batch's gradients of the matrices. Returns the sum if it is to be reduce-scattered now."""
-        if not self.keeps(weight):
-            return GradientSum(list(gradients), list(trained))
-        before, dtype = self._sums.pop(weight, None), weight.gradient_dtype
-        own = [gradient.to(dtype) for gradient in gradients]
-        if before is not None:
-            own = [total.add_(one) for total, one in zip(before.matrices, own, strict=True)]
-            trained = [a or b for a, b in zip(before.trained, trained, strict=True)]
-        made = GradientSum(own, list(trained))
-        if self._last == self._action:
-            return made
-        self._sums[weight] = made
-        return None
-
-    def take_sums(self) -> dict[ShardedWeight, GradientSum]:
-        """The sums that no action has reduce-scattered."""
-        sums, self._sums, self._last = self._sums, {}, None
-        return sums
-
-    @property
-    def _action(self) -> tuple[int, int]:
-        return self.turns.number, self.turns.slot
-
 
 _MAX_PREFETCHED = 2
 """weights that are gathered before their products need them"""
@@ -173,9 +83,6 @@ class StoredWeight:
         return gradient.contiguous() if gradient.numel() else torch.empty_like(stored, dtype=dtype)
 
 
-_Key = tuple[tuple[int, ...], torch.dtype]
-
-
 @dataclass(eq=False)
 class ShardedWeight:
     """The weight of one layer, or the weights of several layers that read one input: one collective for all.
@@ -188,23 +95,15 @@ class ShardedWeight:
     """this rank's shard of each"""
     axis: MeshAxis
     """the ranks that gather the weight"""
-    pending_gradients: PendingGradients
-    """takes gradients whose reduce-scatter is under way while a backward runs"""
-    queue: WeightGradients | None
-    """takes the gradients that the stage's split backward leaves for later; None: it leaves none"""
-    _prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = field(default_factory=dict, init=False)
-    """by slot: of two actions at once each prefetches for itself"""
+    stage: StageWeights
+    """keeps gathered weights, and takes gradients"""
 
     def __post_init__(self) -> None:
-        self.turns, self.batch = self.pending_gradients.turns, self.pending_gradients.batch
         self.sizes = [part.shape[0] for part in self.parts]
         """the out-features of each part, once it is gathered"""
         divides = not any(size % self.axis.size for size in self.sizes)
         self.is_one_matrix = len(self.parts) == 1 or (self.axis.size > 1 and divides)
         """whether the gathered parts are the rows of one matrix"""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_prefetched": {}}
 
     def __deepcopy__(self, memo: Any) -> ShardedWeight:
         twin = memo[id(self)] = copy(self)
@@ -236,32 +135,6 @@ class ShardedWeight:
         """In which the gradients of several micro-batches are added up: that of the parameters' `.grad`."""
         return reduce(torch.promote_types, [gradient_dtype(part.parameter) for part in self.parts])
 
-    def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
-        """Start to gather the matrices in `dtype`, or take those that are there. Called by all ranks of x."""
-        if (kept := self.batch.gathered(self, dtype)) is not None:
-            return kept
-        prefetched = self._prefetched.get(self.turns.slot)
-        if prefetched is not None and prefetched[0] == (self.versions, dtype):
-            del self._prefetched[self.turns.slot]
-            matrices = prefetched[1]
-        else:
-            self.drop_prefetched()
-            matrices = self._start(dtype)
-        self.batch.keep(self, dtype, matrices)
-        return matrices
-
-    def prefetch(self, dtype: torch.dtype) -> None:
-        """Start to gather the weight for its next product, while another layer computes."""
-        slot = self.turns.slot
-        if slot not in self._prefetched and self.is_gathered and self.batch.gathered(self, dtype) is None:
-            self._prefetched[slot] = (self.versions, dtype), self._start(dtype)
-
-    def drop_prefetched(self) -> None:
-        """Free a prefetched weight, once its collective has ended."""
-        prefetched = self._prefetched.pop(self.turns.slot, None)
-        if prefetched is not None:
-            prefetched[1].wait()
-
     def split(self, ys: Sequence[Tensor], dim: int) -> list[Tensor]:
         """Each part's own tensor, of one tensor for each matrix."""
         return list(ys[0].split(self.sizes, dim) if len(ys) < len(self.parts) else ys)
@@ -270,17 +143,8 @@ class ShardedWeight:
         """One tensor for each matrix, of one for each part: their last dimensions are joined."""
         return [torch.cat(list(ys), -1)] if self.is_one_matrix and len(ys) > 1 else list(ys)
 
-    def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        """Start to sum the gradients of the matrices, partial over x. Gives the gradient of each parameter."""
-        parts, size = self.split(gradients, 0), self.axis.size
-        if size == 1:
-            return Pending.done(self._as_stored(parts))
-        parts = [own.to_add_up(one) for own, one in zip(self.parts, parts, strict=True)]
-        parts = [pad(one, (0, 0, 0, -len(one) % size)) if len(one) % size else one for one in parts]
-        pending = self.axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
-        return Pending(None, lambda: self._as_stored(pending.wait()))
-
-    def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
+    def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
+        """Start to gather the matrices in `dtype`. Called by all ranks of x."""
         size = self.axis.size
         if size == 1:
             return Pending.done([part.to_send(dtype, 1) for part in self.parts])
@@ -292,6 +156,16 @@ class ShardedWeight:
         if sum(rows) == sum(self.sizes):
             return Pending(work, lambda: [whole])
         return Pending(work, lambda: [one[:n] for one, n in zip(gathered, self.sizes, strict=True)])
+
+    def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """Start to sum the gradients of the matrices, partial over x. Gives the gradient of each parameter."""
+        parts, size = self.split(gradients, 0), self.axis.size
+        if size == 1:
+            return Pending.done(self._as_stored(parts))
+        parts = [own.to_add_up(one) for own, one in zip(self.parts, parts, strict=True)]
+        parts = [pad(one, (0, 0, 0, -len(one) % size)) if len(one) % size else one for one in parts]
+        pending = self.axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
+        return Pending(None, lambda: self._as_stored(pending.wait()))
 
     def _as_stored(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Of each parameter: one of which parts hold some rows each is put together."""
@@ -306,6 +180,10 @@ class ShardedWeight:
         return list(stored.values())
 
 
+_Followers = dict[ShardedWeight, ShardedWeight]
+
+
+@dataclass(eq=False)
 class PrefetchOrder:
     """The order in which a stage uses its weights, recorded as it runs, so that the next ones can be prefetched.
 
@@ -313,29 +191,21 @@ class PrefetchOrder:
     backward     block 1: c d     block 0: a b         blocks that are recomputed: d is followed by a
     """
 
-    def __init__(self) -> None:
-        self._forward: dict[ShardedWeight, ShardedWeight] = {}
-        self._recomputation: dict[ShardedWeight, ShardedWeight] = {}
-        self._following = self._forward
-        self._last: ShardedWeight | None = None
-        self._prefetched: list[ShardedWeight] = []
+    forward: _Followers = field(default_factory=dict)
+    recomputation: _Followers = field(default_factory=dict)
+    prefetched: list[ShardedWeight] = field(default_factory=list)
+    """the weights that follow the last one"""
 
-    def twin(self) -> PrefetchOrder:
-        """Of another action that may run at the same time: it follows the same order, at a place of its own."""
-        made = PrefetchOrder()
-        made._forward, made._recomputation = self._forward, self._recomputation
-        return made
+    def __post_init__(self) -> None:
+        self.begin()
 
     def begin(self, *, recomputes: bool = False) -> None:
         """A stage's forward or backward begins: its first weight doesn't follow the last one of the run before."""
-        self._following = self._recomputation if recomputes else self._forward
-        self._last = None
+        self._following = self.recomputation if recomputes else self.forward
+        self._last: ShardedWeight | None = None
 
     def record(self, weight: ShardedWeight) -> list[ShardedWeight]:
-        """Record that `weight` is used now, and return those that followed it last time. Called by all ranks.
-
-        A weight that was prefetched, but is no longer expected, is dropped.
-        """
+        """Record that `weight` is used now, and return those that followed it last time."""
         if self._last is not None:
             self._following[self._last] = weight
         self._last = weight
@@ -344,98 +214,175 @@ class PrefetchOrder:
         while len(expected) < _MAX_PREFETCHED and following is not None:
             expected.append(following)
             following = self._following.get(following)
-        for other in self._prefetched:
-            if other is not weight and other not in expected:
-                other.drop_prefetched()
-        self._prefetched = expected
-        return list(expected)
-
-    def forget(self) -> None:
-        """After a failure: free what was prefetched, and wait for nothing."""
-        for weight in self._prefetched:
-            weight._prefetched.clear()
-        self._prefetched = []
-
-    def drop_prefetched(self) -> None:
-        """A batch begins: free weights that were prefetched in the batch before, and may have changed."""
-        for weight in self._prefetched:
-            weight.drop_prefetched()
-        self._prefetched = []
-
-
-class PendingGradients:
-    """Weight gradients whose reduce-scatter over x is under way, while the backward goes on.
-
-    If it `ends_late`, the last ones are also under way while the next actions run, until the next backward makes its
-    own or `finish` is called. Of two actions that run at once, each waits for its own only, as planned.
-
-    Args:
-        turns: which of two actions runs now.
-        batch: adds up the gradients of several micro-batches, if it is on.
-    """
-
-    def __init__(self, turns: DeviceTurns, batch: BatchWeights) -> None:
-        self.ends_late = False
-        self.batch, self.turns = batch, turns
-        self._pending: dict[tuple[int, int], deque[_Sum]] = {}
-        """by the pair and the slot of the action that has made them, in their order"""
-        self._has_callback = False
-
-    def add(self, weight: ShardedWeight, gradients: Sequence[Tensor], trained: Sequence[bool]) -> None:
-        """Add the gradients of a weight's matrices, partial over x, to those of its `trained` parameters.
-
-        Called inside a backward. They have been added at its end, or after `finish`.
-        """
-        if (total := self.batch.add(weight, gradients, trained)) is None:
-            return
-        if not self._has_callback and not self.ends_late:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.finish)
-            self._has_callback = True
-        own_sum = _start_sum(weight, total)
-        action = self.turns.number, self.turns.slot
-        for earlier in [one for one in self._pending if one[0] != action[0]]:
-            self._finish(self._pending.pop(earlier, deque()))  # the other action finishes some while this one waits
-        own = self._pending.setdefault(action, deque())
-        own.append(own_sum)
-        while len(own) > _MAX_PENDING:
-            _finish(own.popleft())
-
-    def finish(self) -> None:
-        """Wait for all, and add them to their parameters' gradients."""
-        self._has_callback = False
-        sums = deque(_start_sum(weight, total) for weight, total in self.batch.take_sums().items())
-        if sums:
-            self._pending[-1, 0] = sums
-        while self._pending:
-            self._finish(self._pending.pop(next(iter(self._pending))))
-
-    def discard(self) -> None:
-        """Drop all, after a failure."""
-        self._pending.clear()
-        self._has_callback = False
-
-    def _finish(self, several: deque[_Sum]) -> None:
-        while several:
-            _finish(several.popleft())
+        return expected
 
 
 _Sum = tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]
 """the parameters, their gradients, and which of them are trained"""
 
 
-def _start_sum(weight: ShardedWeight, gradients: GradientSum) -> _Sum:
-    return weight.parameters, weight.start_reduce_scatter(gradients.matrices), gradients.trained
+class StageWeights:
+    """Weights that the layers of one stage have gathered, and their gradients on the way to the parameters.
+
+        keeps_weights = False    each product gathers its weight, while the one before computes; each backward
+                                 reduce-scatters the gradients over x, while it goes on
+        keeps_weights = True     the first forward of a batch gathers each weight, and all products use it; each
+                                 backward adds its gradients to this rank's sums, which the last one reduce-scatters
+
+    All ranks of the cube keep the same, since they run the same actions. In a batch, the last reduce-scatters of a
+    backward are also under way while the next actions run, until the next backward makes its own, or
+    `finish_gradients` is called. Of two actions that run at once, each waits for its own only, as planned.
+
+    Args:
+        queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
+        turns: which of two actions runs now.
+        keeps_weights: whether weights are gathered, and their gradients reduce-scattered, once a batch.
+    """
+
+    def __init__(self, queue: WeightGradients | None, turns: DeviceTurns, keeps_weights: bool) -> None:
+        self.queue, self.turns, self.keeps_weights = queue, turns, keeps_weights
+        self.is_in_batch = False
+        order = PrefetchOrder()
+        self._orders = order, PrefetchOrder(order.forward, order.recomputation)
+        """of each of two actions that run at once, each at a place of its own"""
+        self._gathered: dict[tuple[ShardedWeight, int | None], tuple[Any, Pending[list[Tensor]]]] = {}
+        """with the versions and the dtype that were gathered; by weight, and the slot of the action that may use it"""
+        self._sums: dict[ShardedWeight, tuple[list[Tensor], list[bool]]] = {}
+        """this rank's gradients of a weight's gathered matrices, and whether each of its parameters has any"""
+        self._last_action: tuple[int, int] | None = None
+        """the action whose gradients are the last ones"""
+        self._pending: dict[tuple[int, int], deque[_Sum]] = {}
+        """by the pair and the slot of the action that has made them, in their order"""
+        self._has_callback = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_gathered": {}}
+
+    @property
+    def prefetch_order(self) -> PrefetchOrder:
+        """The order of weights, with the place of the action that runs now."""
+        return self._orders[self.turns.slot]
+
+    def begin_batch(self) -> None:
+        """A batch begins: drop all that a failure in the batch before may have left."""
+        self._drop_gathered()
+        self.drop_transfers()
+        self.is_in_batch = True
+
+    def end_batch(self) -> None:
+        """A batch has ended: the optimizer changes the weights now. Backwards outside of batches leave nothing."""
+        self.finish_gradients()
+        self._drop_gathered()
+        self.is_in_batch = False
+
+    def drop_transfers(self) -> None:
+        """After a failure, when the process groups have been left: free what was under way, which keeps connections."""
+        self.is_in_batch, self._has_callback, self._last_action = False, False, None
+        self._gathered.clear()
+        self._sums.clear()
+        self._pending.clear()
+
+    def expect_last_gradients(self) -> None:
+        """The action that runs next makes the stage's last weight gradients in this batch."""
+        self._last_action = self._action
+
+    def keeps(self, weight: ShardedWeight) -> bool:
+        """Whether micro-batches share its gathered matrices, and add up their gradients before ranks do."""
+        return self.keeps_weights and self.is_in_batch and weight.is_gathered
+
+    def gather(self, weight: ShardedWeight, dtype: torch.dtype) -> Pending[list[Tensor]]:
+        """Start to gather a weight's matrices in `dtype`, or take those that are there. Called by all ranks of x."""
+        key, state = self._key(weight), (weight.versions, dtype)
+        before, matrices = self._gathered.pop(key, (None, None))
+        if matrices is None or before != state:
+            if matrices is not None:
+                matrices.wait()  # its memory isn't free before
+            matrices = weight.start_all_gather(dtype)
+        if self.keeps(weight):
+            self._gathered[key] = state, matrices
+        return matrices
+
+    def prefetch_after(self, weight: ShardedWeight, dtype: torch.dtype) -> None:
+        """Start to gather the weights that followed this one last time, while its layer computes. Called by all ranks.
+
+        One that was prefetched, but is no longer expected, is dropped.
+        """
+        order = self.prefetch_order
+        expected = order.record(weight)
+        for other in order.prefetched:
+            if other is not weight and other not in expected:
+                _, dropped = self._gathered.pop((other, self.turns.slot), (None, None))
+                if dropped is not None:
+                    dropped.wait()
+        order.prefetched = expected
+        for following in expected:
+            if following.is_gathered:
+                self._gathered[self._key(following)] = (following.versions, dtype), self.gather(following, dtype)
+
+    def add(self, weight: ShardedWeight, gradients: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Add the gradients of a weight's matrices, partial over x, to those of its `trained` parameters.
+
+        Called inside a backward. They have been added at its end, or after `finish_gradients`.
+        """
+        total, trained = list(gradients), list(trained)
+        if self.keeps(weight):
+            dtype = weight.gradient_dtype
+            total = [gradient.to(dtype) for gradient in gradients]
+            if weight in self._sums:
+                before, was_trained = self._sums.pop(weight)
+                total = [old.add_(one) for old, one in zip(before, total, strict=True)]
+                trained = [a or b for a, b in zip(was_trained, trained, strict=True)]
+            if self._last_action != self._action:
+                self._sums[weight] = total, trained
+                return
+        if not self._has_callback and not self.is_in_batch:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.finish_gradients)
+            self._has_callback = True
+        own_sum = _start_sum(weight, total, trained)
+        for earlier in [one for one in self._pending if one[0] != self.turns.number]:
+            _finish(self._pending.pop(earlier, deque()))  # the other action finishes some while this one waits
+        own = self._pending.setdefault(self._action, deque())
+        own.append(own_sum)
+        _finish(own, leave=_MAX_PENDING)
+
+    def finish_gradients(self) -> None:
+        """The stage's gradients are complete once this returns: the last sums have arrived."""
+        self._has_callback = False
+        sums, self._sums, self._last_action = self._sums, {}, None
+        if sums:
+            self._pending[-1, 0] = deque(_start_sum(weight, *total) for weight, total in sums.items())
+        while self._pending:
+            _finish(self._pending.pop(next(iter(self._pending))))
+
+    @property
+    def _action(self) -> tuple[int, int]:
+        return self.turns.number, self.turns.slot
+
+    def _key(self, weight: ShardedWeight) -> tuple[ShardedWeight, int | None]:
+        return weight, None if self.keeps(weight) else self.turns.slot
+
+    def _drop_gathered(self) -> None:
+        """Free gathered weights, once their collectives have ended."""
+        while self._gathered:
+            _, (_, matrices) = self._gathered.popitem()
+            matrices.wait()
 
 
-def _finish(one: _Sum) -> None:
-    parameters, pending, trained = one
-    gradients = pending.wait()
-    with torch._C.DisableTorchFunctionSubclass():  # both are this rank's parts
-        for parameter, gradient, trains in zip(parameters, gradients, trained, strict=True):
-            if not trains:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+def _start_sum(weight: ShardedWeight, gradients: Sequence[Tensor], trained: Sequence[bool]) -> _Sum:
+    return weight.parameters, weight.start_reduce_scatter(gradients), trained
+
+
+def _finish(sums: deque[_Sum], leave: int = 0) -> None:
+    """Wait for sums, the earliest first, and add them to their parameters' gradients; so many are left under way."""
+    while len(sums) > leave:
+        parameters, pending, trained = sums.popleft()
+        gradients = pending.wait()
+        with torch._C.DisableTorchFunctionSubclass():  # both are this rank's parts
+            for parameter, gradient, trains in zip(parameters, gradients, trained, strict=True):
+                if not trains:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)

@@ -3,7 +3,6 @@
 Fused optimizers write into parameters without raising their version, so that a version can't tell a new value.
 """
 
-import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
-from lightning_hanayo.tensor_parallel.weights import PrefetchOrder, ShardedWeight
+from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StageWeights
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
@@ -172,7 +171,8 @@ def fit_without(off: str, training: Training, layout: Layout) -> Outcome:
         if off == "versions of batches":
             patch.setattr(WeightGradientQueue, "version", property(lambda _: 0, lambda *_: None), raising=False)
         if off == "dropping weights gathered ahead":
-            patch.setattr(PrefetchOrder, "drop_prefetched", lambda _: None)
+            patch.setattr(StageWeights, "_drop_gathered", lambda _: None)
+            patch.setattr(StageWeights, "drop_transfers", lambda _: None)
         return fit(training, layout)
 
 
@@ -232,24 +232,23 @@ def test_no_old_shard_is_used(pool: Pool, layout: Layout) -> None:
 
 def weights_ahead(model: Any, layout: Layout) -> tuple[int, int, Outcome]:
     """The maximum of weights that one stage had gathered ahead, and the number left after the training."""
-    after, most = PrefetchOrder.record, 0
-    weights: list[ShardedWeight] = []
+    original, most = StageWeights.prefetch_after, 0
+    stages: set[StageWeights] = set()
 
     def num_ahead() -> int:
-        return sum(len(weight._prefetched) for weight in weights)
+        return sum(len(stage._gathered) for stage in stages)
 
-    def counted(order: PrefetchOrder, weight: ShardedWeight) -> list[ShardedWeight]:
+    def counted(stage: StageWeights, weight: ShardedWeight, dtype: torch.dtype) -> None:
         nonlocal most
-        if not weights:  # all are gathered before the first one is used
-            weights.extend(other for other in gc.get_objects() if isinstance(other, ShardedWeight))
+        stages.add(stage)
+        original(stage, weight, dtype)
         most = max(most, num_ahead())
-        return after(order, weight)
 
-    PrefetchOrder.record = counted  # type: ignore[method-assign]
+    StageWeights.prefetch_after = counted  # type: ignore[method-assign]
     try:
         outcome = fit(Training(model, partial(models.windows, (8, 8)), torch.float64, steps=2), layout)
     finally:
-        PrefetchOrder.record = after  # type: ignore[method-assign]
+        StageWeights.prefetch_after = original  # type: ignore[method-assign]
     return most, num_ahead(), outcome
 
 

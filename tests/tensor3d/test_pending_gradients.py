@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor_parallel.mesh import Pending
-from lightning_hanayo.tensor_parallel.weights import BatchWeights, PendingGradients
+from lightning_hanayo.tensor_parallel.weights import StageWeights
 
 SIZE = 3
 
@@ -31,17 +31,17 @@ class Weight:
 
 def test_two_backwards_at_once_finish_those_of_the_pair_before() -> None:
     turns = DeviceTurns()
-    pending, weights = PendingGradients(turns, BatchWeights(False, turns)), [Weight(turns) for _ in range(2)]
-    pending.ends_late = True
+    stage, weights = StageWeights(None, turns, keeps_weights=False), [Weight(turns) for _ in range(2)]
+    stage.begin_batch()
 
     def backward(slot: int) -> None:
         weight: Any = weights[slot]
-        pending.add(weight, [torch.ones(SIZE)], [True])
+        stage.add(weight, [torch.ones(SIZE)], [True])
 
     pairs = 3
     for _ in range(pairs):
         turns.run(lambda: backward(0), lambda: backward(1))
-    pending.finish()
+    stage.finish_gradients()
     turns.close()
     for weight in weights:
         assert weight.parameters[0].grad is not None

@@ -87,7 +87,7 @@ def check_batch(ranks: Mesh, microbatches: int) -> None:
         expected = 8 * (microbatches * (inputs + outputs) + of_weights)
         assert received() == {"gather": expected, "scatter": expected}
         parameters[keeps] = [parameter.grad for parameter in layer.parameters()]
-        assert not context.batch_weights._gathered and not context.batch_weights.is_open
+        assert not context._gathered and not context.is_in_batch
     for once, each in zip(parameters[True], parameters[False], strict=True):
         assert once is not None and each is not None and error(once, each) < 1e-12
 

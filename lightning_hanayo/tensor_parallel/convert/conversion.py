@@ -5,15 +5,17 @@ model.layers.0..11.norm             nn.LayerNorm            not converted       
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.linear_modules import has_gradient_hooks
 from lightning_hanayo.tensor_parallel.convert.specs import class_name, joined
+from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
 class ParameterOwners:
@@ -64,13 +66,6 @@ def has_instance_forward(module: nn.Module) -> bool:
     return forward is not None and not getattr(forward, "__module__", "").startswith("lightning_hanayo.")
 
 
-def has_module_hooks(module: nn.Module) -> bool:
-    """Returns whether hooks see the module's inputs or outputs."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 NOT_CONVERTED = "not converted"
 
 
@@ -85,29 +80,43 @@ class ReportRow:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class ConversionReport:
-    """The report of all blocks of a stack. As text, rows that are equal in several blocks are one line."""
+@dataclass(eq=False)
+class BlockPlan:
+    """How block `number` of a stack is parallelized: planned on all ranks alike, without a process group."""
 
-    stack: str
-    headline: str
-    rows: tuple[ReportRow, ...] = ()
+    block: nn.Module
+    number: int
+    steps: list[Callable[[StageContext], object]] = field(default_factory=list)
+    """parallelize its parts in place, in this order"""
+    products: list[tuple[tuple[str, ...], bool]] = field(default_factory=list)
+    """the linear layers that are one product each, by their paths in the block, and whether row-parallel"""
+    required: list[Divisibility] = field(default_factory=list)
+    """sizes that must divide over the mesh"""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """what becomes of modules, by their paths"""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """why others can't be converted, by their paths"""
 
-    def name(self, row: ReportRow) -> str:
-        """Returns the module's qualified name."""
-        return joined(self.stack, str(row.block), row.path)
+    def rows(self) -> Iterator[ReportRow]:
+        """Yields the outcomes in the block's order."""
+        for path, module in self.block.named_modules():
+            outcome, reason = self.outcomes.get(path, NOT_CONVERTED), self.reasons.get(path, "")
+            if reason or outcome is not NOT_CONVERTED:
+                yield ReportRow(self.number, path, describe(module), outcome, reason)
 
-    def __str__(self) -> str:
-        blocks: dict[ReportRow, list[int]] = {}
-        for row in self.rows:
-            blocks.setdefault(replace(row, block=0), []).append(row.block)
-        lines = [
-            (joined(self.stack, _ranges(numbers), row.path), row.layer, row.outcome, row.reason)
-            for row, numbers in blocks.items()
-        ]
-        widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
-        table = ("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        return "\n".join([self.headline, *(f"  {line.rstrip()}" for line in table)])
+
+def report(stack: str, headline: str, rows: Iterable[ReportRow]) -> str:
+    """Returns a table of all blocks of a stack. Rows that are equal in several blocks are one line."""
+    blocks: dict[ReportRow, list[int]] = {}
+    for row in rows:
+        blocks.setdefault(replace(row, block=0), []).append(row.block)
+    lines = [
+        (joined(stack, _ranges(numbers), row.path), row.layer, row.outcome, row.reason)
+        for row, numbers in blocks.items()
+    ]
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
+    table = ("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join([headline, *(f"  {line.rstrip()}" for line in table)])
 
 
 def describe(module: nn.Module) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hanayo import partial_values
-from lightning_hanayo.divisibility import Divisibility, MeshSizes
+from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel import on_use
 from lightning_hanayo.tensor_parallel.collectives import END, all_to_all, padded, split_dim
@@ -49,80 +49,57 @@ _OUTCOMES: dict[Communicated, str] = {
     "activations": "3-D, activations exchanged around it",
     "weight": "weight sharded over all ranks, gathered whole",
 }
+SHARED_EXPERTS = "experts shared over y and z, tokens sent to them"
 
 
-class GenericBlock:
-    """Block `number` of a stack, on a mesh of these `sizes`. `tokens` estimates how many a micro-batch has.
+def plan_generic(
+    block: nn.Module,
+    number: int,
+    owners: conversion.ParameterOwners,
+    sizes: MeshSizes,
+    tokens: int,
+    experts: Experts = "whole",
+) -> conversion.BlockPlan:
+    """Plan a block on a mesh of these `sizes`. `tokens` estimates how many a micro-batch has.
 
-    `experts`: whether fused experts are "whole" on each rank while a batch runs, or shared over the "cube".
+    No size must divide, since all are padded.
     """
+    plan = conversion.BlockPlan(block, number)
+    for path, module in block.named_modules():
+        reason = None
+        if is_linear(module):
+            if (reason := conversion.reason_ineligible(module, owners)) is None:
+                communicated = cheapest(features(module), tokens, sizes)
+                plan.outcomes[path] = _OUTCOMES[communicated]
+                plan.products.append(((path,), False))
+                plan.steps.append(partial(parallelize_generic_linear, module, communicated=communicated))
+        elif experts == "cube" and is_fused_experts(module):
+            if (reason := conversion.reason_unshared(module, owners)) is None:
+                plan.outcomes[path] = SHARED_EXPERTS
+                plan.steps.append(partial(_share_experts, module))
+        elif any(parameter is not None for parameter in module._parameters.values()):
+            reason = "a subclass" if isinstance(module, nn.Linear) else "no linear layer"
+        if reason is not None:
+            plan.reasons[path] = reason
+    if any(plan.outcomes):  # not where the block is a linear layer itself, whose path is empty
+        plan.steps.append(partial(_wrap_forward, block))
+    for path, module in block.named_modules():
+        if type(module) is nn.Dropout:
+            plan.outcomes[path] = "random stream of each rank"
+            plan.steps.append(partial(parallelize_dropout, module))
+    return plan
 
-    def __init__(
-        self,
-        block: nn.Module,
-        number: int,
-        owners: conversion.ParameterOwners,
-        sizes: MeshSizes,
-        tokens: int,
-        experts: Experts = "whole",
-    ) -> None:
-        self.block = block
-        self.number = number
-        self.experts: list[str] = []
-        """the paths of experts that are shared"""
-        self._reasons: dict[str, str] = {}
-        self._communicated: dict[str, Communicated] = {}
-        for path, module in block.named_modules():
-            if is_linear(module) and (reason := conversion.reason_ineligible(module, owners)) is None:
-                self._communicated[path] = cheapest(features(module), tokens, sizes)
-            elif is_linear(module):
-                self._reasons[path] = str(reason)
-            elif experts == "cube" and is_fused_experts(module):
-                if (reason := conversion.reason_unshared(module, owners)) is None:
-                    self.experts.append(path)
-                else:
-                    self._reasons[path] = reason
-            elif any(parameter is not None for parameter in module._parameters.values()):
-                self._reasons[path] = "a subclass" if isinstance(module, nn.Linear) else "no linear layer"
 
-    def products(self) -> Iterator[tuple[tuple[str, ...], bool]]:
-        """Yields the linear layers that are converted, by their paths in the block; none is row-parallel."""
-        yield from (((path,), False) for path in self._communicated)
+def _share_experts(module: Any, context: StageContext) -> None:
+    ExpertSharding(context, module.num_experts).attach(module)
 
-    def divisibility(self) -> Iterator[Divisibility]:
-        """Sizes that must divide over the mesh: none, since all are padded."""
-        yield from ()
 
-    def report_rows(self) -> Iterator[conversion.ReportRow]:
-        """The outcome of each module with parameters, and of dropouts."""
-        for path, module in self.block.named_modules():
-            outcome, reason = conversion.NOT_CONVERTED, self._reasons.get(path, "")
-            if path in self._communicated:
-                outcome = _OUTCOMES[self._communicated[path]]
-            elif path in self.experts:
-                outcome = "experts shared over y and z, tokens sent to them"
-            elif type(module) is nn.Dropout:
-                outcome = "random stream of each rank"
-            elif not reason:
-                continue
-            yield conversion.ReportRow(self.number, path, conversion.describe(module), outcome, reason)
-
-    def install(self, context: StageContext) -> None:
-        """Convert all eligible layers, in place."""
-        for path, communicated in self._communicated.items():
-            parallelize_generic_linear(self.block.get_submodule(path), context, communicated)
-        for path in self.experts:
-            module: Any = self.block.get_submodule(path)
-            ExpertSharding(context, module.num_experts).attach(module)
-        for module in self.block.modules():
-            if type(module) is nn.Dropout:
-                parallelize_dropout(module, context)
-        if any(self._communicated) or self.experts:  # not where the block is a linear layer itself, whose path is empty
-            # wrap the forward of this instance: its class, names and repr stay
-            object.__setattr__(self.block, "_stage_context", context)
-            object.__setattr__(self.block, "_num_layers_so_far", context.call_order.num_layers)
-            object.__setattr__(self.block, _ORIGINAL, vars(self.block).get("forward"))
-            object.__setattr__(self.block, "forward", MethodType(forward, self.block))
+def _wrap_forward(block: nn.Module, context: StageContext) -> None:
+    """Wrap the forward of this instance: its class, names and repr stay."""
+    object.__setattr__(block, "_stage_context", context)
+    object.__setattr__(block, "_num_layers_so_far", context.call_order.num_layers)
+    object.__setattr__(block, _ORIGINAL, vars(block).get("forward"))
+    object.__setattr__(block, "forward", MethodType(forward, block))
 
 
 class _CalledByUserCode(LinearSharding):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_hanayo.divisibility import Divisibility, MeshSizes, check_divisibility
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.tensor_parallel.convert import conversion
-from lightning_hanayo.tensor_parallel.convert.generic_block import Experts, GenericBlock
-from lightning_hanayo.tensor_parallel.convert.registered_block import RegisteredBlock, SpecMismatch
-from lightning_hanayo.tensor_parallel.convert.specs import block_spec
+from lightning_hanayo.tensor_parallel.convert.generic_block import SHARED_EXPERTS, Experts, plan_generic
+from lightning_hanayo.tensor_parallel.convert.registered_block import RegisteredBlock, SpecMismatch, is_batch_first
+from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, block_spec
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 DEFAULT_TOKENS = 2048
@@ -23,36 +23,40 @@ DEFAULT_TOKENS = 2048
 
 
 class ParallelizePlan:
-    """The plan for a stack. Made by `plan_parallelize`, alike on all ranks."""
+    """The plan for a stack. Made by `plan_parallelize`, alike on all ranks.
+
+    `spec` is that of the first block if all are registered.
+    """
 
     def __init__(
-        self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: conversion.ConversionReport
+        self, blocks: Sequence[conversion.BlockPlan], name: str, headline: str, spec: BlockSpec | None
     ) -> None:
-        self._blocks = {block.block: block for block in blocks}
+        self._blocks = {one.block: one for one in blocks}
         self._changes = conversion.ModuleChanges()
-        self.report = report
-        first = blocks[0] if blocks else None
-        registered = first if isinstance(first, RegisteredBlock) else None
-        self.is_registered = registered is not None
+        self.rows = [row for one in blocks for row in one.rows()]
+        """the outcome of each module"""
+        self.report = conversion.report(name, headline, self.rows)
+        self.is_registered = spec is not None
         """whether the blocks are registered, and parallelized whole"""
-        self.streams = () if registered is None else registered.spec.streams
+        self.streams = () if spec is None else spec.streams
         """the names of the block forward's arguments that carry residual streams"""
-        self.masks = () if registered is None else registered.spec.masks
-        self.batch_dim, self.sequence_dim = (0, 1) if registered is None or registered.batch_first else (1, 0)
+        self.masks = () if spec is None else spec.masks
+        is_first = spec is None or is_batch_first(blocks[0].block, spec)
+        self.batch_dim, self.sequence_dim = (0, 1) if is_first else (1, 0)
 
     def products(self, block: nn.Module) -> list[tuple[tuple[str, ...], bool]]:
         """Returns the linear layers of a block that are one product each, by their paths, and whether row-parallel."""
-        return list(self._blocks[block].products())
+        return self._blocks[block].products
 
     def divisibility(self) -> list[Divisibility]:
         """Returns the sizes that must divide over the mesh."""
-        return [one for block in self._blocks.values() for one in block.divisibility()]
+        return [one for block in self._blocks.values() for one in block.required]
 
     def install(self, blocks: Sequence[nn.Module], context: StageContext) -> None:
         """Parallelize `blocks`, those of one stage, in place. Parameter objects, names and attributes stay."""
         with self._changes.recorded(part for block in blocks for part in block.modules()):
-            for block in blocks:
-                self._blocks[block].install(context)
+            for step in (step for block in blocks for step in self._blocks[block].steps):
+                step(context)
 
     def undo(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:
         """Give the modules their own classes and attributes back, or those of their `copies`. Parameters stay."""
@@ -92,41 +96,40 @@ def plan_parallelize(
             to be shared, and there are none that can be.
     """
     owners = conversion.ParameterOwners(blocks, outside, exclude)
-    found: list[RegisteredBlock] | list[GenericBlock]
+    spec = block_spec(blocks[0]) if blocks else None
     try:
         found = _all_registered(blocks, name, owners)
-        check_divisibility([one for block in found for one in block.divisibility()], sizes)
+        check_divisibility([one for block in found for one in block.required], sizes)
         headline = f"{name}: {len(found)} registered blocks, parallelized whole over the mesh {sizes}"
     except SpecMismatch as reason:
-        experts = experts if sizes[1] * sizes[2] > 1 else "whole"
-        found = [
-            GenericBlock(block, i, owners, sizes, tokens or DEFAULT_TOKENS, experts) for i, block in enumerate(blocks)
-        ]
+        spec, experts = None, experts if sizes[1] * sizes[2] > 1 else "whole"
+        tokens = tokens or DEFAULT_TOKENS
+        found = [plan_generic(block, i, owners, sizes, tokens, experts) for i, block in enumerate(blocks)]
         headline = f"{name}: {len(found)} generic blocks, whose linear layers are converted one by one, as {reason}"
-    if experts == "cube" and not any(isinstance(block, GenericBlock) and block.experts for block in found):
+    if experts == "cube" and not any(SHARED_EXPERTS in block.outcomes.values() for block in found):
         raise HanayoError(
             f"experts='cube': the blocks of {name} have no experts that a cube's ranks could share: modules of "
             f"transformers with the weights of all experts in one tensor, as in Mixtral. Leave experts='cube' out."
         )
-    rows = tuple(row for block in found for row in block.report_rows())
-    return ParallelizePlan(found, conversion.ConversionReport(name, headline, rows))
+    return ParallelizePlan(found, name, headline, spec)
 
 
 def _all_registered(
     blocks: Sequence[nn.Module], name: str, owners: conversion.ParameterOwners
-) -> list[RegisteredBlock]:
-    """Returns the blocks with their specs.
+) -> list[conversion.BlockPlan]:
+    """Plan registered blocks.
 
     Raises:
         SpecMismatch: a block isn't registered, differs from its spec, or has other streams than the first block.
     """
-    found: list[RegisteredBlock] = []
+    found: list[conversion.BlockPlan] = []
+    streams = set()
     for i, block in enumerate(blocks):
         spec = block_spec(block)
         if spec is None:
             raise SpecMismatch(f"{name}.{i} is a {conversion.short_class_name(type(block))}, which isn't registered")
-        found.append(RegisteredBlock(block, spec, i, f"{name}.{i}"))
-        found[-1].check(owners)
-        if (spec.streams, found[-1].batch_first) != (found[0].spec.streams, found[0].batch_first):
+        found.append(RegisteredBlock(block, i, f"{name}.{i}", spec, owners))
+        streams.add((spec.streams, is_batch_first(block, spec)))
+        if len(streams) > 1:
             raise SpecMismatch(f"{name}.{i} has other residual streams, or dimensions in another order, than {name}.0")
     return found

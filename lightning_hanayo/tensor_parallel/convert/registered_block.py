@@ -9,6 +9,7 @@ Random numbers that the forward draws itself, as an attention for its dropout, c
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from operator import attrgetter
 from types import MethodType
@@ -37,130 +38,108 @@ class SpecMismatch(Exception):
     """A block differs from its spec. The message says in which part, and why."""
 
 
-class RegisteredBlock:
-    """Block `number` of a stack, of the class that `spec` describes. Messages call it `name`."""
+def is_batch_first(block: nn.Module, spec: BlockSpec) -> bool:
+    """Whether the block's residual streams are [batch, seq, h]."""
+    return spec.batch_first is None or spec.batch_first(block)
 
-    def __init__(self, block: nn.Module, spec: BlockSpec, number: int, name: str) -> None:
-        self.block = block
-        self.spec = spec
-        self.number = number
-        self.name = name
 
-    @property
-    def batch_first(self) -> bool:
-        """Whether the residual streams are [batch, seq, h]."""
-        return self.spec.batch_first is None or self.spec.batch_first(self.block)
+class RegisteredBlock(conversion.BlockPlan):
+    """The plan of a block, which messages call `name`, of the class that `spec` describes.
 
-    def check(self, owners: conversion.ParameterOwners) -> None:
-        """Check that the block agrees with its spec in all parts.
+    Raises:
+        SpecMismatch: they don't agree in all parts.
+    """
 
-        Raises:
-            SpecMismatch: it isn't.
-        """
-        for path in (*self._column_parallel(), *self.spec.row_parallel):
-            module = self._attribute(path)
-            if not is_linear(module):
+    def __init__(
+        self, block: nn.Module, number: int, name: str, spec: BlockSpec, owners: conversion.ParameterOwners
+    ) -> None:
+        super().__init__(block, number)
+        self.name, self.spec, self.owners = name, spec, owners
+        self._plan_linear_layers(SEQUENCE if is_batch_first(block, spec) else SEQUENCE_FIRST)
+        for path, module in block.named_modules():
+            hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            if any(hooks) or conversion.has_instance_forward(module):
                 raise SpecMismatch(
-                    f"{self._named(path)} is a {conversion.short_class_name(type(module))}, not an nn.Linear"
+                    f"{joined(name, path)} has hooks or a forward of its own, which would see parts of tensors"
                 )
-            if reason := conversion.reason_ineligible(module, owners):
-                raise SpecMismatch(f"{self._named(path)}: {reason}")
-        for path, module in self.block.named_modules():
-            if conversion.has_module_hooks(module) or conversion.has_instance_forward(module):
-                raise SpecMismatch(
-                    f"{self._named(path)} has hooks or a forward of its own, which would see parts of tensors"
-                )
-        for path, module, spec in self._layers():
-            if any(owners.shared_parameter(part) for part in module.modules()):
-                raise SpecMismatch(f"{self._named(path)} shares a parameter with another module")
-            if reason := spec.reason_ineligible(module):
-                raise SpecMismatch(f"{self._named(path)}: {reason}")
+        self._plan_other_layers()
+        self._check_values()
+        self.steps.append(self._override)
+
+    def _plan_linear_layers(self, style: ParallelStyle) -> None:
+        for group in self.spec.projections:
+            owner = self._attribute(group.path)
+            paths = tuple(joined(group.path, path) for path in group.column_parallel)
+            for path in paths:
+                out, in_ = self._features(path)
+                what, size = "features", out // group.num_fused
+                if (read := group.head_size) is not None:
+                    head_size = self._attribute(joined(group.path, read)) if isinstance(read, str) else read(owner)
+                    what, size = "heads", size // int(head_size)
+                self._require(path, (what, size, "yz"), ("in-features", in_, "z"))
+            norms = [joined(group.path, path) for path in group.replicated_norms]
+            self.outcomes |= dict.fromkeys(paths, "3-D, column-parallel") | dict.fromkeys(norms, "replicated")
+            self.products += [(paths, False)] if group.input is not None else [((path,), False) for path in paths]
+            self.steps.append(partial(_parallelize_group, owner, group, style))
+        for path in self.spec.row_parallel:
+            out, in_ = self._features(path)
+            self._require(path, ("out-features", out, "z"), ("in-features", in_, "yz"))
+            self.outcomes[path] = "3-D, row-parallel"
+            self.products.append(((path,), True))
+            self.steps.append(partial(parallelize_linear, self._attribute(path), style=style.row_parallel()))
+
+    def _plan_other_layers(self) -> None:
+        for path, module, layer in list(self._layers()):
+            if any(self.owners.shared_parameter(part) for part in module.modules()):
+                raise SpecMismatch(f"{joined(self.name, path)} shares a parameter with another module")
+            if reason := layer.reason_ineligible(module):
+                raise SpecMismatch(f"{joined(self.name, path)}: {reason}")
+            self._require(path, *layer.sizes(module))
+            self.steps.append(partial(layer.parallelize, module))
+            if layer.parallelize is not layer_specs.elementwise:
+                self.outcomes[path] = "3-D"
+
+    def _check_values(self) -> None:
         for path in self.spec.elementwise_functions:
-            function = self._attribute(path)
+            function, where = self._attribute(path), joined(self.name, path)
             if not layer_specs.is_elementwise_function(function):
                 shown = getattr(function, "__qualname__", conversion.short_class_name(type(function)))
-                raise SpecMismatch(f"{self._named(path)} is {shown}, which isn't known to compute each entry by itself")
+                raise SpecMismatch(f"{where} is {shown}, which isn't known to compute each entry by itself")
         for path, expected in self.spec.required_values.items():
             if (got := self._attribute(path)) != expected:
-                raise SpecMismatch(f"{self._named(path)} is {got!r}, where {expected!r} is expected")
+                raise SpecMismatch(f"{joined(self.name, path)} is {got!r}, where {expected!r} is expected")
 
-    def divisibility(self) -> Iterator[Divisibility]:
-        """Yields the sizes that must divide over the mesh."""
-        for group in self.spec.projections:
-            owner = self.block.get_submodule(group.path)
-            for path in group.column_parallel:
-                layer = joined(group.path, path)
-                out, in_ = features(self.block.get_submodule(layer))
-                what, size = "features", out // group.num_fused
-                if group.head_size is not None:
-                    read: Any = group.head_size
-                    head_size = attrgetter(read)(owner) if isinstance(read, str) else read(owner)
-                    what, size = "heads", size // int(head_size)
-                yield Divisibility(self._named(layer), what, size, "yz")
-                yield Divisibility(self._named(layer), "in-features", in_, "z")
-        for path in self.spec.row_parallel:
-            out, in_ = features(self.block.get_submodule(path))
-            yield Divisibility(self._named(path), "out-features", out, "z")
-            yield Divisibility(self._named(path), "in-features", in_, "yz")
-        for path, module, spec in self._layers():
-            for what, size, axes in spec.sizes(module):
-                yield Divisibility(self._named(path), what, size, axes)
-
-    def products(self) -> Iterator[tuple[tuple[str, ...], bool]]:
-        """Yields the linear layers that are one product each, by their paths in the block, and whether row-parallel."""
-        for group in self.spec.projections:
-            paths = tuple(joined(group.path, path) for path in group.column_parallel)
-            yield from [(paths, False)] if group.input is not None else [((path,), False) for path in paths]
-        yield from (((path,), True) for path in self.spec.row_parallel)
-
-    def report_rows(self) -> Iterator[conversion.ReportRow]:
-        """The outcome of each layer, in the block's order."""
-        outcomes = dict.fromkeys(self._column_parallel(), "3-D, column-parallel")
-        outcomes |= dict.fromkeys(self.spec.row_parallel, "3-D, row-parallel")
-        outcomes |= dict.fromkeys(self._replicated_norms(), "replicated")
-        outcomes |= {path: "3-D" for path, _, spec in self._layers() if spec.parallelize is not layer_specs.elementwise}
-        for path, module in self.block.named_modules():
-            if path in outcomes:
-                yield conversion.ReportRow(self.number, path, conversion.describe(module), outcomes[path])
-
-    def install(self, context: StageContext) -> None:
-        """Parallelize it in place."""
-        style = SEQUENCE if self.batch_first else SEQUENCE_FIRST
-        layers = list(self._layers())
-        for group in self.spec.projections:
-            _parallelize_group(self.block.get_submodule(group.path), group, context, style)
-        for path in self.spec.row_parallel:
-            parallelize_linear(self.block.get_submodule(path), context, style.row_parallel())
-        for _, module, spec in layers:
-            spec.parallelize(module, context)
+    def _override(self, _: StageContext) -> None:
         for path, value in self.spec.overrides.items():
             set_attribute(self.block, path, value)
 
-    def _column_parallel(self) -> list[str]:
-        return [joined(group.path, path) for group in self.spec.projections for path in group.column_parallel]
-
-    def _replicated_norms(self) -> list[str]:
-        return [joined(group.path, path) for group in self.spec.projections for path in group.replicated_norms]
-
-    def _named(self, path: str) -> str:
-        return joined(self.name, path)
+    def _require(self, path: str, *sizes: tuple[str, int, str]) -> None:
+        self.required += [Divisibility(joined(self.name, path), *one) for one in sizes]
 
     def _attribute(self, path: str) -> Any:
         try:
-            return attrgetter(path)(self.block)
+            return attrgetter(path)(self.block) if path else self.block
         except AttributeError:
             raise SpecMismatch(f"{self.name} has no {path}") from None
 
+    def _features(self, path: str) -> tuple[int, int]:
+        """The out- and in-features of a linear layer that can be sharded."""
+        if not is_linear(module := self._attribute(path)):
+            shown = conversion.short_class_name(type(module))
+            raise SpecMismatch(f"{joined(self.name, path)} is a {shown}, not an nn.Linear")
+        if reason := conversion.reason_ineligible(module, self.owners):
+            raise SpecMismatch(f"{joined(self.name, path)}: {reason}")
+        return features(module)
+
     def _layers(self, path: str = "") -> Iterator[_Layer]:
-        """Yields the layers that are neither linear ones of the spec nor made of other modules."""
-        in_spec = {*self._column_parallel(), *self._replicated_norms(), *self.spec.row_parallel}
+        """Yields the layers that have no outcome yet, and aren't made of other modules."""
         module = self.block.get_submodule(path)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                raise SpecMismatch(f"{self._named(joined(path, name))} is a parameter that isn't a layer's")
+                raise SpecMismatch(f"{joined(self.name, path, name)} is a parameter that isn't a layer's")
         for name, child in module.named_children():
             child_path, kind = joined(path, name), type(child)
-            if child_path in in_spec:
+            if child_path in self.outcomes:
                 continue
             if (spec := layer_specs.layer_spec(child)) is not None:
                 yield child_path, child, spec
@@ -172,10 +151,10 @@ class RegisteredBlock:
                 yield from self._layers(child_path)
             else:
                 shown = conversion.short_class_name(kind)
-                raise SpecMismatch(f"{self._named(child_path)} is a {shown}, which isn't a registered layer")
+                raise SpecMismatch(f"{joined(self.name, child_path)} is a {shown}, which isn't a registered layer")
 
 
-def _parallelize_group(module: Any, group: ProjectionGroup, context: StageContext, style: ParallelStyle) -> None:
+def _parallelize_group(module: Any, group: ProjectionGroup, style: ParallelStyle, context: StageContext) -> None:
     shared_input = SharedInput(context, style) if group.input is not None else None
     ranks = context.mesh.size("yz")
     for path in group.column_parallel:

@@ -37,42 +37,29 @@ class AttentionProjections:
         whole      q0 q1 k0 k1 v0 v1            y=0   q0 k0 v0            y=1   q1 k1 v1
     """
 
-    def __init__(self, module: Any, context: StageContext, style: ParallelStyle, num_kv_heads: int) -> None:
+    def __init__(self, module: Any, context: StageContext, style: ParallelStyle) -> None:
         self.context = context
         self.style = style
-        self.axes, mesh = style.between_axes, context.mesh
-        self.num_heads = module.num_heads // mesh.size(self.axes)
-        self.num_kv_heads = num_kv_heads // mesh.size(self.axes)
-        q, kv = module.embed_dim, num_kv_heads * module.head_dim
-        self.outs = (q, kv, kv)
-        self.ins = (module.embed_dim, module.kdim, module.vdim)
-        self.bias_sizes = [size // mesh.size(self.axes) for size in self.outs]
-        bias = Shard((self._fused(self.axes),), style.replicated_axes)
-        if module._qkv_same_embed_dim:
-            matrix = self._fused(style.out_axes), DimShard(module.embed_dim, style.in_axes)
-            self.shards = {"in_proj_weight": Shard(matrix), "in_proj_bias": bias}
-        else:
-            self.shards = {
-                name: Shard((DimShard(out, style.out_axes), DimShard(in_, style.in_axes)))
-                for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True)
-            } | {"in_proj_bias": bias}
-        stored, start, size = [], 0, mesh.size
-        for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True):
-            stop = start + out // size(style.out_axes)
-            shape = out // size(style.all_gather.axis), in_ // size(style.in_axes)
-            if "in_proj_weight" in self.shards:
-                stored.append(StoredWeight(module, shape, name="in_proj_weight", rows=slice(start, stop)))
-            else:
-                stored.append(StoredWeight(module, shape, name=name))
-            start = stop
+        self.axes, features, size = style.between_axes, module.embed_dim, context.mesh.size
+        self.num_heads = module.num_heads // size(self.axes)
+        is_fused = module._qkv_same_embed_dim
+        names, rows = ("in_proj_weight",) * 3 if is_fused else SEPARATE, features // size(style.out_axes)
+        out = self._fused(features, style.out_axes) if is_fused else DimShard(features, style.out_axes)
+        self.shards = {"in_proj_bias": Shard((self._fused(features, self.axes),), style.replicated_axes)}
+        stored = []
+        for i, (name, in_) in enumerate(zip(names, (features, module.kdim, module.vdim), strict=True)):
+            self.shards[name] = Shard((out, DimShard(in_, style.in_axes)))
+            shape = features // size(style.all_gather.axis), in_ // size(style.in_axes)
+            of_rows = slice(i * rows, (i + 1) * rows) if is_fused else None
+            stored.append(StoredWeight(module, shape, name=name, rows=of_rows))
         self._products: dict[tuple[int, ...], ShardedProduct] = {}
         for which in _READERS:
             weight = context.weight(*(stored[i] for i in which))
             self._products[which] = ShardedProduct(weight, context, style.all_gather, style.reduce_scatter)
 
-    def _fused(self, axes: str) -> DimShard:
+    def _fused(self, features: int, axes: str) -> DimShard:
         """How the out-features of q, k and v are sharded over `axes`: each rank gets its part of all three."""
-        return DimShard(sum(self.outs), axes, fused_order(self.outs, self.context.mesh.size(axes)))
+        return DimShard(3 * features, axes, fused_order((features,) * 3, self.context.mesh.size(axes)))
 
     def project(self, inputs: Sequence[Tensor], bias: Tensor | None) -> list[Tensor]:
         """Query, key and value to this rank's heads of q, k and v. A tensor that is several is gathered once."""
@@ -83,7 +70,7 @@ class AttentionProjections:
                 outs |= dict(zip(which, self._products[which](x)[1:], strict=True))
         if bias is None:
             return [outs[i] for i in range(3)]
-        return [outs[i] + own.to(outs[i].dtype) for i, own in enumerate(bias.split(self.bias_sizes))]
+        return [outs[i] + own.to(outs[i].dtype) for i, own in enumerate(bias.chunk(3))]
 
     def mask(self, attn_mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Combines both masks to one that is added to the scores, [batch or 1, heads or 1, seq or 1, S]."""
@@ -131,7 +118,6 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         *args: those of `nn.MultiheadAttention`.
         context: of the stage.
         style: of q, k and v; None: sequences are sharded along y, whichever dimension they are.
-        num_kv_heads: where several q heads share each k and v head; None: as many as `num_heads`.
         **kwargs: those of `nn.MultiheadAttention`.
 
     Raises:
@@ -152,22 +138,10 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         *args: Any,
         context: StageContext,
         style: ParallelStyle | None = None,
-        num_kv_heads: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         super().__init__(embed_dim, num_heads, *args, **kwargs)
         parallelize_attention(self, context, style)
-
-    def _reset_parameters(self) -> None:
-        """Called while the layer is constructed, before it is sharded: k and v of fewer heads get smaller."""
-        removed = 2 * (self.num_heads - self._kv_heads) * self.head_dim
-        for name in ("in_proj_weight", *SEPARATE[1:], "in_proj_bias"):
-            parameter = self._parameters.get(name)
-            if parameter is not None and removed:
-                rows = len(parameter) - (removed if "in_proj" in name else removed // 2)
-                parameter.data = parameter.data[:rows].clone()
-        super()._reset_parameters()
 
     def forward(
         self,
@@ -191,23 +165,20 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise HanayoError("is_causal is a hint about attn_mask: give that as well, as to nn.MultiheadAttention")
         own = self.projections
-        q, *kv = own.project((query, key, value), self._parameters["in_proj_bias"])
-        q, (k, v) = self._split_heads(q, own.num_heads), (self._split_heads(x, own.num_kv_heads) for x in kv)
+        projected = own.project((query, key, value), self._parameters["in_proj_bias"])
+        q, k, v = (self._split_heads(x, own.num_heads) for x in projected)
         is_causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if is_causal else own.mask(attn_mask, key_padding_mask, q.dtype)
         p = self.dropout if self.training else 0.0
         weights = None
         with rank_random_stream(own.context, q.device) if p > 0 else nullcontext():
             if need_weights:
-                group = q.shape[1] // k.shape[1]
-                k, v = (x.repeat_interleave(group, 1) for x in (k, v)) if group > 1 else (k, v)
                 scores = (q / math.sqrt(q.shape[-1])) @ k.mT
                 weights = (scores if mask is None else scores + mask).softmax(-1)
                 weights = dropout(weights, p) if p > 0 else weights
                 y = weights @ v
             else:
-                is_grouped = q.shape[1] != k.shape[1]
-                y = scaled_dot_product_attention(q, k, v, mask, p, is_causal, enable_gqa=is_grouped)
+                y = scaled_dot_product_attention(q, k, v, mask, p, is_causal)
         y = y.transpose(1, 2) if self.batch_first else y.permute(2, 0, 1, 3)
         out: Tensor = self.out_proj(y.flatten(-2))
         if weights is None:
@@ -240,8 +211,7 @@ def parallelize_attention(
         raise HanayoError(f"the style {style} is for batch_first={not module.batch_first}")
     if style.reduce_scatter.dim == 0 and not module.batch_first:
         raise UnsupportedError("attention whose batch is sharded along y and z needs batch_first=True")
-    num_kv_heads = vars(module).get("_kv_heads", module.num_heads)
-    projections = AttentionProjections(module, context, style, num_kv_heads)
+    projections = AttentionProjections(module, context, style)
     required = [Divisibility(type(module).__name__, *one) for one in attention_sizes(module, style)]
     check_divisibility(required, context.mesh.sizes)
     if not isinstance(module, MultiheadAttention3D):
@@ -253,12 +223,9 @@ def parallelize_attention(
 
 def attention_sizes(module: Any, style: ParallelStyle = SEQUENCE) -> tuple[tuple[str, int, str], ...]:
     """Sizes that must divide: what they count, how many, and the axes over which they are sharded."""
-    kv_heads, between = vars(module).get("_kv_heads", module.num_heads), style.between_axes
     inputs = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
     return (
-        ("heads", module.num_heads, between),
-        ("heads of k and v", kv_heads, between),
+        ("heads", module.num_heads, style.between_axes),
         ("features", module.embed_dim, style.out_axes),
-        ("features of k and v", kv_heads * module.head_dim, style.out_axes),
         *((f"features of a {name}", size, style.in_axes) for name, size in inputs.items()),
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lightning_hanayo.chunked_loss.token_shares import OwnRows
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.collectives import all_gather, all_reduce, padded, reduce_scatter
@@ -63,15 +64,10 @@ class Embedding3D(ShardedModule, nn.Embedding):
         weight, axis = self._parameters["weight"], mesh.axis(along_y.axis)
         assert weight is not None
         num_rows = -(-self.num_embeddings // axis.size)  # of the table gathered along x, with their padding
-        first = num_rows * axis.rank
         stored = padded(weight, 0, -(-num_rows // mesh.size("x")))
         table = all_gather(stored, mesh.axis("x"), 0, num_rows)
-        torch._assert_async(((ids >= 0) & (ids < self.num_embeddings)).all(), "an id is outside of the table")
-        rows = ids - first
-        is_own = (rows >= 0) & (rows < num_rows)
-        padding = -1 if self.padding_idx is None else self.padding_idx - first
-        found = nn.functional.embedding(rows.where(is_own, 0), table, padding if 0 <= padding < num_rows else None)
-        found = found.masked_fill(~is_own.unsqueeze(-1), 0)
+        rows = OwnRows(axis, table, num_rows * axis.rank, num_rows, self.num_embeddings)
+        found = rows.look_up(ids, self.padding_idx)
         return reduce_scatter(found, axis, along_y.dim)
 
 

@@ -93,7 +93,7 @@ class ShardedProduct:
         x = as_autocast(x)
         if torch.compiler.is_dynamo_compiling():
             return self._call_compiled(x)
-        gathered, *outputs = products(x, self.args(), self.following())
+        gathered, *outputs = products(x, self.args())
         return (gathered if self._num_gathered > 1 else x), *outputs
 
     def args(self) -> ProductArgs:
@@ -102,10 +102,6 @@ class ShardedProduct:
         context.check_open()
         before, after = context.bind(self.all_gather), context.bind(self.reduce_scatter)
         return ProductArgs(self.weight, before, after, context.keep, context.num_pieces, context.has_pairs)
-
-    def following(self) -> Sequence[ShardedWeight]:
-        """The weights to gather ahead. Called once per product."""
-        return self.context.prefetch_order.record(self.weight)
 
     def _call_compiled(self, x: Tensor) -> tuple[Tensor, ...]:
         gathers, keeps, weight = self._num_gathered > 1, self.context.keep == "gathered", self.weight
@@ -123,7 +119,7 @@ class ShardedProduct:
             shape[dim] = sizes[0] if sizes else -(-shape[dim] // self._num_scattered)
             outputs += shape
         rows = None
-        if keeps and weight.is_gathered and not self.context.batch_weights.is_on:  # the graph may overwrite its own
+        if keeps and weight.is_gathered and not self.context.keeps_weights:  # the graph may overwrite its own
             rows = [sum(weight.sizes)] if weight.is_one_matrix else weight.sizes
         results = compiled_product(x, self._handle, gathers, keeps, gathered, outputs, rows)
         return (results[0] if gathers else x), *results[int(gathers) : int(gathers) + len(weight.sizes)]

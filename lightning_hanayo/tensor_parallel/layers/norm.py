@@ -141,7 +141,7 @@ class ShardedNorm(ShardedModule):
 
     def __init__(self, *args: Any, context: StageContext, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        parallelize_norm(self, context)
+        parallelize_norm(self, context)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h/z] to the same. Called by all ranks of z."""
@@ -194,15 +194,13 @@ class _HuggingFaceRMSNorm(ShardedNorm):
         return _Normalization(self._num_parts, self.epsilon, False, torch.float32, out, rounded=x.dtype)
 
 
-def parallelize_norm(module: nn.Module, context: StageContext) -> None:
+def parallelize_norm(module: nn.LayerNorm | nn.RMSNorm, context: StageContext) -> None:
     """Parallelize an `nn.LayerNorm` or an `nn.RMSNorm` in place.
 
     Raises:
-        UnsupportedError: it is another module, or normalizes over several dimensions.
+        UnsupportedError: it normalizes over several dimensions.
         HanayoError: its features don't divide.
     """
-    if not isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        raise UnsupportedError(f"{type(module).__name__} isn't nn.LayerNorm or nn.RMSNorm; leave it out of the cube")
     if len(module.normalized_shape) > 1:
         raise UnsupportedError(
             f"{type(module).__name__} normalizes over the last {len(module.normalized_shape)} dimensions "
@@ -300,14 +298,8 @@ def _drop(module: Dropout3D, x: Tensor) -> Tensor:
     return y
 
 
-def parallelize_dropout(module: nn.Module, context: StageContext) -> None:
-    """Parallelize an `nn.Dropout` in place.
-
-    Raises:
-        UnsupportedError: it is another module, as `nn.Dropout1d`, which drops whole channels.
-    """
-    if not isinstance(module, nn.Dropout):
-        raise UnsupportedError(f"{type(module).__name__} isn't nn.Dropout; leave it out of the cube")
+def parallelize_dropout(module: nn.Dropout, context: StageContext) -> None:
+    """Parallelize an `nn.Dropout` in place."""
     if not isinstance(module, Dropout3D):
         module.__class__ = Dropout3D
     module.context = context  # type: ignore[assignment]

@@ -135,10 +135,10 @@ def largest_rows(layout: Layout) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize("outside", ["share", "tokens"])
 def test_no_rank_has_the_whole_embedding(pool: Pool, outside: str) -> None:
-    """Nor its whole gradient: of 500 rows, two ranks make tensors of 250, and one row more for others' gradients."""
+    """Nor its whole gradient: of 500 rows, two ranks make tensors of 250."""
     for in_step, elsewhere, is_whole in pool.run(2, largest_rows, Layout(cube=(1, 2, 1), outside=outside)):
         assert is_whole is (outside == "share")
-        assert max(in_step, elsewhere) == (WORDS if is_whole else WORDS // 2 + 1)
+        assert max(in_step, elsewhere) == (WORDS if is_whole else WORDS // 2)
 
 
 def twice() -> list[models.Batch]:

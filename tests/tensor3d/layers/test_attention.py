@@ -120,28 +120,12 @@ def all_attentions(ranks: Mesh) -> dict[str, float]:
     return {f"{name}: {what}": value for name, case in cases.items() for what, value in case.items()}
 
 
-def grouped(ranks: Mesh, **options: Any) -> dict[str, float]:
-    """Two k and v heads for four q heads, on the mesh and on one rank."""
-    made = []
-    for mesh in (ALONE, ranks):
-        torch.manual_seed(0)
-        module = MultiheadAttention3D(
-            E, HEADS, num_kv_heads=2, batch_first=True, dtype=torch.float64, context=StageContext(mesh), **options
-        )
-        made.append(module)
-    reference, module = made
-    inputs = [torch.randn(BATCH_SIZE, LENGTH, n, dtype=torch.float64) for n in (E, *options.values())]
-    return attended(ranks, reference, module, inputs, {}, ("x", "y", "z"))
-
-
 def attentions(meshes: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
         for sizes in meshes:
             ranks = make_mesh(sizes)
             cases = {"": all_attentions(ranks)}
-            if ranks.size("yz") <= 2:
-                cases |= {"grouped": grouped(ranks), "grouped dims": grouped(ranks, kdim=8, vdim=12)}
             drops(ranks)
             if ranks.size("y") > 1:
                 pads(ranks)
@@ -226,23 +210,6 @@ MESHES: list[list[Sizes]] = [[(2, 2, 1)], [(2, 2, 2)], [(1, 2, 2), (2, 1, 2)]]
 @pytest.mark.parametrize("meshes", covered(MESHES, by=[MESHES[0], MESHES[2]]), ids=str)
 def test_equals_torchs_attention(pool: Pool, meshes: list[Sizes]) -> None:
     assert too_large(pool.run(prod(meshes[0]), attentions, meshes)) == []
-
-
-def test_fewer_heads_are_repeated_ones() -> None:
-    torch.manual_seed(0)
-    module = MultiheadAttention3D(E, HEADS, num_kv_heads=2, batch_first=True, context=StageContext(ALONE))
-    reference = nn.MultiheadAttention(E, HEADS, batch_first=True)
-    weight, size = module._parameters["in_proj_weight"], E // HEADS
-    assert weight is not None and weight.shape == (E + 2 * 2 * size, E)
-    q, *kv = weight.detach().split((E, 2 * size, 2 * size))
-    kv = [rows.unflatten(0, (2, size)).repeat_interleave(2, 0).flatten(0, 1) for rows in kv]
-    reference.load_state_dict(
-        module.state_dict() | {"in_proj_weight": torch.cat((q, *kv)), "in_proj_bias": torch.zeros(48)}
-    )
-    x = torch.randn(2, LENGTH, E)
-    for need in (True, False):
-        actual, expected = module(x, x, x, need_weights=need), reference(x, x, x, need_weights=need)
-        assert all(error(a, b.detach()) < 1e-5 for a, b in zip(actual, expected, strict=True) if b is not None)
 
 
 def test_options_that_are_refused() -> None:

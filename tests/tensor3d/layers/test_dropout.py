@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor_parallel.layers.norm import Dropout3D, parallelize_dropout, rank_random_stream
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import make_mesh, process_group
@@ -73,8 +72,6 @@ def alone() -> None:
         y = Dropout3D(0.5, context=context)(torch.ones(64))
         torch.manual_seed(0)
         assert torch.equal(y, nn.Dropout(0.5)(torch.ones(64)))
-        with pytest.raises(UnsupportedError, match="Dropout1d"):
-            parallelize_dropout(nn.Dropout1d(), context)
 
 
 def test_one_rank_drops_as_torch_does(pool: Pool) -> None:

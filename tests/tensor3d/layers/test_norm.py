@@ -138,8 +138,6 @@ def refusals(ranks: Mesh) -> None:
         LayerNorm3D(13, context=StageContext(ranks))
     with pytest.raises(UnsupportedError, match="over the last 2 dimensions"):
         parallelize_norm(nn.LayerNorm((4, 12)), StageContext(ranks))
-    with pytest.raises(UnsupportedError, match="BatchNorm1d"):
-        parallelize_norm(nn.BatchNorm1d(12), StageContext(ranks))
     with pytest.raises(UnsupportedError, match="has no parameter `weight`"):
         parallelize_rms_norm(nn.Identity(), StageContext(ranks))
 

@@ -29,7 +29,6 @@ from lightning_hanayo.strategy.lightning.state import move_optimizers, record_al
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options, takes
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
-from lightning_hanayo.strategy.report import report_to_loggers
 from lightning_hanayo.strategy.restarts import write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
@@ -262,7 +261,6 @@ class HanayoStrategy(CheckpointingStrategy):
         if self.topology.replica_size > 1:
             self.session.averages.cut(self._state_of)
         if fits:
-            report_to_loggers(trainer)
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
             check_optimizers(self.optimizers, self.topology, is_sharded=self.session.steps.shards is not None)

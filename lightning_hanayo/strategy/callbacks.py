@@ -132,7 +132,7 @@ class _Copy:
         pairs: dict[Tensor, nn.Parameter] = dict(zip(copy.parameters(), module.parameters(), strict=True))
         self._cube = cube
         if cube is not None:
-            cube.add_copies(pairs)
+            cube.shards.update({one: cube.shards[own] for one, own in pairs.items() if own in cube.shards})
         self._state_of = state_of
         self._is_used = False
         """whether `state_dict()` returns this rank's part"""
@@ -154,7 +154,8 @@ class _Copy:
         self._hook.remove()
         guards.guard(self._partial)
         if self._cube is not None:
-            self._cube.drop_copies(self._copy.parameters())
+            for copied in self._copy.parameters():
+                self._cube.shards.pop(copied, None)
 
     def _give_state(self, copy: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Called at the end of `copy.state_dict()`: user code gets the same as a checkpoint."""

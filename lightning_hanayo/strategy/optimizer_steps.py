@@ -50,7 +50,7 @@ from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
 from lightning_hanayo.strategy.setup.prepared_model import Cube
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, all_gather_whole
+from lightning_hanayo.tensor_parallel.sharding import all_gather_whole
 from lightning_hanayo.topology import AXES
 
 
@@ -63,13 +63,11 @@ class OptimizerOwners:
     """
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter]) -> None:
-        group, self._device, self._mesh, cube = run.groups.metrics, run.device, run.mesh, run.cube
+        group, self._device, self._mesh, self._shard_of = run.groups.metrics, run.device, run.mesh, run.shard_of
         self._axis = MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer")
         """these ranks, those of a cube next to each other"""
         self._control: Any = run.groups.factory.control(run.topology.groups("data", *"xyz"))
         """the same, for tensors in host memory (gloo); None after a failure"""
-        whole: Callable[[Tensor], Shard] = lambda parameter: Shard(tuple(map(DimShard, parameter.shape)))  # noqa: E731
-        self._shard_of = whole if cube is None else cube.shard_of
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self._axis.size
         self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}

@@ -199,7 +199,7 @@ class ReplicaCheck:
             return
         self._last = step
         own = {name: one for name, one in run.module.named_parameters() if not one.is_meta}
-        keys = [(name, "" if run.cube is None else str(run.cube.region(one))) for name, one in own.items()]
+        keys = [(name, str(run.region_of(one))) for name, one in own.items()]
         hashes = dict(zip(keys, hashes_of(own.values()), strict=True))
         data, cube = run.groups.data_control, run.groups.cube
         for group in (data, None if cube is None else cube.whole):

@@ -54,6 +54,7 @@ from lightning_hanayo.strategy.lightning.loops import (
 )
 from lightning_hanayo.strategy.losses import WAY_OUT, StepSamples, accumulation
 from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.tensor_parallel.sharding import Shard
 from lightning_hanayo.topology import Topology
 from lightning_hanayo.weight_gradients import gradient_dtype
 
@@ -65,53 +66,42 @@ PREFIX = "gradient/"
 _NAME = re.compile(r"gradient/[0-9]{1,9}/.")
 
 
-class AccumulatedGradients:
-    """The gradients of one rank between two batches."""
+def accumulated_gradients(run: Run) -> Iterator[TensorPart]:
+    """What this rank writes of the gradients between two batches: what no other rank has, or has written."""
+    for name, parameter, shard, number, _ in _summed_parameters(run):
+        differing = shard.axes + shard.partial
+        is_first = not run.mesh.index("".join(axis for axis in "xyz" if axis not in differing))
+        if parameter.grad is not None and is_first:
+            region, grad = run.region_of(parameter), parameter.grad.detach()
+            yield TensorPart(f"{PREFIX}{number}/{name}", grad, shard.shape, region, "optimizer")
 
-    def __init__(self, run: Run) -> None:
-        named = run.module.named_parameters()
-        self._parameters = {name: one for name, one in named if not one.is_meta and one.requires_grad}
-        self._run, self._cube = run, run.cube
 
-    def parts(self) -> Iterator[TensorPart]:
-        """What this rank writes of them: what no other rank has, or has written."""
-        for name, parameter in self._parameters.items():
-            cube = self._cube
-            differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
-            is_first = not self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing))
-            if parameter.grad is not None and is_first:
-                shape, region = self._place(parameter)
-                number, _ = self._number(parameter)
-                yield TensorPart(f"{PREFIX}{number}/{name}", parameter.grad.detach(), shape, region, "optimizer")
+def restore_gradients(run: Run, saved: "SavedRun") -> None:
+    """Set this rank's gradients to those that were saved."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for full_name in filter(_NAME.match, saved.tensors):
+        digits, _, name = full_name.removeprefix(PREFIX).partition("/")
+        numbers[name].append(int(digits))
+    for name, parameter, _, own, count in _summed_parameters(run):
+        region, total = run.region_of(parameter), None
+        options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
+        for number in sorted(one for one in numbers[name] if one % count == own):
+            part = saved.read(f"{PREFIX}{number}/{name}", region).to(**options)
+            total = part if total is None else total.add_(part)
+        if total is not None:  # with the parameter's strides
+            parameter.grad = torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)
 
-    def restore(self, run: "SavedRun") -> None:
-        """Set the gradients to those that were saved."""
-        saved: dict[str, list[int]] = defaultdict(list)
-        for full_name in filter(_NAME.match, run.tensors):
-            digits, _, name = full_name.removeprefix(PREFIX).partition("/")
-            saved[name].append(int(digits))
-        for name, parameter in self._parameters.items():
-            own, count = self._number(parameter)
-            _, region = self._place(parameter)
-            options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
-            total: Tensor | None = None
-            for number in sorted(one for one in saved[name] if one % count == own):
-                part = run.read(f"{PREFIX}{number}/{name}", region).to(**options)
-                total = part if total is None else total.add_(part)
-            if total is not None:  # with the parameter's strides
-                parameter.grad = torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)
 
-    def _number(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """This rank's number among those whose gradients are summed before a step, and how many there are."""
-        axes = "" if self._cube is None else self._cube.partial_axes(parameter)
-        index, size = self._run.mesh.index(axes), self._run.mesh.size(axes)
-        return self._run.data_rank * size + index, self._run.topology.data * size
+def _summed_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter, Shard, int, int]]:
+    """Yields this rank's parameters: the name, and how the ranks of a cube hold it.
 
-    def _place(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], Region]:
-        """The shape of the whole parameter, and this rank's entries."""
-        if self._cube is None:
-            return tuple(parameter.shape), Region.whole(parameter.shape)
-        return self._cube.whole_shapes.get(parameter, tuple(parameter.shape)), self._cube.region(parameter)
+    And this rank's number among those whose gradients are summed before a step, and how many these are.
+    """
+    for name, one in run.module.named_parameters():
+        if not one.is_meta and one.requires_grad:
+            shard = run.shard_of(one)
+            index, size = run.mesh.index(shard.partial), run.mesh.size(shard.partial)
+            yield name, one, shard, run.data_rank * size + index, run.topology.data * size
 
 
 KEY = RUN
@@ -209,7 +199,7 @@ def resume_state(run: Run, choice: "StepChoice | None") -> ResumeState:
         random = {"now": generator_states(run.device) | of_loaders, "before": before}
     with run.guard.off():
         accumulates = loops.num_accumulated(trainer) and not loops.was_in_batch(trainer)
-        gradients = list(AccumulatedGradients(run).parts()) if accumulates else []
+        gradients = list(accumulated_gradients(run)) if accumulates else []
     tensors = [
         TensorPart.whole(f"random/{rank}/{when}/{name}", state, "state")
         for when in random
@@ -309,7 +299,7 @@ class Resume:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
         if before == now and loops.num_accumulated(self._trainer):
             with self._run.guard.off():
-                AccumulatedGradients(self._run).restore(saved)
+                restore_gradients(self._run, saved)
         elif before != now and saved.has_gradients:
             yield f"accumulate_grad_batches was {before}, and is {now}: gradients since the last step are left out."
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
 from functools import wraps
-from math import prod
 from os import PathLike, fspath
 from pathlib import Path
 from reprlib import repr as repr_of
@@ -20,7 +19,6 @@ from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.planner.layout import check_schedule
 from lightning_hanayo.schedule.number_checks import LARGEST, check_num_actions, is_number, is_size, is_whole
 from lightning_hanayo.strategy.losses import LossWeight
-from lightning_hanayo.topology import MAX_RANKS, cube_sizes
 
 AutoInt = Literal["auto"] | int
 Recompute = Literal["none", "blocks", "attention"] | int | Callable[[str, nn.Module], bool]
@@ -136,18 +134,14 @@ class Options:
         check_schedule(self.schedule)
 
     def _check_bounds(self) -> None:
-        """Reject sizes that no machine has, and schedules that would take minutes to build, by lower bounds."""
-        sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) != "auto"}
-        known = dict.fromkeys(_SIZES, 1) | sizes
-        ranks = known["pipeline_parallel_size"] * known["data_parallel_size"] * prod(cube_sizes(self.cube))
-        if ranks > MAX_RANKS:
-            product = "pipeline_parallel_size x data_parallel_size x cube"
-            raise HanayoError(f"{product} are at least {ranks:,} ranks, and at most {MAX_RANKS:,} can be")
+        """Reject schedules that would take minutes to build, by lower bounds of their sizes."""
+        names = ("pipeline_parallel_size", "num_waves", "num_microbatches")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) != "auto"}
+        known = dict.fromkeys(names, 1) | sizes
         stages_per_rank = 2 * known["num_waves"] if known["num_waves"] > 1 else 1
         try:
             check_num_actions(known["pipeline_parallel_size"], known["num_microbatches"], stages_per_rank)
         except HanayoError as error:
-            sizes.pop("data_parallel_size", None)
             raise HanayoError(f"{', '.join(f'{name}={size}' for name, size in sizes.items())}: {error}") from None
 
     def _check_pairs_of_options(self) -> None:

@@ -109,14 +109,10 @@ class OptimizerOwners:
 
     def abandon(self) -> None:
         """The run has failed: each rank's own part, and no groups."""
-        self._put_back()
-        self._control = None
-        self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
-
-    def _put_back(self) -> None:
         for parameter, (data, gradient) in self._replaced.items():
             set_values(parameter, data, gradient)
-        self._replaced = {}
+        self._replaced, self._control = {}, None
+        self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
 
     def _deal(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give each new parameter, the largest first, to the rank that has the fewest elements."""

@@ -29,7 +29,7 @@ The `Parameter` objects stay, so optimizers, param groups, schedulers and checkp
 The other ranks' optimizers pass it over, as it has no gradient there, and so only its owner has states of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -44,7 +44,6 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.strategy.groups import broadcast_bytes
 from lightning_hanayo.strategy.lightning import state, user_hooks
-from lightning_hanayo.strategy.optimizer.guarded_states import RefusedStates
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards, set_values
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
@@ -121,6 +120,42 @@ class OptimizerOwners:
         for parameter in sorted(new, key=lambda one: (not one.requires_grad, -sizes[one])):
             owner = self._owners[parameter] = self._loads.index(min(self._loads))
             self._loads[owner] += sizes[parameter]
+
+
+class RefusedStates(MutableMapping[Any, Any]):
+    """Takes the place of `optimizer.state` between `enter` and `leave`: no user code may use the states.
+
+    No rank has those of all parameters. Optimizers find their plain states when they step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        """torch's, not Lightning's"""
+        self._own: Any = optimizer.state
+
+    def enter(self) -> None:
+        """User code begins, or goes on."""
+        if self.optimizer.state is not self:
+            self._own, self.optimizer.state = self.optimizer.state, self  # type: ignore[assignment]
+
+    def leave(self) -> None:
+        """User code has ended.
+
+        Raises:
+            UnsupportedError: it has loaded other states.
+        """
+        left: Any = self.optimizer.state
+        self.optimizer.state = self._own
+        if left is not self and left is not self._own:
+            self._refuse()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"each rank has the states of {type(self.optimizer).__name__} for its own parameters, or parts of them: "
+            "optimizer.state can't be used here. trainer.save_checkpoint(path) on all ranks writes all of them."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
 
 
 @dataclass(eq=False, repr=False)

@@ -56,12 +56,11 @@ from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import STATE, DistributedTensor, OptimizerDocument, StateDocument
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, plain_alias
+from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, own_shape, partial_alias, plain_alias
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, with_resume
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.run import Run
 
@@ -400,8 +399,29 @@ def optimizer_state(optimizer: Optimizer, steps: "OptimizerSteps") -> dict[str, 
     own = {}
     for index, (name, parameter) in enumerate(named_parameters_of(optimizer, steps.names).items()):
         if index in state["state"] and steps.updates(parameter):  # Adagrad's constructor makes states of placeholders
-            own[index] = as_parts(state["state"][index], parameter, name, sharding)
+            own[index] = _as_parts(state["state"][index], parameter, name, sharding)
     return {**state, "state": own}
+
+
+_WAY_OUT_OF_STATES = (
+    "Optimizer states are on the ranks that update their parameters. Change each in place by numbers and by states of "
+    "its own parameter, in a hook that runs on all ranks; trainer.save_checkpoint(path) writes all of them"
+)
+
+
+def _as_parts(state: Mapping[Any, Any], parameter: Tensor, name: str, sharding: Sharding | None) -> dict[Any, Any]:
+    """The states of one of this rank's parameters; cut ones refuse operations that would be wrong on a part."""
+    if sharding is None or parameter not in sharding.whole_shapes:
+        return dict(state)
+    whole, shape, is_of_data_rank = sharding.whole_shapes[parameter], own_shape(parameter), False
+    if isinstance(sharding, OptimizerShards):
+        shape, is_of_data_rank = sharding.local_shape(parameter), parameter in sharding
+    return {
+        key: partial_alias(value, Part(name, whole, is_of_data_rank, f"the optimizer's {key} of ", _WAY_OUT_OF_STATES))
+        if isinstance(value, Tensor) and own_shape(value) == shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def named_parameters_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, nn.Parameter]:

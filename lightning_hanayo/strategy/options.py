@@ -79,7 +79,7 @@ class Options:
     schedule: str = "auto"
     _: KW_ONLY
     step: Literal["auto", "microbatch", "batch"] = "auto"
-    balance: Literal["parameters"] | Sequence[float] = "parameters"
+    balance: Literal["parameters", "time"] | Sequence[float] = "parameters"
     cube_memory: Literal["gathered", "shards"] = "gathered"
     cube_weights: Literal["microbatch", "batch"] = "microbatch"
     cube_pieces: int = 1
@@ -231,7 +231,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "loss_weight": (callable, "'samples', 'tokens', 'shifted_tokens', 'sum', 'auto', or a function of a micro-batch"),
     "activation_budget": (lambda value: is_number(value) and value > 0, "a positive number of M_a, or None"),
     "schedule": (lambda value: isinstance(value, (str, PathLike)), "a name, the path of a CSV table, or 'auto'"),
-    "balance": (_are_costs, "'parameters', or one finite number of at least 0 per block"),
+    "balance": (_are_costs, "'parameters', 'time', or one finite number of at least 0 per block"),
     "cube_pieces": (lambda value: is_size(value) and value <= MAX_PIECES, f"{_FROM_1}, and at most {MAX_PIECES:,}"),
     "timeout": (
         lambda value: is_number(_seconds(value)) and 0 < _seconds(value) <= MAX_TIMEOUT.total_seconds(),

@@ -89,7 +89,8 @@ class HanayoStrategy(CheckpointingStrategy):
             are rejected in the first training batch.
         schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave that is fastest in
             simulation; "1f1b" for a stack of fewer than 2P blocks.
-        balance: what blocks cost when the stack is cut: "parameters", or one number per block, such as its time.
+        balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or
+            one number per block.
         costs: times of stages and messages, for choosing waves and order: the path of the `profile.json` that an
             earlier run wrote; a `CostModel` in any unit, or its fields as a mapping; None: an estimate (T_B = 2 T_F,
             T_C = 0.05 T_F).

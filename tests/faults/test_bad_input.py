@@ -62,6 +62,7 @@ BAD = {  # options of the strategy, devices, model -> words of the message: the 
     "unknown schedule": ({"schedule": "hanyo"}, 2, models.MLP, ["'hanyo'", "did you mean 'hanayo'"]),
     "waves without a wave": ({"schedule": "1f1b", "num_waves": 2}, 2, models.MLP, ["'1f1b' has no waves", "=2"]),
     "unknown weight": ({"loss_weight": "token"}, 2, models.MLP, ["'token'", "'tokens'"]),
+    "time without an example": ({"balance": "time"}, 2, models.MLP, ["balance='time'", "MLP has none"]),
     "no waves": ({"num_waves": 0}, 2, models.MLP, ["num_waves", "0"]),
     "no micro-batches": ({"num_microbatches": 0}, 2, models.MLP, ["num_microbatches", "0"]),
 }  # fmt: skip

@@ -228,6 +228,7 @@ def reloaded(trainer: Any, module: LightningModule, _: Path) -> None:
 
 
 def cut(balance: Any, trainer: Any, module: LightningModule, _: Path) -> None:
+    module.example_input_array = torch.zeros(2, models.WIDTH, dtype=torch.float64)
     trainer(max_steps=3, balance=balance).fit(module, loader(), loader(8))
 
 
@@ -271,6 +272,7 @@ RUNS: dict[str, Run] = {
     "checkpoints by step": checkpoints,
     "loggers and bars": logged,
     "reloaded loaders": reloaded,
+    "balance by time": partial(cut, "time"),
     "balance by hand": partial(cut, [3.0, 1, 1, 1, 1, 1, 1, 1]),
     "interleaved": interleaved,
     "a table from a file": table,
@@ -303,7 +305,7 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
 
 
 RARE = (
-    "streams with workers", "two modules", "steps of a stream counted at set-up", "overfit",
+    "streams with workers", "two modules", "balance by time", "steps of a stream counted at set-up", "overfit",
     "fast dev run", "clipped by value", "plateau per step", "combined loaders", "validation every other epoch",
     "accumulation by epoch", "checkpoints by step", "limits", "anomalies", "logs in hooks", "reloaded loaders",
     "balance by hand", "a table from a file", "steps counted at set-up", "an odd end while accumulating", "interleaved",

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
@@ -35,6 +36,20 @@ def takes_dataloader_iter(module: "pl.LightningModule") -> bool:
 def defines_configure_model(module: "pl.LightningModule") -> bool:
     """Whether the model is built in `configure_model`, after the processes have started."""
     return is_overridden("configure_model", module)
+
+
+def example_run(module: "pl.LightningModule", device: torch.device) -> Callable[[], object]:
+    """Returns a function that runs `forward` on the module's `example_input_array`, on `device`."""
+    precision = module.trainer.precision_plugin
+    example = precision.convert_input(move_data_to_device(module.example_input_array, device))
+    is_named = isinstance(example, dict)
+    arguments = () if is_named else example if isinstance(example, (tuple, list)) else (example,)
+
+    def run() -> None:
+        with precision.forward_context():
+            module(*arguments, **(example if is_named else {}))
+
+    return run
 
 
 def user_defines(trainer: "pl.Trainer", *hooks: str) -> bool:

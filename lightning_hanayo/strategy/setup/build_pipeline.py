@@ -8,17 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_hanayo.clock import clock_for
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.overlap.turns import ActionState
 from lightning_hanayo.packed_values import stored_tensors
+from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import Load, cut, stage_shares
 from lightning_hanayo.partition.deferred_init import DeferredInit, MetaCopy, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
-from lightning_hanayo.partition.stack import modules_outside, num_parameters_outside, other_lists
+from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside, other_lists
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
 from lightning_hanayo.pipeline_parallel.capture.between import StandIns
@@ -415,9 +417,25 @@ def _loads(plan: ModelPlan, run: Run) -> list[Load]:
     once = plan.layout.runs_step_once  # then all ranks wait for the code outside the stack
     if options.balance == "parameters":
         return [Load(sizes, 0 if once else num_parameters_outside(model, stack, computing=True)), parameters]
-    return [Load([float(cost) for cost in options.balance])]
+    if options.balance != "time":
+        return [Load([float(cost) for cost in options.balance])]
+    times, outside = _measured_times(run, stack)
+    return [Load(times, 0.0 if once else outside), parameters]
 
 
 def _outside_stage(layout: Layout) -> int:
     """Code outside the stack runs on rank 0: with the last stage's blocks in a wave, with the first one's in a loop."""
     return -1 if layout.ends_on_first_rank else 0
+
+
+def _measured_times(run: Run, stack: Stack) -> tuple[Sequence[float], float]:
+    """Seconds of each block, and of everything outside the stack, as rank 0 measured them."""
+    example = user_hooks.example_run(run.module, run.device)
+    if is_deferred(run.module):
+        raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
+    times, outside = measure_block_times(run.module, stack, example, run.device)
+    measured = torch.tensor([*times, outside], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.broadcast(measured, src=0)
+    *times, outside = measured.tolist()
+    return times, outside

@@ -53,6 +53,11 @@ def check_run(
         value = getattr(trainer, name, None)  # an interval in time is kept elsewhere
         if isinstance(value, int | float) and value <= 0:
             raise HanayoError(f"Trainer({name}={value!r}): expected a number above 0")
+    if options.balance == "time" and module.example_input_array is None:
+        raise HanayoError(
+            f"balance='time' measures the blocks while the model runs on example_input_array, but "
+            f"{type(module).__name__} has none. Set it, or give balance one cost per block."
+        )
     for name in sparse_weights(module) if prod(topology.cube) > 1 else ():  # a cube sums gradients in flat buffers
         raise UnsupportedError(f"{name} has sparse gradients, which a cube can't sum; make it sparse=False")
     _check_callbacks(trainer, options, topology)

@@ -23,7 +23,7 @@ The `Parameter` objects stay, so optimizers, param groups, schedulers and checkp
 
     W [6, 4] of rank 1, on the cube (1, 2, 1)      rank 0               rank 1
     forward, backward, clipping    p.data, p.grad  [3, 4], [3, 4]       [3, 4], [3, 4]
-    optimizer.step()               p.data, p.grad  [3, 4], None         [6, 4], [6, 4]     gathered from all
+    optimizer.step()               p.data, p.grad  [3, 4], None         [6, 4], [6, 4]     gathered by its owner
     afterwards                     p.data, p.grad  [3, 4], [3, 4]       [3, 4], [3, 4]     new values, sent by its owner
 
 The other ranks' optimizers pass it over, as it has no gradient there, and so only its owner has states of it.
@@ -42,15 +42,16 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
-from lightning_hanayo.strategy.groups import broadcast_bytes
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards, set_values
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
 from lightning_hanayo.strategy.setup.prepared_model import Cube
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import all_gather_whole
+from lightning_hanayo.tensor_parallel.sharding import Shard
 from lightning_hanayo.topology import AXES
+
+ShapeAndType = tuple[tuple[int, ...], torch.dtype]
 
 
 class OptimizerOwners:
@@ -83,35 +84,58 @@ class OptimizerOwners:
         dist.all_reduce(present, dist.ReduceOp.MIN, group=self._control)  # whether all ranks have a gradient of it
         trained = [one for one, is_present in zip(parameters, present.tolist(), strict=True) if is_present]
         self._replaced = {parameter: (parameter.data, parameter.grad) for parameter in trained}
+        sent: list[list[Tensor]] = [[] for _ in range(self._axis.size)]
+        expected: list[list[ShapeAndType]] = [[] for _ in range(self._axis.size)]
         for parameter, (data, gradient) in self._replaced.items():
             assert gradient is not None
-            shard, parts = self._shard_of(parameter), (data, gradient)
-            if self._mesh.size(shard.axes) > 1:  # in the cube of each data rank; they may be in host memory
-                data, gradient = (
-                    all_gather_whole(one.to(self._device), shard, self._mesh, one.device) for one in parts
-                )
+            shard, owner = self._shard_of(parameter), self._owners[parameter]
+            sources = self._sources(shard, owner)
+            if self._axis.rank in sources:
+                sent[owner] += [data, gradient]
+            for rank in sources if self.owns(parameter) else ():
+                shape = shard.local_shape(self._mesh, self._place(rank))
+                expected[rank] += [(shape, data.dtype), (shape, gradient.dtype)]
+        received = self._exchange(sent, expected)
+        for parameter, (data, gradient) in self._replaced.items():
+            assert gradient is not None
             parameter.grad = None
             if self.owns(parameter):
+                shard = self._shard_of(parameter)
+                sources = self._sources(shard, self._axis.rank)
+                if sources:
+                    data, gradient = (one.new_empty(shard.shape) for one in (data, gradient))
+                for rank in sources:
+                    for whole in (data, gradient):
+                        shard.put(whole, next(received[rank]), self._mesh, self._place(rank))
                 set_values(parameter, data, gradient)
 
     def take_out(self) -> None:
         """After the step: each rank's own part again, with the values that the owners have given it."""
-        for parameter, (data, gradient) in self._replaced.items():
-            shard = self._shard_of(parameter)
-            whole = parameter.data if self.owns(parameter) else data.new_empty(shard.shape)
-            whole = whole.to(self._device).contiguous()
-            broadcast_bytes(whole, self._axis.group, self._owners[parameter])
-            set_values(parameter, data, gradient)
-            with torch.no_grad():  # not its data: all ranks have to see that its version has changed
-                parameter.copy_(shard.of(whole, self._mesh))
-        self._replaced = {}
+        sent: list[list[Tensor]] = [[] for _ in range(self._axis.size)]
+        expected: list[list[ShapeAndType]] = [[] for _ in range(self._axis.size)]
+        for parameter, (data, _) in self._replaced.items():
+            expected[self._owners[parameter]].append((tuple(data.shape), data.dtype))
+            if self.owns(parameter):
+                shard = self._shard_of(parameter)
+                for rank, own in enumerate(sent):
+                    own.append(shard.of(parameter.data, self._mesh, self._place(rank)))
+        received = self._exchange(sent, expected)
+        owners, replaced = self._owners, list(self._replaced)
+        self._put_back()
+        with torch.no_grad():
+            for parameter in replaced:  # not its data: all ranks have to see that its version has changed
+                parameter.copy_(next(received[owners[parameter]]))
 
     def abandon(self) -> None:
         """The run has failed: each rank's own part, and no groups."""
+        self._put_back()
+        self._control = None
+        self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
+
+    def _put_back(self) -> None:
         for parameter, (data, gradient) in self._replaced.items():
             set_values(parameter, data, gradient)
-        self._replaced, self._control = {}, None
-        self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
+        self._replaced = {}
 
     def _deal(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give each new parameter, the largest first, to the rank that has the fewest elements."""
@@ -120,6 +144,38 @@ class OptimizerOwners:
         for parameter in sorted(new, key=lambda one: (not one.requires_grad, -sizes[one])):
             owner = self._owners[parameter] = self._loads.index(min(self._loads))
             self._loads[owner] += sizes[parameter]
+
+    def _sources(self, shard: Shard, owner: int) -> list[int]:
+        """The ranks that send the owner its parts, one of each: its own data rank's. None where it has the whole."""
+        if self._mesh.size(shard.axes) == 1:
+            return []
+        first = owner // self._mesh.num_ranks * self._mesh.num_ranks
+        others = [i for i, axis in enumerate("xyz") if axis not in shard.axes]
+        return [first + i for i, place in enumerate(self._mesh.places) if not any(place[axis] for axis in others)]
+
+    def _place(self, rank: int) -> tuple[int, int, int]:
+        return self._mesh.places[rank % self._mesh.num_ranks]
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[ShapeAndType]]
+    ) -> list[Iterator[Tensor]]:
+        """Send each rank its tensors, as one message of bytes; return those that each rank has sent."""
+        at_step = next((data.device for data, _ in self._replaced.values()), self._device)  # maybe host memory
+        empty = torch.empty(0, dtype=torch.uint8, device=at_step)
+        parts = [torch.cat([empty, *map(_as_bytes, tensors)]).to(self._device) for tensors in sent]
+        sizes = [[prod(shape) * dtype.itemsize for shape, dtype in tensors] for tensors in expected]
+        lengths = [sum(one) for one in sizes]
+        rows = self._axis.exchange_rows(torch.cat(parts), [len(part) for part in parts], lengths).wait()
+        received = rows.to(at_step).split(lengths)
+        return [
+            # a copy, as memory for numbers of several bytes has to be aligned
+            (part.clone().view(dtype).view(shape) for part, (shape, dtype) in zip(one.split(own), tensors, strict=True))
+            for one, own, tensors in zip(received, sizes, expected, strict=True)
+        ]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class RefusedStates(MutableMapping[Any, Any]):

@@ -41,8 +41,6 @@ def register() -> None:
         registry: Any = getattr(sys.modules.get(host), "StrategyRegistry", None)
         if registry is not None and NAME not in registry:
             registry.register(NAME, factory, description=DESCRIPTION)
-            for ending in ("spawn", "fork", "notebook", "find_unused_parameters_true"):
-                registry.register(f"{NAME}_{ending}", _refuse_name, description=f"use {NAME!r}", override=True)
     for host in ("lightning.pytorch.core.saving", "lightning.fabric.plugins.io.torch_io"):
         _wrap("pl_load", _reads_folders, host)  # of load_from_checkpoint, and of a plain Trainer's ckpt_path
     _wrap("load", _names_export, "torch", "torch.serialization")  # both: a pickled function is found by its module
@@ -108,15 +106,6 @@ def _refuse(**options: Any) -> Any:
     from lightning_hanayo.errors import OtherPackageError
 
     raise OtherPackageError
-
-
-def _refuse_name(**options: Any) -> Any:
-    """The factory of names that resemble those of Lightning's DDP."""
-    raise ValueError(
-        "strategy='hanayo' is the only name of this strategy. It starts its processes by running the script again, not "
-        "by spawn or fork, and needs no option for parameters without a gradient. Its options are those of "
-        "lightning_hanayo.HanayoStrategy."
-    )
 
 
 _FACTORIES: dict[str, Callable[..., Any]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hanayo.dist_checkpointing.commit import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, UnsupportedError, available
 from lightning_hanayo.partition import guards
@@ -40,7 +40,6 @@ class CheckpointingStrategy(MeshParallelStrategy):
         self._session: Session | None = None
         self._resume: Resume | None = None
         self._kept: KeptValues | None = None
-        self._names_in_fit: Mapping[Tensor, str] = {}
 
     @property
     def session(self) -> Session:
@@ -51,11 +50,6 @@ class CheckpointingStrategy(MeshParallelStrategy):
     def pipeline(self) -> Pipeline:
         """This rank's part of the pipeline; it exists while the Trainer runs."""
         return self.session.pipeline
-
-    @property
-    def _names(self) -> dict[Tensor, str]:
-        """The names of parameters, also of those that the optimizers have: another run may have cut the module anew."""
-        return {**self._names_in_fit, **self.session.names}
 
     @property
     def _prepared_module(self) -> PreparedModel:
@@ -137,13 +131,12 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        module, session = self.module, self._session
-        if session is not None:
-            session.saves_on_exception.check()
-            session.guard.check_all_ranks("trainer.save_checkpoint")
+        module, session = self.module, self.session
+        session.saves_on_exception.check()
+        session.guard.check_all_ranks("trainer.save_checkpoint")
         with self._unguarded(), self._master_values():
             self._prepared_module.check(module)
-            if session is None or not session.has_pipeline:
+            if not session.has_pipeline:
                 return module.state_dict()
             if not session.is_running:
                 self._prepared_module.check_loads()
@@ -171,7 +164,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
         optimizer, steps = unwrapped(optimizer), self.session.steps
         with self._unguarded(), reading_states(optimizer):
             if self.session.checkpoints.is_sharded:
-                return parts.optimizer_state(optimizer, self._names, steps)
+                return parts.optimizer_state(optimizer, steps)
             if steps.all_ranks is not None:
                 return gather_optimizer_state(optimizer, steps.all_ranks, is_here=steps.updates)
             if self.data_rank > 0 and steps.shards is None:  # one pipeline writes the checkpoint
@@ -181,22 +174,17 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        session = self._session
-        if session is None:  # before the first run
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
+        session = self.session
         with self._unguarded():
             resumes = "optimizer_states" in checkpoint and session.is_running
             state = resume_state(session, session.choice) if resumes else None
-
-            def own_part(content: Mapping[str, Any]) -> RankPart:
-                return parts.rank_part(content, session.steps, self._names, state)
-
             if resumes and session.restarts is not None:
                 session.restarts.note(filepath)
             try:
-                is_cut = session.has_pipeline  # it isn't before the model is set up
-                session.checkpoints.save(checkpoint, filepath, own_part if is_cut else None, state, storage_options)
+                own_part = None
+                if session.has_pipeline:  # else the module isn't cut
+                    own_part = partial(parts.rank_part, steps=session.steps, resume=state)
+                session.checkpoints.save(checkpoint, filepath, own_part, state, storage_options)
                 # no batch may follow, before which an error could be raised
                 if not session.is_running or save.ends_job(filepath):
                     session.checkpoints.finish()
@@ -206,22 +194,17 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self._session is None:  # before the first run
-            super().remove_checkpoint(filepath)
-            return
-        self._session.checkpoints.remove(filepath)
-        if self._session.restarts is not None:
-            self._session.restarts.forget(filepath)
+        self.session.checkpoints.remove(filepath)
+        if self.session.restarts is not None:
+            self.session.restarts.forget(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._session is not None:
-            self._session.guard.check_all_ranks("load_checkpoint")
+        self.session.guard.check_all_ranks("load_checkpoint")
         verify = self.options.verify_checkpoints
         checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
         with self._unguarded():
-            if self._session is not None:
-                self._session.checkpoints.finish()  # it may be the one that is still being written
+            self.session.checkpoints.finish()  # it may be the one that is still being written
             return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
 
     @override
@@ -244,7 +227,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            load_optimizers(checkpoint, self._names, self.session.steps)
+            load_optimizers(checkpoint, self.session.steps)
             move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.session, saved_run(checkpoint))
 

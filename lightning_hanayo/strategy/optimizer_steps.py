@@ -29,7 +29,7 @@ The `Parameter` objects stay, so optimizers, param groups, schedulers and checkp
 The other ranks' optimizers pass it over, as it has no gradient there, and so only its owner has states of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -43,13 +43,12 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.strategy.lightning import state, user_hooks
-from lightning_hanayo.strategy.optimizer.guarded_states import RefusedStates
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards, set_values
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
 from lightning_hanayo.strategy.setup.prepared_model import Cube
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
+from lightning_hanayo.tensor_parallel.sharding import Shard
 from lightning_hanayo.topology import AXES
 
 ShapeAndType = tuple[tuple[int, ...], torch.dtype]
@@ -64,13 +63,11 @@ class OptimizerOwners:
     """
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter]) -> None:
-        group, self._device, self._mesh, cube = run.groups.metrics, run.device, run.mesh, run.cube
+        group, self._device, self._mesh, self._shard_of = run.groups.metrics, run.device, run.mesh, run.shard_of
         self._axis = MeshAxis(group, group.size(), group.rank(), what="whole parameters of an optimizer")
         """these ranks, those of a cube next to each other"""
         self._control: Any = run.groups.factory.control(run.topology.groups("data", *"xyz"))
         """the same, for tensors in host memory (gloo); None after a failure"""
-        whole: Callable[[Tensor], Shard] = lambda parameter: Shard(tuple(map(DimShard, parameter.shape)))  # noqa: E731
-        self._shard_of = whole if cube is None else cube.shard_of
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self._axis.size
         self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
@@ -181,6 +178,42 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+class RefusedStates(MutableMapping[Any, Any]):
+    """Takes the place of `optimizer.state` between `enter` and `leave`: no user code may use the states.
+
+    No rank has those of all parameters. Optimizers find their plain states when they step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        """torch's, not Lightning's"""
+        self._own: Any = optimizer.state
+
+    def enter(self) -> None:
+        """User code begins, or goes on."""
+        if self.optimizer.state is not self:
+            self._own, self.optimizer.state = self.optimizer.state, self  # type: ignore[assignment]
+
+    def leave(self) -> None:
+        """User code has ended.
+
+        Raises:
+            UnsupportedError: it has loaded other states.
+        """
+        left: Any = self.optimizer.state
+        self.optimizer.state = self._own
+        if left is not self and left is not self._own:
+            self._refuse()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"each rank has the states of {type(self.optimizer).__name__} for its own parameters, or parts of them: "
+            "optimizer.state can't be used here. trainer.save_checkpoint(path) on all ranks writes all of them."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
+
+
 @dataclass(eq=False, repr=False)
 class OptimizerSteps:
     """Made when the model is set up. Its methods are called by all ranks of the world."""
@@ -258,10 +291,8 @@ class OptimizerSteps:
             names = {parameter: name for name, parameter in self.run.module.named_parameters()}
             name = names.get(unknown, "which isn't one of the LightningModule's")
             raise UnsupportedError(
-                f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, of which not all ranks "
-                "know, or that was made too late for shard_optimizer, master_weights or offload_optimizer. Make it a "
-                "parameter of the module in __init__ or setup, or without these options in a hook that runs on all "
-                "ranks."
+                f"an optimizer has a parameter {list(unknown.shape)}, {name}, that not all ranks know, or late for "
+                "shard_optimizer, master_weights or offload_optimizer. Make it the module's, in __init__ or setup."
             )
 
     def end_step(self) -> None:

@@ -4,9 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import wraps
-from math import prod
 from os import PathLike, fspath
 from pathlib import Path
 from reprlib import repr as repr_of
@@ -21,7 +19,6 @@ from lightning_hanayo.planner.files import costs_from
 from lightning_hanayo.planner.layout import check_schedule
 from lightning_hanayo.schedule.number_checks import LARGEST, check_num_actions, is_number, is_size, is_whole
 from lightning_hanayo.strategy.losses import LossWeight
-from lightning_hanayo.topology import MAX_RANKS, cube_sizes
 
 AutoInt = Literal["auto"] | int
 Recompute = Literal["none", "blocks", "attention"] | int | Callable[[str, nn.Module], bool]
@@ -35,52 +32,26 @@ LOAD_ANYWAY = ("nan", "dtype", "optimizer_state", "samples")
 """problems for which a checkpoint is refused unless `load_anyway` accepts them"""
 
 
-_INSTEAD = {
-    "tensor_parallel_size|tensor_model_parallel_size|tp_size": "use cube=(1, n, 1)",
-    "pipeline_model_parallel_size|pipeline_parallel|pp_size|num_stages": "use pipeline_parallel_size=n",
-    "virtual_pipeline_model_parallel_size|num_model_chunks": "use num_waves=n, which makes 2 n stages on each rank",
-    "micro_batch_size|micro_batches|train_micro_batch_size_per_gpu|n_microbatches": "use num_microbatches=n",
-    "sharding_strategy|stage|zero_stage|use_distributed_optimizer": "use cube=(n, 1, 1) to shard weights, or "
-    "shard_optimizer=True to shard the optimizer's states alone",
-    "cpu_offload|offload_optimizer_device": "use offload_optimizer=True",
-    "activation_checkpointing|activation_checkpointing_policy|recompute_granularity": "use recompute='blocks'",
-    "auto_wrap_policy": "leave it out, as the stack of blocks is found, or name another stack by blocks='...'",
-    "find_unused_parameters|static_graph|gradient_as_bucket_view|bucket_cap_mb": "leave it out: it isn't needed",
-    "process_group_backend": "leave it out: GPUs use NCCL, and CPUs gloo",
-    "measure_memory": "hanayo plan --given predicts each rank's memory, and WaveReport tells its peak",
-}
-"""what to do instead, by options of DDP, FSDP, DeepSpeed and Megatron"""
-
-
-def check_names(strategy: type, names: Iterable[str]) -> None:
-    """Check the names of options that a strategy is to get.
-
-    Raises:
-        HanayoError: it has no such option.
-    """
-    parameters = inspect.signature(strategy.__init__).parameters  # type: ignore[misc]
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return  # a subclass takes more
-    for name in (name for name in names if name not in parameters):
-        instead = next((advice for others, advice in _INSTEAD.items() if name in others.split("|")), None)
-        close = get_close_matches(name, list(parameters)[1:], n=1)
-        hint = instead or (f"did you mean {close[0]!r}?" if close else "help(HanayoStrategy) lists those it has")
-        raise HanayoError(f"{strategy.__name__} has no option {name!r}: {hint}")
-
-
 _P = ParamSpec("_P")
 
 
 def takes(
     options: Callable[_P, "Options"],
 ) -> Callable[[Callable[[Any, dict[str, Any]], None]], Callable[Concatenate[Any, _P], None]]:
-    """Give a constructor the parameters of `options`, which it gets as a dictionary of all arguments."""
+    """Give a constructor the parameters of `options`, which it gets as a dictionary of all arguments.
+
+    Raises:
+        HanayoError: by the constructor, if there is no option of a given name; the message names the most similar one.
+    """
 
     def decorate(constructor: Callable[[Any, dict[str, Any]], None]) -> Callable[Concatenate[Any, _P], None]:
         parameters = inspect.signature(options)
 
         @wraps(constructor)
         def __init__(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            for name in kwargs.keys() - parameters.parameters.keys():
+                hint = f"{nearest(name, parameters.parameters)}. Those of other strategies: docs/guides/migrating.md"
+                raise HanayoError(f"{type(self).__name__} has no option {name!r}: {hint}")
             given = parameters.bind(*args, **kwargs)
             given.apply_defaults()
             constructor(self, given.arguments)
@@ -163,18 +134,14 @@ class Options:
         check_schedule(self.schedule)
 
     def _check_bounds(self) -> None:
-        """Reject sizes that no machine has, and schedules that would take minutes to build, by lower bounds."""
-        sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) != "auto"}
-        known = dict.fromkeys(_SIZES, 1) | sizes
-        ranks = known["pipeline_parallel_size"] * known["data_parallel_size"] * prod(cube_sizes(self.cube))
-        if ranks > MAX_RANKS:
-            product = "pipeline_parallel_size x data_parallel_size x cube"
-            raise HanayoError(f"{product} are at least {ranks:,} ranks, and at most {MAX_RANKS:,} can be")
+        """Reject schedules that would take minutes to build, by lower bounds of their sizes."""
+        names = ("pipeline_parallel_size", "num_waves", "num_microbatches")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) != "auto"}
+        known = dict.fromkeys(names, 1) | sizes
         stages_per_rank = 2 * known["num_waves"] if known["num_waves"] > 1 else 1
         try:
             check_num_actions(known["pipeline_parallel_size"], known["num_microbatches"], stages_per_rank)
         except HanayoError as error:
-            sizes.pop("data_parallel_size", None)
             raise HanayoError(f"{', '.join(f'{name}={size}' for name, size in sizes.items())}: {error}") from None
 
     def _check_pairs_of_options(self) -> None:

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -224,8 +223,6 @@ class WaveReport(Callback):
     `TensorBoardLogger`. With a strategy other than `HanayoStrategy` nothing is reported. Every process needs the same
     `WaveReport`.
 
-    A run with such a logger and without this callback logs the figures and the picture, and writes no files.
-
     Example:
         >>> trainer = L.Trainer(devices=4, strategy="hanayo", callbacks=[WaveReport(every_n_steps=100)])
 
@@ -257,8 +254,6 @@ class WaveReport(Callback):
             raise HanayoError(f"flops_per_batch={flops_per_batch!r}: expected a number above 0, or None")
         self._every_n_steps = every_n_steps
         self._files = {"picture": picture, "trace": trace, "profile": profile}
-        self._is_asked = True
-        """whether files are kept, and lines are printed"""
         self._pipeline: Pipeline | None = None
         """on the ranks of the first replica, in a training"""
         self._noted: tuple[int, RecordedBatch] | None = None
@@ -279,7 +274,7 @@ class WaveReport(Callback):
         if not isinstance(strategy, CheckpointingStrategy) or strategy.data_rank > 0:
             return
         self._pipeline, self._batches = strategy.pipeline, 0
-        if not trainer.is_global_zero or not self._is_asked:
+        if not trainer.is_global_zero:
             return
         num_samples = self._pipeline.splitter.num_samples
         flops, said = step_flops(pl_module, self._flops_per_batch, num_samples)
@@ -378,10 +373,7 @@ class WaveReport(Callback):
         self._rows = [("peak memory", f"{peak / 1e9:.2f} GB, on rank {fullest}")]
         at_end: dict[str, float] = {f"hanayo/rank_{rank}/peak_memory_bytes": peak for rank, peak in peaks.items()}
         if measured is not None:
-            with TemporaryDirectory() as folder:
-                self._write_files(
-                    trainer, pipeline, measured, Path(trainer.default_root_dir if self._is_asked else folder)
-                )
+            self._write_files(trainer, pipeline, measured, Path(trainer.default_root_dir))
             at_end["hanayo/bubble"] = measured.timeline.bubble_ratio
             at_end["hanayo/bubble_from_costs"] = measured.predicted.bubble_ratio
         for logger in trainer.loggers:
@@ -408,8 +400,7 @@ class WaveReport(Callback):
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        is_reported = self._is_asked and isinstance(trainer.strategy, CheckpointingStrategy)
-        if trainer.is_global_zero and stage == "fit" and is_reported:
+        if trainer.is_global_zero and stage == "fit" and isinstance(trainer.strategy, CheckpointingStrategy):
             bar = trainer.progress_bar_callback
             if bar is not None:
                 bar.teardown(trainer, pl_module, stage)  # its last frame, before the last lines
@@ -432,18 +423,6 @@ class WaveReport(Callback):
         if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
             rows.append(("checkpoint", _short(checkpoint.best_model_path)))
         return rows
-
-
-def report_to_loggers(trainer: "pl.Trainer") -> None:
-    """If a run asked for no report, but a logger takes images, log figures and the picture of a step, and say nothing.
-
-    Called by all ranks.
-    """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    draws = any(isinstance(one, WandbLogger | TensorBoardLogger) for one in trainer.loggers)
-    if draws and not any(isinstance(one, WaveReport) for one in callbacks):
-        callbacks.insert(0, report := WaveReport(trace=None, profile=None))
-        report._is_asked = False
 
 
 def _title(layout: Layout) -> str:

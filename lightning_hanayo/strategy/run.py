@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
+from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.errors import available
 from lightning_hanayo.partition.guards import ParameterGuard
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
@@ -24,6 +26,7 @@ from lightning_hanayo.strategy.losses import SampleCount
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.tensor_parallel.mesh import Mesh
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
 from lightning_hanayo.topology import Topology
 
 if TYPE_CHECKING:
@@ -102,6 +105,14 @@ class Run:
     def mesh(self) -> Mesh:
         """Of the cube; without one, of this rank alone."""
         return Mesh.single() if self.cube is None else self.cube.mesh
+
+    def shard_of(self, parameter: Tensor) -> Shard:
+        """How the ranks of the cube hold a parameter of this pipeline rank; without one, this rank has the whole."""
+        return Shard(tuple(map(DimShard, parameter.shape))) if self.cube is None else self.cube.shards[parameter]
+
+    def region_of(self, parameter: Tensor) -> Region:
+        """The entries of the whole parameter that this rank holds."""
+        return Region.whole(parameter.shape) if self.cube is None else self.cube.region(parameter)
 
     @property
     def has_pipeline(self) -> bool:

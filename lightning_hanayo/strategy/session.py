@@ -28,10 +28,7 @@ from lightning_hanayo.strategy.checkpoints.load import KeptValues
 from lightning_hanayo.strategy.checkpoints.save import Checkpoints
 from lightning_hanayo.strategy.groups import broadcast_values
 from lightning_hanayo.strategy.hangs import HangWatch, OwnStatus
-from lightning_hanayo.strategy.lightning import state, user_hooks
-from lightning_hanayo.strategy.lightning.loaders import first_batch
-from lightning_hanayo.strategy.lightning.loops import agree_on_counts, end_searches_on_failure, validate_together
-from lightning_hanayo.strategy.lightning.metrics import GivenBatchSizes
+from lightning_hanayo.strategy.lightning import loaders, loops, metrics, state, user_hooks
 from lightning_hanayo.strategy.lightning.signals import StopsOnSignal
 from lightning_hanayo.strategy.losses import LossWeight, LossWeighting, PieceWeights, TokenLosses, for_model
 from lightning_hanayo.strategy.nonfinite import BlockNames, NonFiniteCheck
@@ -41,7 +38,6 @@ from lightning_hanayo.strategy.probing.probe import Sample
 from lightning_hanayo.strategy.probing.step_choice import StepChoice
 from lightning_hanayo.strategy.restarts import Restarts
 from lightning_hanayo.strategy.run import Run, RunParts
-from lightning_hanayo.strategy.setup.adapt import adapt
 from lightning_hanayo.strategy.setup.build_pipeline import build_pipeline, examine_first_batch, whole_values
 from lightning_hanayo.strategy.setup.checks import run_uncompiled, warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
@@ -52,7 +48,7 @@ from lightning_hanayo.strategy.user_code import collectives
 from lightning_hanayo.strategy.user_code.collected import Collections, warn_of_parts
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
-from lightning_hanayo.strategy.votes import ReplicaCheck, SavesOnException, StepVotes
+from lightning_hanayo.strategy.votes import ReplicaCheck, SavesOnException, StepVotes, agree_after_hooks
 from lightning_hanayo.tensor_parallel.on_use import whole_arguments
 
 
@@ -70,7 +66,7 @@ class Session(Run):
         self.votes = StepVotes(self)
         self.restarts: Restarts | None = None
         """None if nobody starts this run again"""
-        self.given_batch_sizes = GivenBatchSizes()
+        self.given_batch_sizes = metrics.GivenBatchSizes()
         self.averages = Averages(self)
         self.token_losses: TokenLosses | None = None
         """of a cube, in steps that all of its ranks run alike"""
@@ -109,9 +105,9 @@ class Session(Run):
         """
         trainer, attributes = self.trainer, self.attributes
         if self.topology.world_size > 1:
-            agree_on_counts(trainer, attributes)
-            end_searches_on_failure(trainer, attributes, self.rank)
-            validate_together(trainer, attributes)
+            loops.agree_on_counts(trainer, attributes)
+            loops.end_searches_on_failure(trainer, attributes, self.rank)
+            loops.validate_together(trainer, attributes)
         self.checkpoints = Checkpoints(self, io)
         """saves and removes those of this run"""
         self.saves_on_exception = SavesOnException(self, self.checkpoints)
@@ -229,7 +225,7 @@ class Session(Run):
         self.hand_over = HandOver(self, self.collections, *defined)
         if fits and module.automatic_optimization:
             examine_first_batch(self, self.pipeline, cube)
-        adapt(self, self.hand_over, self.votes)
+        self._adapt()
         if several:
             callbacks.compare_whole_parameters(self, cube)
         self.norms = GradientNorms.of_run(self, cube, shards)
@@ -248,6 +244,28 @@ class Session(Run):
         self.replica_check = ReplicaCheck(self, names.stage_of)
         self.nonfinite = NonFiniteCheck(self, self._own_parameters(), names, self.norms)
         self.guard.after_registering = self.follow
+
+    def _adapt(self) -> None:
+        """Let hooks, metrics, loaders and loops know of the other ranks, once the model is set up."""
+        trainer, module, topology, attributes = self.trainer, self.module, self.topology, self.attributes
+        guarded_hooks.guard_hooks(self, self.failures.end_hook)
+        guarded_hooks.guard_writers(self)
+        metrics.share_metrics(self, self.hand_over.at_epoch_end)
+        loops.keep_inference_mode(trainer, attributes)
+        loaders.after_new_iterators(trainer, attributes, self.generators.share)
+        if topology.world_size > 1 and user_hooks.defines(module, "optimizer_step"):
+            attributes.wrap(module, "optimizer_step", self.votes.run_override)
+        if topology.replica_size > 1:
+            agree_after_hooks(self)
+        metrics.sync_metrics_over(module, self.groups.metrics, attributes)
+        if self.pipe_rank > 0:
+            loaders.skip_hooks_without_data(module, attributes)
+        if topology.data > 1:  # the pipeline may be built anew
+            validation = trainer.fit_loop.epoch_loop.val_loop
+            attributes.before(validation, "run", lambda: self.pipeline.step_state.update_over_data())
+        if not self.pipeline.is_single:
+            state.follow_steps(trainer, self.pipeline.ownership.stack, attributes)
+        state.count_batches_once(trainer, topology)
 
     def _after_step(self) -> None:
         self.failures.end_step()
@@ -308,7 +326,7 @@ class Session(Run):
             return (self._prepared.ownership.stack.name,)
         names: Sequence[str] = ()
         if self.rank == 0:
-            names = called_stacks(module, lambda: first_batch(trainer, module), state.step_name(trainer))
+            names = called_stacks(module, lambda: loaders.first_batch(trainer, module), state.step_name(trainer))
         names = broadcast_object(names)
         return names
 

@@ -29,7 +29,6 @@ from lightning_hanayo.strategy.lightning.state import move_optimizers, record_al
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options, takes
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
-from lightning_hanayo.strategy.report import report_to_loggers
 from lightning_hanayo.strategy.restarts import write_error_file
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
@@ -177,7 +176,7 @@ class HanayoStrategy(CheckpointingStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out threads, groups and connections of this process and its run: a run makes them anew."""
         state: dict[str, Any] = super().__getstate__()
-        return state | dict.fromkeys(("_groups", "_failures", "_session", "_resume")) | {"_names_in_fit": {}}
+        return state | dict.fromkeys(("_groups", "_failures", "_session", "_resume"))
 
     # set-up
 
@@ -262,7 +261,6 @@ class HanayoStrategy(CheckpointingStrategy):
         if self.topology.replica_size > 1:
             self.session.averages.cut(self._state_of)
         if fits:
-            report_to_loggers(trainer)
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
             check_optimizers(self.optimizers, self.topology, is_sharded=self.session.steps.shards is not None)
@@ -271,7 +269,6 @@ class HanayoStrategy(CheckpointingStrategy):
             move_optimizers(self.optimizers, self._states_device)
             self.session.prepare_steps(list(map(unwrapped, self.optimizers)), self._kept)
             self.session.steps.guard_states(self.optimizers)
-            self._names_in_fit = self.session.names
             check_saving(trainer, self.module, self.session.checkpoints)
             self.session.find_held_bytes(self.module)
         self._kept = None

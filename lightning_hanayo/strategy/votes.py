@@ -199,7 +199,7 @@ class ReplicaCheck:
             return
         self._last = step
         own = {name: one for name, one in run.module.named_parameters() if not one.is_meta}
-        keys = [(name, "" if run.cube is None else str(run.cube.region(one))) for name, one in own.items()]
+        keys = [(name, str(run.region_of(one))) for name, one in own.items()]
         hashes = dict(zip(keys, hashes_of(own.values()), strict=True))
         data, cube = run.groups.data_control, run.groups.cube
         for group in (data, None if cube is None else cube.whole):
@@ -215,9 +215,8 @@ class ReplicaCheck:
         )
         return (
             f"after optimizer step {step} the copies of {name} (stage {self.stage_of(name)}) differ. Their hashes are "
-            f"{held}. Ranks that hold the same parameter must update it alike: look for code that changes weights or "
-            f"gradients on some ranks only, or with random numbers of its own, and for a faulty device. Go on from a "
-            f"checkpoint that is older than the difference."
+            f"{held}. Look for code that changes weights or gradients on some ranks only, or with its own random "
+            "numbers, and for a faulty device. Go on from a checkpoint that is older than the difference."
         )
 
 

@@ -56,16 +56,12 @@ def test_strategy_is_registered_if_lightning_was_imported_before() -> None:
         activate()
         register()
         print("hanayo" in strategies.StrategyRegistry, "lightning_hanayo.strategy" in sys.modules)
-        try:
-            strategies.StrategyRegistry.get("hanayo_spawn")
-        except ValueError as error:
-            print(str(error)[:26])
         strategies.StrategyRegistry.pop("hanayo")
         import lightning_hanayo.strategy
         print("hanayo" in strategies.StrategyRegistry)
         """,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    ).splitlines() == ["False", "True False", "strategy='hanayo' is the o", "True"]
+    ).splitlines() == ["False", "True False", "True"]
 
 
 @pytest.mark.thorough  # test_install covers it with an installed package that is broken

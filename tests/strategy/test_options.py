@@ -13,10 +13,7 @@ from lightning_hanayo.errors import HanayoError
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_wave": 2}, "HanayoStrategy has no option 'num_wave': did you mean 'num_waves'?"),
-    ({"measure_memory": True}, "HanayoStrategy has no option 'measure_memory': hanayo plan --given predicts"),
-    ({"sharding_strategy": "FULL_SHARD"}, "'sharding_strategy': use cube=(n, 1, 1)"),
-    ({"pipeline_model_parallel_size": 2}, "use pipeline_parallel_size=n"),
-    ({"find_unused_parameters": True}, "leave it out: it isn't needed"),
+    ({"sharding_strategy": "FULL_SHARD"}, "Those of other strategies: docs/guides/migrating.md"),
     ({"num_waves": 0}, "num_waves=0: expected 'auto' or a whole number"),
     ({"num_waves": True}, "num_waves=True"),
     ({"pipeline_parallel_size": "two"}, "pipeline_parallel_size='two'"),
@@ -53,8 +50,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_waves": 10**10}, "num_waves=10000000000: 1 ranks, 1 micro-batches and 20000000000 stages per rank"),
     ({"num_microbatches": 10**6}, "num_microbatches=1000000: "),
     ({"num_microbatches": 10**6}, "more than 1,000,000; 333,333 micro-batches would do"),
-    ({"pipeline_parallel_size": 10**9}, "at least 1,000,000,000 ranks"),
-    ({"cube": (10**6, 2, 1)}, "at least 2,000,000 ranks"),
+    ({"pipeline_parallel_size": 10**9}, "more than 1,000,000; fewer stages would do"),
     ({"cube": None}, "cube=None"),
     ({"cube": True}, "cube=True"),
     ({"cube": 1.0}, "cube=1.0"),

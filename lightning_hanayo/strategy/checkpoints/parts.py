@@ -56,12 +56,11 @@ from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import STATE, DistributedTensor, OptimizerDocument, StateDocument
 from lightning_hanayo.dist_checkpointing.tensor_file import dtype_name
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, plain_alias
+from lightning_hanayo.partial_values import Part, PartialParameter, PartialValues, own_shape, partial_alias, plain_alias
 from lightning_hanayo.partition.guards import MissingValues, Owner, without_values
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, with_resume
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.run import Run
 
@@ -89,14 +88,13 @@ class RankTensors:
 
     Args:
         steps: of this rank's run; the module is cut into stages, and its parameters are not guarded.
-        names: of the parameters.
     """
 
-    def __init__(self, steps: "OptimizerSteps", names: Mapping[Tensor, str]) -> None:
+    def __init__(self, steps: "OptimizerSteps") -> None:
         run, module = steps.run, steps.run.module
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
-        self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
+        self._parameters: dict[str, Tensor] = {name: one for one, name in steps.names.items()}
         self._parameters |= dict(module.named_parameters(remove_duplicate=False))
         self._owners = run.pipeline.ownership.rank_by_name(module)
         self._run, self._steps = run, steps
@@ -228,15 +226,12 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.is_meta and other.is_meta or one.data_ptr() == other.data_ptr()
 
 
-def rank_part(
-    checkpoint: Mapping[str, Any], steps: "OptimizerSteps", names: Mapping[Tensor, str], resume: ResumeState | None
-) -> RankPart:
+def rank_part(checkpoint: Mapping[str, Any], steps: "OptimizerSteps", resume: ResumeState | None) -> RankPart:
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
         steps: of this rank's run; the module is cut into stages, and its parameters are not guarded.
-        names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
     Raises:
@@ -245,9 +240,9 @@ def rank_part(
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: {"run": dict(resume.document)}}
     run = steps.run
     optimizers = map(unwrapped, run.trainer.optimizers)
-    named_optimizers = [(one, named_parameters_of(one, names)) for one in optimizers]
+    named_optimizers = [(one, named_parameters_of(one, steps.names)) for one in optimizers]
     tied, rank = tied_names(run.module, checkpoint[MODEL]), run.rank
-    tensors = RankTensors(steps, names)
+    tensors = RankTensors(steps)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
@@ -386,27 +381,47 @@ def _guarded_parts(module: nn.Module, sharding: Sharding) -> Iterator[None]:
             vars(one)["_part"] = before
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], steps: "OptimizerSteps") -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, steps: "OptimizerSteps") -> dict[str, Any]:
     """The optimizer's state dict on this rank: with the states of its own parameters. They are not guarded.
 
     Args:
         optimizer: torch's, not Lightning's.
-        names: of the module's parameters.
-        steps: know which states are here.
+        steps: know the names of parameters, and which states are here.
 
     Raises:
         UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
     """
     sharding = steps.sharding
-    is_cut = sharding is not None or steps.all_ranks is not None or any(parameter.is_meta for parameter in names)
+    is_cut = sharding is not None or steps.all_ranks is not None or any(parameter.is_meta for parameter in steps.names)
     state = numbered_state_dict(optimizer, is_cut=is_cut)
     if not optimizer.param_groups:  # Lightning's, for `configure_optimizers` that returns None
         return state
     own = {}
-    for index, (name, parameter) in enumerate(named_parameters_of(optimizer, names).items()):
+    for index, (name, parameter) in enumerate(named_parameters_of(optimizer, steps.names).items()):
         if index in state["state"] and steps.updates(parameter):  # Adagrad's constructor makes states of placeholders
-            own[index] = as_parts(state["state"][index], parameter, name, sharding)
+            own[index] = _as_parts(state["state"][index], parameter, name, sharding)
     return {**state, "state": own}
+
+
+_WAY_OUT_OF_STATES = (
+    "Optimizer states are on the ranks that update their parameters. Change each in place by numbers and by states of "
+    "its own parameter, in a hook that runs on all ranks; trainer.save_checkpoint(path) writes all of them"
+)
+
+
+def _as_parts(state: Mapping[Any, Any], parameter: Tensor, name: str, sharding: Sharding | None) -> dict[Any, Any]:
+    """The states of one of this rank's parameters; cut ones refuse operations that would be wrong on a part."""
+    if sharding is None or parameter not in sharding.whole_shapes:
+        return dict(state)
+    whole, shape, is_of_data_rank = sharding.whole_shapes[parameter], own_shape(parameter), False
+    if isinstance(sharding, OptimizerShards):
+        shape, is_of_data_rank = sharding.local_shape(parameter), parameter in sharding
+    return {
+        key: partial_alias(value, Part(name, whole, is_of_data_rank, f"the optimizer's {key} of ", _WAY_OUT_OF_STATES))
+        if isinstance(value, Tensor) and own_shape(value) == shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def named_parameters_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, nn.Parameter]:

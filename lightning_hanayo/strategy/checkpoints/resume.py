@@ -41,11 +41,9 @@ from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import RUN
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError, HanayoError
-from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy.lightning import loops
 from lightning_hanayo.strategy.lightning.loops import (
     batch_size,
-    generators_of_loaders,
     has_persistent_workers,
     have_more,
     loader_states,
@@ -54,6 +52,7 @@ from lightning_hanayo.strategy.lightning.loops import (
 )
 from lightning_hanayo.strategy.losses import WAY_OUT, StepSamples, accumulation
 from lightning_hanayo.strategy.run import Run
+from lightning_hanayo.tensor_parallel.sharding import Shard
 from lightning_hanayo.topology import Topology
 from lightning_hanayo.weight_gradients import gradient_dtype
 
@@ -65,53 +64,42 @@ PREFIX = "gradient/"
 _NAME = re.compile(r"gradient/[0-9]{1,9}/.")
 
 
-class AccumulatedGradients:
-    """The gradients of one rank between two batches."""
+def accumulated_gradients(run: Run) -> Iterator[TensorPart]:
+    """What this rank writes of the gradients between two batches: what no other rank has, or has written."""
+    for name, parameter, shard, number, _ in _summed_parameters(run):
+        differing = shard.axes + shard.partial
+        is_first = not run.mesh.index("".join(axis for axis in "xyz" if axis not in differing))
+        if parameter.grad is not None and is_first:
+            region, grad = run.region_of(parameter), parameter.grad.detach()
+            yield TensorPart(f"{PREFIX}{number}/{name}", grad, shard.shape, region, "optimizer")
 
-    def __init__(self, run: Run) -> None:
-        named = run.module.named_parameters()
-        self._parameters = {name: one for name, one in named if not one.is_meta and one.requires_grad}
-        self._run, self._cube = run, run.cube
 
-    def parts(self) -> Iterator[TensorPart]:
-        """What this rank writes of them: what no other rank has, or has written."""
-        for name, parameter in self._parameters.items():
-            cube = self._cube
-            differing = "" if cube is None else cube.sharded_axes(parameter) + cube.partial_axes(parameter)
-            is_first = not self._run.mesh.index("".join(axis for axis in "xyz" if axis not in differing))
-            if parameter.grad is not None and is_first:
-                shape, region = self._place(parameter)
-                number, _ = self._number(parameter)
-                yield TensorPart(f"{PREFIX}{number}/{name}", parameter.grad.detach(), shape, region, "optimizer")
+def restore_gradients(run: Run, saved: "SavedRun") -> None:
+    """Set this rank's gradients to those that were saved."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for full_name in filter(_NAME.match, saved.tensors):
+        digits, _, name = full_name.removeprefix(PREFIX).partition("/")
+        numbers[name].append(int(digits))
+    for name, parameter, _, own, count in _summed_parameters(run):
+        region, total = run.region_of(parameter), None
+        options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
+        for number in sorted(one for one in numbers[name] if one % count == own):
+            part = saved.read(f"{PREFIX}{number}/{name}", region).to(**options)
+            total = part if total is None else total.add_(part)
+        if total is not None:  # with the parameter's strides
+            parameter.grad = torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)
 
-    def restore(self, run: "SavedRun") -> None:
-        """Set the gradients to those that were saved."""
-        saved: dict[str, list[int]] = defaultdict(list)
-        for full_name in filter(_NAME.match, run.tensors):
-            digits, _, name = full_name.removeprefix(PREFIX).partition("/")
-            saved[name].append(int(digits))
-        for name, parameter in self._parameters.items():
-            own, count = self._number(parameter)
-            _, region = self._place(parameter)
-            options: Any = {"device": parameter.device, "dtype": gradient_dtype(parameter)}
-            total: Tensor | None = None
-            for number in sorted(one for one in saved[name] if one % count == own):
-                part = run.read(f"{PREFIX}{number}/{name}", region).to(**options)
-                total = part if total is None else total.add_(part)
-            if total is not None:  # with the parameter's strides
-                parameter.grad = torch.empty_like(parameter, dtype=options["dtype"]).copy_(total)
 
-    def _number(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """This rank's number among those whose gradients are summed before a step, and how many there are."""
-        axes = "" if self._cube is None else self._cube.partial_axes(parameter)
-        index, size = self._run.mesh.index(axes), self._run.mesh.size(axes)
-        return self._run.data_rank * size + index, self._run.topology.data * size
+def _summed_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter, Shard, int, int]]:
+    """Yields this rank's parameters: the name, and how the ranks of a cube hold it.
 
-    def _place(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], Region]:
-        """The shape of the whole parameter, and this rank's entries."""
-        if self._cube is None:
-            return tuple(parameter.shape), Region.whole(parameter.shape)
-        return self._cube.whole_shapes.get(parameter, tuple(parameter.shape)), self._cube.region(parameter)
+    And this rank's number among those whose gradients are summed before a step, and how many these are.
+    """
+    for name, one in run.module.named_parameters():
+        if not one.is_meta and one.requires_grad:
+            shard = run.shard_of(one)
+            index, size = run.mesh.index(shard.partial), run.mesh.size(shard.partial)
+            yield name, one, shard, run.data_rank * size + index, run.topology.data * size
 
 
 KEY = RUN
@@ -204,12 +192,11 @@ def resume_state(run: Run, choice: "StepChoice | None") -> ResumeState:
     random: dict[str, dict[str, Tensor]] = {}
     if _reads_data(run):
         states = loader_states(trainer)
-        of_loaders = {name: generator.get_state() for name, generator in generators_of_loaders(trainer).items()}
         before = random_states_before(trainer) if states else {}
-        random = {"now": generator_states(run.device) | of_loaders, "before": before}
+        random = {"now": loops.random_states(trainer), "before": before}
     with run.guard.off():
         accumulates = loops.num_accumulated(trainer) and not loops.was_in_batch(trainer)
-        gradients = list(AccumulatedGradients(run).parts()) if accumulates else []
+        gradients = list(accumulated_gradients(run)) if accumulates else []
     tensors = [
         TensorPart.whole(f"random/{rank}/{when}/{name}", state, "state")
         for when in random
@@ -238,7 +225,7 @@ class Resume:
         elif reads_data and run.topology.data == 1:  # a plain Trainer stores those of one process
             document = {"loaders": loops.plain_loader_states(trainer)}
         self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
-        self._set_random = self._random_states(reads_data=reads_data)
+        self._random = {when: {} if saved is None else saved.random_states(run.data_rank, when) for when in _WHEN}
         self._is_before_plateau = loops.is_before_plateau(trainer)
         self._is_after_last_batch = loops.is_after_last_batch(trainer)
         loops.correct_loops(trainer)
@@ -265,23 +252,9 @@ class Resume:
             loops.set_metrics(trainer, saved.document.get("metrics", {}))
             if self._is_before_plateau:
                 loops.update_plateau_schedulers(trainer)
-        loops.read_data_anew(trainer, run.attributes, self._loader_states, self._have_more, self._set_random)
+        loops.read_data_anew(trainer, run.attributes, self._loader_states, self._have_more, self._random)
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
-
-    def _random_states(self, *, reads_data: bool) -> Callable[[str], None]:
-        """A function that sets the generators to their states "now" or "before". It holds no more than those."""
-        saved, device, trainer, data_rank = self._saved, self._run.device, self._trainer, self._run.data_rank
-        states = {} if saved is None else {when: saved.random_states(data_rank, when) for when in _WHEN}
-
-        def set_states(when: str) -> None:
-            found = states.get(when, {})
-            set_generators(found, device)
-            of_loaders = generators_of_loaders(trainer) if reads_data else {}
-            for name in of_loaders.keys() & found.keys():
-                of_loaders[name].set_state(found[name])
-
-        return set_states
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, run = self._trainer, self._run
@@ -309,7 +282,7 @@ class Resume:
         before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
         if before == now and loops.num_accumulated(self._trainer):
             with self._run.guard.off():
-                AccumulatedGradients(self._run).restore(saved)
+                restore_gradients(self._run, saved)
         elif before != now and saved.has_gradients:
             yield f"accumulate_grad_batches was {before}, and is {now}: gradients since the last step are left out."
 
@@ -350,17 +323,15 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
     is_whole = size > 0 and loops.can_scale_batches(trainer, before.batch * before.data, size)
     if saved.has_loader_states or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
-            f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
-            f"samples on {before.data} data ranks, which can't go on with {now.batch or 'other'} on {now.data}. Resume "
-            f"with the same sizes, or from a checkpoint of the end of an epoch. {WAY_OUT}"
+            f"an epoch whose {num_batches} batches had {before.batch} samples on {before.data} data ranks can't go on "
+            f"with {now.batch or 'others'} on {now.data}. Resume with the same, or at an epoch's end. {WAY_OUT}"
         )
     if size == before.batch * before.data:
         return None
     loops.scale_batches(trainer, before.batch * before.data, size)
     return (
         f"{num_batches} batches of {before.batch} samples on {before.data} data ranks count as "
-        f"{loops.num_batches(trainer)} of {now.batch} on {now.data}. A sampler that shuffles has another order "
-        f"on another number of data ranks: in this epoch some samples may come twice, and others not at all."
+        f"{loops.num_batches(trainer)} of {now.batch} on {now.data}. If shuffled, samples may come twice, or never."
     )
 
 

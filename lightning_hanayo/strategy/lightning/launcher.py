@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
@@ -56,8 +56,6 @@ class _Children:
         """after a failure they don't outlive this process for long, also if they hang in user code"""
         self._wait = 0.0
         self._stopped_since: dict[int, float] = {}
-        self._killed: set[int] = set()
-        """ranks that this process has ended itself"""
 
     def start(self, start: Callable[[], _Processes], *, first_rank: int, wait: float) -> _Processes:
         """Start them, in a thread that outlives them: Linux ends them together with the thread that starts them.
@@ -97,19 +95,20 @@ class _Children:
         start, over = time.monotonic(), "rank 0 has ended its script"
         if not self.has_failed:
             late = self._late(start + min(self._wait, TO_SAY_WHO))
-            for rank in (rank for rank in late if _is_stopped(self._ranks[rank])):
+            stopped = [rank for rank in late if _is_stopped(self._ranks[rank])]
+            for rank in stopped:
                 when = f"{TO_SAY_WHO:g} s after {over}"
                 print(f"rank {rank} is stopped (SIGSTOP or SIGTSTP) {when}; ending it", file=sys.stderr)
-                self._kill([rank])
-            if late := [rank for rank in late if rank not in self._killed]:
-                print(f"{over}, and waits up to {self._wait:g} s for ranks {late}", file=sys.stderr)
+                self._ranks[rank].kill()
+            if running := [rank for rank in late if rank not in stopped]:
+                print(f"{over}, and waits up to {self._wait:g} s for ranks {running}", file=sys.stderr)
             if late := self._late(start + self._wait):
                 print(f"ranks {late} still run {self._wait:g} s after {over}; ending them", file=sys.stderr)
             for rank, process in self._ranks.items():
-                if (process.poll() or 0) < 0 and rank not in self._killed:
+                if (process.poll() or 0) < 0 and rank not in stopped:
                     print(f"rank {rank} {_end_of(process)} after rank 0 had left the run", file=sys.stderr)
         self._late(start + GRACE)  # of a failure, which was shown; a process that ends with a code says why
-        self._kill(self._ranks)
+        self._kill()
         codes = [process.wait() for process in self._processes]
         if any(codes) and not self.has_failed:
             sys.stdout.flush()
@@ -135,7 +134,7 @@ class _Children:
             if lost is not None:
                 time.sleep(TO_SAY_WHY)
                 if self._is_running:  # it has not failed meanwhile, and left the others
-                    self._kill(self._ranks)
+                    self._kill()
                     print(f"{lost} before it joined the others; ending them", file=sys.stderr)
                     os._exit(1)
             if all(process.poll() is not None for process in children):
@@ -157,12 +156,10 @@ class _Children:
     def _ranks(self) -> dict[int, "subprocess.Popen[bytes]"]:
         return dict(enumerate(self._processes, start=self._first_rank))
 
-    def _kill(self, ranks: Iterable[int]) -> None:
+    def _kill(self) -> None:
         """End those that still run."""
-        for rank in ranks:
-            if self._ranks[rank].poll() is None:
-                self._killed.add(rank)
-                self._ranks[rank].kill()
+        for process in self._processes:
+            process.kill()
 
 
 def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:

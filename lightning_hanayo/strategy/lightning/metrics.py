@@ -68,14 +68,6 @@ class SharedMetrics(_LoggerConnector):
             _ = self.callback_metrics, self.logged_metrics  # reading them brings them up to date
         return self.share(result)
 
-    @property
-    @override
-    def metrics(self) -> Any:
-        with warnings.catch_warnings():
-            if self.run.topology.data == 1:  # there is nothing to sync
-                warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
-            return super().metrics
-
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
@@ -175,8 +167,7 @@ class GivenBatchSizes:
             self._has_warned = True
             warnings.warn(
                 f"self.log({key.partition('.')[2]!r}, batch_size={given[0]}) gives one number for {len(given)} "
-                f"micro-batches and for {first}: it is taken for the size of a micro-batch. If it is a constant, "
-                "leave batch_size out, and Lightning reads the size of the batch.",
+                f"micro-batches and for {first}: taken for the size of each. If constant, leave batch_size out.",
                 stacklevel=2,
             )
         return sum(given)

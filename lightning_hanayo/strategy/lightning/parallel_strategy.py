@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -30,7 +30,7 @@ from lightning_hanayo.strategy.failure import Failures, leave_at_exit, leave_gro
 from lightning_hanayo.strategy.groups import AllGather, ProcessGroups, backend_for, forget_groups, group_factory
 from lightning_hanayo.strategy.joining import close_monitor, monitor_of_world, store_of_start
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
-from lightning_hanayo.strategy.options import Options, check_names
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives, world_size_watched
 from lightning_hanayo.topology import Topology, resolve
 
@@ -42,15 +42,6 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     Decisions are agreed over all ranks; metrics are reduced over the data ranks.
     """
-
-    def __new__(cls, *_: Any, **named: Any) -> Self:
-        """Answer unknown options before Python's bare TypeError does.
-
-        Raises:
-            HanayoError: there is no such option; the message names the most similar one, or what takes its place.
-        """
-        check_names(cls, named)
-        return super().__new__(cls)
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -191,9 +182,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     @property
     def _about_sizes(self) -> str:
         return (
-            f"trainer.world_size, num_devices or torch.distributed.get_world_size(): {super().world_size} ranks, with "
-            f"those of pipelines and cubes. Learning rates and samples per step scale with the number of data ranks, "
-            f"self.trainer.strategy.data_parallel_size, which is {self.topology.data}."
+            f"trainer.world_size, num_devices or torch.distributed.get_world_size(): all {super().world_size} ranks. "
+            f"Learning rates scale with data ranks: self.trainer.strategy.data_parallel_size is {self.topology.data}."
         )
 
     @property
@@ -269,6 +259,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         self.set_world_ranks()
         if self.global_rank > 0:  # Lightning runs alike on rank 0, which warns
             warnings.filterwarnings("ignore", module=r"lightning\.")
+        if self.topology.data == 1:  # there is nothing to sync
+            warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
         if self.topology.data > 1:  # as DDP; one data rank goes on with the random numbers of one process
             reset_seed()
         joined_before, timeout = dist.is_initialized(), self.options.transfer_time

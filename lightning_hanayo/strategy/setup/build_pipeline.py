@@ -324,7 +324,7 @@ class RankBuilder:
         sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
         shards = self._optimizer_shards({OUTSIDE: outside.parameters, **sharded})
         all_reduce = GradientAllReduce(
-            sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
+            sharded, lambda parameter: groups.summing(cube.shards[parameter].partial), scatter=shards
         )
         over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
         return GradientSync(all_reduce, over_data, full_parameters, outside, shards)

@@ -75,7 +75,8 @@ class Cube:
         self.queues: dict[int, WeightGradientQueue] = {}
         self.outside = OutsideParameters(self.mesh)
         self._contexts: dict[int, StageContext] = {}
-        self._shards: dict[Tensor, Shard] = {}
+        self.shards: dict[Tensor, Shard] = {}
+        """how the ranks hold each parameter, also those of copies of the model"""
         self._whole_in_steps: set[Tensor] = set()
 
     def parallelize(self, blocks: Mapping[int, Sequence[nn.Module]], parameters: Sequence[nn.Parameter]) -> None:
@@ -88,20 +89,11 @@ class Cube:
         for stage, own in blocks.items():
             if stage not in self._contexts:
                 self._convert(stage, own)
-        others = [p for p in parameters if p not in self._shards]
+        others = [p for p in parameters if p not in self.shards]
         self.outside.shard(others)
         for parameter in others:
-            self._shards[parameter] = self.outside.shards.get(parameter, Shard((), "xyz"))
+            self.shards[parameter] = self.outside.shards.get(parameter, Shard((), "xyz"))
         self._whole_in_steps.update(others)
-
-    def add_copies(self, originals: Mapping[Tensor, Tensor]) -> None:
-        """Treat parameters of a copy of the model as those that they were copied from. `originals`: these, by copy."""
-        self._shards.update({copied: self._shards[own] for copied, own in originals.items() if own in self._shards})
-
-    def drop_copies(self, copies: Iterable[Tensor]) -> None:
-        """Forget them."""
-        for copied in copies:
-            self._shards.pop(copied, None)
 
     def close(self) -> None:
         """The run has ended: refuse calls of the 3-D layers, which would wait for other ranks."""
@@ -150,30 +142,18 @@ class Cube:
         for context in self._contexts.values():
             context.drop_transfers()
 
-    def partial_axes(self, parameter: nn.Parameter) -> str:
-        """The axes over which its gradient is still to be summed after a batch."""
-        return self._shards[parameter].partial
-
     def num_replicas(self, parameter: Tensor) -> int:
         """How many ranks of the cube hold the same shard of it."""
-        return self._shards[parameter].replicas(self.mesh)
+        return self.shards[parameter].replicas(self.mesh)
 
     def replica(self, parameter: Tensor) -> int:
         """This rank's number among those that hold the same shard of it."""
-        axes = self._shards[parameter].axes
+        axes = self.shards[parameter].axes
         return self.mesh.index("".join(axis for axis in "xyz" if axis not in axes))
-
-    def shard_of(self, parameter: Tensor) -> Shard:
-        """How the ranks hold a parameter."""
-        return self._shards[parameter]
-
-    def sharded_axes(self, parameter: Tensor) -> str:
-        """The axes over which it is sharded."""
-        return self._shards[parameter].axes
 
     def region(self, parameter: Tensor) -> Region:
         """Which entries of the whole parameter this rank holds."""
-        dims = self._shards[parameter].dims
+        dims = self.shards[parameter].dims
         return Region.of_entries(
             range(*dim.span(self.mesh)) if dim.order is None else dim.entries_at(self.mesh).tolist() for dim in dims
         )
@@ -181,7 +161,7 @@ class Cube:
     @property
     def whole_shapes(self) -> dict[Tensor, tuple[int, ...]]:
         """The shapes of the parameters of which this rank holds a part."""
-        return {parameter: shard.shape for parameter, shard in self._shards.items() if self.mesh.size(shard.axes) > 1}
+        return {parameter: shard.shape for parameter, shard in self.shards.items() if self.mesh.size(shard.axes) > 1}
 
     def own_rows(self, num_samples: int) -> int:
         """On how many of the samples of a whole batch generic blocks work here."""
@@ -203,12 +183,12 @@ class Cube:
 
         And the class that each has meanwhile.
         """
-        parts = {one: PartialParameter for one in self._shards if one not in self._whole_in_steps}
+        parts = {one: PartialParameter for one in self.shards if one not in self._whole_in_steps}
         return parts | dict.fromkeys(self.outside.kept_sharded, VocabularyWeight)
 
     def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Gather the ranks' shards of something shaped as `parameter`, on the CPU. Called by all of them."""
-        shard = self._shards[parameter]
+        shard = self.shards[parameter]
         if tuple(part.shape) != shard.local_shape(self.mesh) or not shard.axes:
             return part.detach().cpu()
         on_device = part.detach().to(self._device)  # after a run Lightning has moved it to the CPU
@@ -216,7 +196,7 @@ class Cube:
 
     def shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """This rank's shard of something shaped as the whole parameter; else all of it."""
-        shard = self._shards.get(parameter)
+        shard = self.shards.get(parameter)
         if shard is None or tuple(whole.shape) != shard.shape or not shard.axes:
             return whole
         return shard.of(whole, self.mesh)
@@ -246,7 +226,7 @@ class Cube:
         )
         self.plan.install(blocks, context)
         for module in (part for block in blocks for part in block.modules()):
-            self._shards.update({module._parameters[name]: shard for name, shard in shards_of(module).items()})  # type: ignore[misc]
+            self.shards.update({module._parameters[name]: shard for name, shard in shards_of(module).items()})  # type: ignore[misc]
 
 
 _Module = TypeVar("_Module", bound=nn.Module)

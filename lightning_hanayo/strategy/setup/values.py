@@ -428,7 +428,6 @@ class FullParameters:
         part, data = gradient if self.cube is None else self.cube.shard(gradient, parameter), self.run.groups.data
         if reduce and data is not None:
             dist.all_reduce(part, group=data)
-        partial_axes = "" if self.cube is None else self.cube.partial_axes(parameter)
-        if not reduce and self.run.mesh.index(partial_axes) > 0:
+        if not reduce and self.run.mesh.index(self.run.shard_of(parameter).partial) > 0:
             return  # a later batch sums the ranks' gradients of this parameter, so one of them adds it
         parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)

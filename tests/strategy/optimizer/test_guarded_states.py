@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Adam
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.optimizer.guarded_states import RefusedStates
+from lightning_hanayo.strategy.optimizer_steps import RefusedStates
 
 REFUSED: list[Callable[[Any, nn.Parameter], object]] = [
     lambda state, parameter: state[parameter],

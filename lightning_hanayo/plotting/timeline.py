@@ -62,11 +62,13 @@ _BOX_WIDTH = 0.13
 _MIN_WIDTH, _MAX_WIDTH, _MAX_HEIGHT = 9.0, 20.0, 40.0
 """inches of the image"""
 _PAGE_WIDTH = 10.0
-"""inches of a comparison: 1600 pixels, so that it can be read at the width of a page"""
+"""inches of several timelines: 1600 pixels, so that it can be read at the width of a page"""
 _LEFT, _RIGHT = 0.7, 0.2
 """inches left and right of the rows"""
-_BETWEEN_ROWS, _TICKS, _LINE = 0.08, 0.35, 0.17
-"""inches: between the two timelines of a band, below a band, and of a line of text"""
+_LABEL, _TICKS, _LINE = 0.2, 0.27, 0.17
+"""inches: of a panel's label above it, below a band, and of a line of text"""
+_FULL_PANELS = 3
+"""panels of a band with rows of full height; more are as high as so many together"""
 _MAX_ROWS_HEIGHT = 100.0
 """inches of a band: the rows of more than 333 ranks are lower, as no image has more than 65,536 pixels"""
 
@@ -94,27 +96,47 @@ def save_comparison(
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
     """
-    both = {"measured": measured, "simulated": simulated}
-    rows = [_rows_height(timeline) for timeline in both.values()]
-    band = sum(rows) + _BETWEEN_ROWS + _TICKS
-    bands = _bands(list(both.values()), _PAGE_WIDTH, band)
     words = _words(measured, simulated, planned, unit)
+    save_panels(path, {"measured": measured, "simulated": simulated}, title=title, words=words, unit=unit)
+
+
+def save_panels(
+    path: str | Path, timelines: Mapping[str, Timeline], *, title: str | None, words: Sequence[str], unit: str
+) -> None:
+    """Save several timelines, one above the other, in bands that share a time axis.
+
+    Args:
+        path: the file, ending in .png, .svg or .pdf.
+        timelines: by the label of their panel.
+        title: at the top.
+        words: lines of text below it.
+        unit: of time.
+
+    Raises:
+        HanayoError: the suffix is no image format, or the file can't be written.
+    """
+    share = min(1.0, _FULL_PANELS / len(timelines))
+    rows = [share * _rows_height(timeline) for timeline in timelines.values()]
+    band = sum(rows) + len(rows) * _LABEL + _TICKS
+    bands = _bands(list(timelines.values()), _PAGE_WIDTH, band)
     above = _ABOVE * bool(title) + _LINE * len(words) + 0.15
     height = above + len(bands) * band + 0.2 + _BELOW
     with image_file(path, _PAGE_WIDTH, height) as figure:
         top = height - above
         for window in bands:
-            for (label, timeline), own in zip(both.items(), rows, strict=True):
-                axes = _panel(figure, top, own)
+            for (label, timeline), own in zip(timelines.items(), rows, strict=True):
+                axes = _panel(figure, top - _LABEL, own)
                 draw_actions(timeline, axes, window=window)
-                axes.set_ylabel(label, fontsize=8)
-                axes.spines["bottom"].set_visible(timeline is simulated)
-                axes.tick_params(axis="x", labelsize=8, pad=1, length=0 if timeline is measured else 3)
-                axes.tick_params(axis="x", labelbottom=timeline is simulated)
-                top -= own + _BETWEEN_ROWS
-            top -= _TICKS - _BETWEEN_ROWS
+                axes.set_title(label, loc="left", fontsize=8, pad=2)
+                axes.tick_params(axis="y", labelleft=share == 1.0)
+                axes.tick_params(axis="x", labelsize=8, pad=1, length=0, labelbottom=False)
+                axes.spines["bottom"].set_visible(False)
+                top -= own + _LABEL
+            axes.tick_params(axis="x", length=3, labelbottom=True)
+            axes.spines["bottom"].set_visible(True)
+            top -= _TICKS
         figure.text(0.5, 0.3 / height, time_label(unit), ha="center", fontsize=9)
-        _draw_legend(figure, list(both.values()))
+        _draw_legend(figure, list(timelines.values()))
         if title:
             figure.text(_LEFT / _PAGE_WIDTH, 1 - 0.08 / height, title, va="top", fontsize=11, weight="bold")
         for number, line in enumerate(words):
@@ -298,9 +320,7 @@ SMALLEST_FONT = 2.8
 """points; a number that would have to be smaller is left out"""
 
 
-def draw_actions(
-    timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = (), numbers: bool = True
-) -> None:
+def draw_actions(timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = ()) -> None:
     """Draw the actions between the two times of `window`, counted from the timeline's first start. No title."""
     first, last = window
     begin, legs = timeline.begin, palette.wave_legs(timeline)
@@ -309,8 +329,7 @@ def draw_actions(
     spans = [span for span in drawn if span.end > begin + first and span.start < begin + last]
     _draw_background(timeline, axes, window)
     _draw_boxes(spans, heights, begin, axes, legs)
-    if numbers:
-        _draw_numbers(spans, heights, timeline, axes, legs)
+    _draw_numbers(spans, heights, timeline, axes, legs)
     for step in timeline.steps if follow else ():
         for microbatch in follow:
             _draw_path(axes, step.spans, heights, begin, microbatch)

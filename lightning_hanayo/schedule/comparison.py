@@ -1,7 +1,7 @@
 """Comparison: simulates all schedules for the same ranks, micro-batches, depth and costs, and sorts them by time."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -89,28 +89,22 @@ def compare(
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves)
             make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, pairs=pairs, **sizes)
-            candidates.append(_candidate(name, make, costs, activation_budget, steps))
+            schedule = _built(make, costs, activation_budget)
+            candidates.append(_simulated(name, schedule, costs, activation_budget, steps))
         except HanayoError as error:
             refused[name] = str(error).partition("\n")[0]
     return Comparison(tuple(sorted(candidates, key=lambda one: (one.timeline.makespan, one.peak, one.name))), refused)
 
 
-def _candidate(
-    name: str, make: Callable[..., Schedule], costs: CostModel, budget: float | None, steps: int
-) -> Candidate:
+def _built(make: Callable[..., Schedule], costs: CostModel, budget: float | None) -> Schedule:
+    """The schedule, within the budget if it can keep to it."""
     own = costs.merged(make().num_stages) if costs.is_per_stage else costs
     try:
-        schedule, keeps_budget = make(costs=own, activation_budget=budget), True
+        return make(costs=own, activation_budget=budget)
     except HanayoError:
-        if budget is None:
-            raise
-        schedule, keeps_budget = make(costs=own), False
-    made = _simulated(name, schedule, costs, budget, steps)
-    return made if keeps_budget else replace(made, within_budget=False)
+        return make(costs=own)  # raises the same if it wasn't for the budget
 
 
 def _simulated(name: str, schedule: Schedule, costs: CostModel, budget: float | None, steps: int) -> Candidate:
-    if costs.is_per_stage:
-        costs = costs.merged(schedule.num_stages)
-    timeline = simulate(schedule, costs, steps)
+    timeline = simulate(schedule, costs.merged(schedule.num_stages), steps)
     return Candidate(name, schedule, timeline, budget is None or max(timeline.peak_activations) <= budget)

@@ -463,15 +463,6 @@ Event = dict[str, Any]
 Waits = Mapping[str, Sequence[Span]]
 """by the names of the timelines, spans in which a rank waited for the inputs of an action"""
 
-_COLOURS = {
-    Kind.F: "rail_response",
-    Kind.B: "rail_idle",
-    Kind.I: "rail_animation",
-    Kind.W: "grey",
-    Kind.REDUCE_GRAD: "rail_load",
-}
-"""chrome://tracing accepts only named colours: here blue, orange, red, grey, green. Perfetto chooses its own."""
-
 
 def save_trace(
     path: str | Path, timelines: Mapping[str, Timeline], *, seconds: float = 1e-3, waits: Waits | None = None
@@ -546,8 +537,7 @@ def _events(
         details: Event = {"stage": action.stage, "microbatch": action.microbatch}
         if span in idle:
             details["idle_before_us"] = length(idle[span])
-        colour = {"cname": _COLOURS[action.kind]} if action.kind in _COLOURS else {}
-        yield piece(span, str(action), KIND_NAMES.get(action.kind, "message"), details) | colour
+        yield piece(span, str(action), KIND_NAMES.get(action.kind, "message"), details)
     for number, (producer, consumer) in enumerate(timeline_messages(timeline), first_flow):
         kind = "activation" if consumer.action.kind is Kind.F else "gradient"
         common = {"cat": "message", "name": kind, "id": number}

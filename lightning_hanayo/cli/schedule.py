@@ -344,7 +344,6 @@ def show_options(parser: ArgumentParser) -> None:
     parser.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=meaning)
     meaning = "draw the path of micro-batch M as a line; can be repeated"
     parser.add_argument("--follow", type=integer, action="append", default=[], metavar="M", help=meaning)
-    parser.add_argument("--activations", action="store_true", help="also draw each rank's activations in an image")
     parser.add_argument("--columns", type=integer, metavar="N", help="characters per line in the terminal")
 
 
@@ -366,8 +365,7 @@ def run_show(options: Options) -> int:
         with showing(f"drawing {path}"):
             name = title(schedule) if Path(path).suffix.lower() == ".json" else schedule.name
             if not _save(path, title(schedule), {name: timeline}, options):
-                look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
-                save_timeline(path, timeline, title=title(schedule), **look)
+                save_timeline(path, timeline, title=title(schedule), unit=options.unit, follow=options.follow)
     if options.json:
         spans = [{"rank": s.rank, "action": str(s.action), "start": s.start, "end": s.end} for s in timeline.spans]
         print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))

@@ -6,15 +6,12 @@ rank 1 |   0 1 2 ...
 rank 0 | ... 6 6 7 7                band 1: continues
 rank 1 | ...  6 6 7
 
-Draws a timeline on matplotlib axes, one row per rank: its actions, or the activations that it holds.
+Draws a timeline on matplotlib axes, one row per rank.
 
 rank 0 | 0 1 2 3 .  0 0  1 1 ...
 rank 1 |   0 1 2 .  .  ...
          time ->                  a box per action, with its micro-batch if that fits; idle time shows the background;
                                   actions that a rank runs at once have half of the row's height
-
-rank 0 |    ___/~~~~\\___         from zero to the largest peak of all ranks
-rank 1 |  ____/~~~\\_____
 
 Finds the messages between ranks, and the idle time before each action, in a timeline.
 
@@ -55,8 +52,6 @@ FORMATS = ("png", "svg", "pdf")
 DPI = 160
 _ABOVE, _BELOW, _BETWEEN = 0.3, 0.3, 0.25
 """inches: above the panels (title), below them (legend), and between two bands"""
-_CURVE = 0.16
-"""inches of one rank's activations"""
 _BOX_WIDTH = 0.13
 """inches, if there is room: a number of two digits fits"""
 _MIN_WIDTH, _MAX_WIDTH, _MAX_HEIGHT = 9.0, 20.0, 40.0
@@ -162,7 +157,6 @@ def save_timeline(
     title: str | None = None,
     unit: str = "",
     follow: Sequence[int] = (),
-    activations: bool = False,
 ) -> None:
     """Save `timeline`, in as many bands as it takes for numbers to fit into their boxes.
 
@@ -172,7 +166,6 @@ def save_timeline(
         title: written before makespan and bubble ratio.
         unit: of time, e.g. `"s"`.
         follow: micro-batches whose path over the ranks is drawn as a line.
-        activations: whether to draw each rank's activations below, with its peak in M_a.
 
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
@@ -180,16 +173,12 @@ def save_timeline(
     rows = _rows_height(timeline)
     bands = _bands([timeline], _MAX_WIDTH, rows + _BETWEEN)
     width = min(_MAX_WIDTH, max(_MIN_WIDTH, 0.9 + _ideal_width(timeline) / len(bands)))
-    curves = (_CURVE * timeline.num_ranks + _BETWEEN) * activations
-    height = 0.35 + len(bands) * (rows + _BETWEEN + curves) + 0.2 + _BELOW
+    height = 0.35 + len(bands) * (rows + _BETWEEN) + 0.2 + _BELOW
     with image_file(path, width, height) as figure:
         for number, band in enumerate(bands):
-            top = height - 0.35 - number * (rows + _BETWEEN + curves)
-            axes = _panel(figure, top, rows)
+            axes = _panel(figure, height - 0.35 - number * (rows + _BETWEEN), rows)
             draw_actions(timeline, axes, window=band, follow=follow)
             axes.tick_params(axis="x", labelsize=8, pad=1)
-            if activations:
-                draw_activations(timeline, _panel(figure, top - rows - _BETWEEN, curves - _BETWEEN), window=band)
         figure.text(_LEFT / width, 1 - 0.1 / height, summary(timeline, unit, title), va="top", fontsize=10)
         figure.text(0.5, 0.3 / height, time_label(unit), ha="center", fontsize=9)
         _draw_legend(figure, [timeline])
@@ -336,23 +325,6 @@ def draw_actions(timeline: Timeline, axes: "Axes", *, window: tuple[float, float
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def draw_activations(timeline: Timeline, axes: "Axes", *, window: tuple[float, float]) -> None:
-    """Draw each rank's activations between the two times of `window`, counted from the timeline's first start."""
-    peaks = timeline.peak_activations
-    scale = BOX_HEIGHT / (max(peaks, default=0.0) or 1.0)
-    _draw_background(timeline, axes, window)
-    for rank in range(timeline.num_ranks):
-        curve = timeline.activations(rank)
-        bottom = rank + BOX_HEIGHT / 2
-        times = [time - timeline.begin for time, _ in curve] + [timeline.makespan]
-        tops = [bottom - scale * held for _, held in curve]
-        look: Any = {"color": palette.ACTIVATION_COLOUR, "linewidth": 0, "zorder": 2}
-        axes.fill_between(times, bottom, [*tops, tops[-1]], step="post", **look)
-    axes.set_yticks(range(timeline.num_ranks), [f"{peak:.3g} M_a" for peak in peaks], fontsize=7)
-    axes.tick_params(axis="both", length=0, labelbottom=False)
-    axes.spines[:].set_visible(False)
 
 
 def summary(timeline: Timeline, unit: str = "", title: str | None = None) -> str:

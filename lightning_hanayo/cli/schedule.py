@@ -13,7 +13,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from math import inf, isfinite
 from pathlib import Path
@@ -251,11 +251,8 @@ def run_compare(options: Options) -> int:
     if not comparison.candidates:
         raise HanayoError("; ".join(dict.fromkeys(comparison.refused.values())))
     title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
-    for path in options.output:
-        with showing(f"drawing {path}"):
-            timelines = {one.name: one.timeline for one in comparison.candidates}
-            if not _save(path, title, timelines, options):
-                save_ranking(path, comparison, title=title, unit=options.unit)
+    ranking = partial(save_ranking, comparison=comparison, title=title, unit=options.unit)
+    _draw(options, title, {one.name: one.timeline for one in comparison.candidates}, ranking)
     if options.json:
         schedules = [
             summary_dict(one.schedule, one.timeline, None if budget is None else one.within_budget)
@@ -285,15 +282,18 @@ def _print_comparison(comparison: Comparison, budget: float | None) -> None:
         print(f"{name} is left out: {reason}")
 
 
-def _save(path: str, title: str, timelines: Mapping[str, Timeline], options: Options) -> bool:
-    """Write a page or a trace; False: the suffix is that of an image."""
-    suffix = Path(path).suffix.lower()
-    if suffix == ".html":
-        save_page(path, title, timelines, unit=options.unit)
-    elif suffix == ".json":
-        seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(options.unit, 1e-3)  # an unknown unit is a ms
-        save_trace(path, timelines, seconds=seconds)
-    return suffix in (".html", ".json")
+def _draw(options: Options, title: str, timelines: Mapping[str, Timeline], image: Callable[[str], object]) -> None:
+    """Write all files that are asked for: pages, traces, and images by `image`."""
+    for path in options.output:
+        suffix = Path(path).suffix.lower()
+        with showing(f"drawing {path}"):
+            if suffix == ".html":
+                save_page(path, title, timelines, unit=options.unit)
+            elif suffix == ".json":
+                seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(options.unit, 1e-3)  # others are a ms
+                save_trace(path, timelines, seconds=seconds)
+            else:
+                image(path)
 
 
 def export_options(parser: ArgumentParser) -> None:
@@ -351,11 +351,8 @@ def run_show(options: Options) -> int:
             raise HanayoError(f"--follow: there is no micro-batch {microbatch}, micro-batches are 0 to {last}")
     with showing("simulating"):
         timeline = options.simulate(schedule)
-    for path in options.output:
-        with showing(f"drawing {path}"):
-            name = title(schedule) if Path(path).suffix.lower() == ".json" else schedule.name
-            if not _save(path, title(schedule), {name: timeline}, options):
-                save_timeline(path, timeline, title=title(schedule), unit=options.unit, follow=options.follow)
+    image = partial(save_timeline, timeline=timeline, title=title(schedule), unit=options.unit, follow=options.follow)
+    _draw(options, title(schedule), {schedule.name: timeline}, image)
     if options.json:
         spans = [{"rank": s.rank, "action": str(s.action), "start": s.start, "end": s.end} for s in timeline.spans]
         print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))

@@ -37,7 +37,6 @@ _EXPECTED = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value.*)?$", re.MUL
 _GIVEN = re.compile(r"(?:Given value|Got value): (?P<value>.*)")
 _ITEM = re.compile(r"^ *- (?P<item>.+\n(?: {4,}(?! |- ).+\n)*)", re.MULTILINE)
 _REQUIRED = re.compile(r"the following arguments are required: (?P<names>.+)")
-_Convert = Callable[[str], Any]
 _MAX_LISTED = 16
 """options that an error message lists"""
 

@@ -47,6 +47,7 @@ def _parser() -> CommandParser:
     given.add_argument("--global-batch", type=whole_number, metavar="N", help=meaning)
     meaning = "choose nothing: print the time and each rank's memory of the layout that the configuration has"
     given.add_argument("--given", action="store_true", help=meaning)
+    add("--profile", metavar="FILE", help="measured times of blocks: the profile.json of a run with this model")
     meaning = "how often a cube gathers its weights (default: what is faster and fits)"
     add("--cube-weights", choices=("auto", "microbatch", "batch"), default="auto", help=meaning)
     meaning = "whether a cube's ranks work on two micro-batches at once (default: what is faster and fits)"

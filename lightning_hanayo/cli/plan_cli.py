@@ -19,7 +19,8 @@ from lightning_hanayo.cli.common import condense, print_table
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.planner.candidates import ALL, Choices
-from lightning_hanayo.planner.estimates import Estimate, StepModel
+from lightning_hanayo.planner.estimates import Estimate, Measured, StepModel
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import Machine, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.ranking import TOO_LARGE, USABLE, Plan, bytes_of, count_of, make_plan, overlay, save_plan
@@ -233,19 +234,20 @@ class PlanCLI(WaveCLI):
             batch = _first_batch(model, datamodule)
             say("counting what the model computes")
             facts, num_samples = read_batch(model, batch, own, str(self._config["precision"] or "32-true"))
+            step_model = StepModel(facts, self._machine, self._measured(num_samples, len(facts.blocks)))
             say("comparing layouts")
             if options.given:
                 ranks, accumulate = topology_of(own, options.devices), self._config["accumulate_grad_batches"]
                 layout = given_layout(own, ranks, facts, batch_size=num_samples, accumulate=accumulate)
-                given = StepModel(facts, self._machine).simulated(layout)
+                given = step_model.simulated(layout)
             else:
-                plan = self._choose(facts, own, num_samples)
+                plan = self._choose(facts, step_model, own, num_samples)
         if options.given:
             show_ranks(given, options.memory or USABLE * self._machine.memory, as_json=options.json)
         else:
             self._write(plan)
 
-    def _choose(self, facts: ModelFacts, own: Options, num_samples: int) -> Plan:
+    def _choose(self, facts: ModelFacts, step_model: StepModel, own: Options, num_samples: int) -> Plan:
         """All layouts, compared."""
         options, batches = self._options, self._config["accumulate_grad_batches"] * self._data_ranks()
         weights = ALL.cube_weights if options.cube_weights == "auto" else (options.cube_weights,)
@@ -257,6 +259,7 @@ class PlanCLI(WaveCLI):
             step=options.global_batch or batches * num_samples,
             memory=options.memory,
             top=options.top,
+            model=step_model,
             choices=Choices(weights, _PAIRS[options.pairs], own.step == "batch", cube_outside=outside),
         )
 
@@ -270,6 +273,15 @@ class PlanCLI(WaveCLI):
         if isinstance(options.data_parallel_size, int):
             return options.data_parallel_size
         return topology_of(options, world).data
+
+    def _measured(self, num_samples: int, num_blocks: int) -> Measured | None:
+        if (path := self._options.profile) is None:
+            return None
+        profile = Profile.load(path)
+        if sum(profile.blocks) != num_blocks or not profile.num_microbatches:
+            sizes = f"it is of {sum(profile.blocks)} blocks and {profile.num_microbatches} micro-batches"
+            raise HanayoError(f"--profile {path}: {sizes}; give that of a run with this model, of {num_blocks} blocks")
+        return Measured.of(profile, num_samples / profile.num_microbatches)
 
     def _write(self, plan: Plan) -> None:
         """Write the configuration and the picture, and show the plan."""

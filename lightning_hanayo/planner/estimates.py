@@ -16,10 +16,12 @@ from math import ceil
 from typing import Any
 
 from lightning_hanayo.divisibility import MeshSizes
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.cut import Load, cut
 from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
 from lightning_hanayo.planner.communication_volume import CubeWeights, Experts
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import Code, ModelFacts
@@ -34,6 +36,34 @@ _NOT_HIDDEN = 0.7
 """of the time that a micro-batch travels, the part that bounds a batch if messages are long, fitted to orders"""
 _BACKWARD_ACTIONS = 2
 """actions of a backward that is split: each costs the host what a forward does"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of a run without a cube, for one sample, which take the place of counted ones."""
+
+    block: PartTimes
+    outside: float
+    """the forward of what isn't in the stack"""
+
+    @classmethod
+    def of(cls, profile: Profile, samples: float) -> "Measured":
+        """Of a run's profile, whose micro-batches had so many samples. The last stage has head and loss, too.
+
+        Raises:
+            HanayoError: the profile hasn't the times of each stage, or they are 0.
+        """
+        costs, blocks = profile.costs, profile.blocks
+        values = (costs.forward, costs.backward_input, costs.backward_weight)
+        times = [one for one in values if isinstance(one, tuple) and len(one) == len(blocks)]
+        if len(times) != len(values) or not all(blocks):
+            raise HanayoError("the profile has no time of each stage, or a stage without blocks; measure once more")
+        inner = max(1, len(blocks) - 1)
+        each = [sum(one[:inner]) / (samples * sum(blocks[:inner])) for one in times]
+        if not sum(each):
+            raise HanayoError("the profile's stages take no time; measure once more")
+        last = sum(one[-1] for one in times) / samples - blocks[-1] * sum(each)
+        return cls(PartTimes(each[0], each[1] + each[2], each[1], each[2]), max(0.0, last) / 3)
 
 
 @dataclass(frozen=True)
@@ -110,11 +140,20 @@ class StepModel:
     Args:
         facts: the model.
         machine: the rates.
+        measured: what blocks took in a run, in place of what is counted; in a cube counted times are scaled by it.
     """
 
-    def __init__(self, facts: ModelFacts, machine: Machine) -> None:
+    def __init__(self, facts: ModelFacts, machine: Machine, measured: Measured | None = None) -> None:
         self.facts = facts
         self.machine = machine
+        self._measured = measured
+        if measured is not None:  # devices that take as long for the counted block
+            counted = self._counted((1, 1, 1), 1, "microbatch", "whole")
+            speed = counted.alone.total(split=False) / measured.block.total(split=False)
+            rates = {
+                name: tuple((size, speed * rate) for size, rate in table) for name, table in machine.matmul.items()
+            }
+            self.machine = replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
         self._block_time = cache(self._time_block)
         self._stage = cache(self._time_stage)
         self._work_of = cache(self._count_work)
@@ -211,6 +250,12 @@ class StepModel:
     # a micro-batch's work
 
     def _time_block(self, mesh: MeshSizes, samples: int, weights: CubeWeights, experts: Experts) -> BlockTime:
+        if self._measured is not None and mesh == (1, 1, 1):
+            each = self._measured.block * samples
+            return BlockTime(each, each)
+        return self._counted(mesh, samples, weights, experts)
+
+    def _counted(self, mesh: MeshSizes, samples: int, weights: CubeWeights, experts: Experts) -> BlockTime:
         """Of the mean block, by its counts."""
         facts, mean = self.facts, BlockTime(PartTimes(), PartTimes())
         for kind, part in facts.kinds:
@@ -241,9 +286,15 @@ class StepModel:
         return outside * of_samples, replace(loss * of_loss, saved=loss.saved, workspace=workspace)
 
     def _outside(self, candidate: Candidate) -> float:
-        """Seconds of the forward of embedding, head and loss for a micro-batch: a third of forward and backward."""
-        machine, (outside, loss) = self.machine, self._code(candidate)
-        flops = outside.flops + 4 / 3 * loss.flops  # which the backward repeats
+        """Seconds of the forward of embedding, head and loss for a micro-batch."""
+        seconds = self._seconds(*self._code(candidate))
+        if self._measured is not None and (counted := self._seconds(self.facts.outside, self.facts.loss)):
+            return self._measured.outside * seconds / counted
+        return seconds
+
+    def _seconds(self, outside: Code, loss: Code) -> float:
+        """Of the forward of code, a third of forward and backward."""
+        machine, flops = self.machine, outside.flops + 4 / 3 * loss.flops  # which the backward repeats
         device = flops / machine.matmul_rate(self.facts.dtype, (flops / 2) ** (1 / 3) if flops else 1.0)
         device += (outside.traffic + loss.traffic) / machine.memory_bandwidth
         host = machine.host_call * (outside.calls + loss.calls)

@@ -84,6 +84,7 @@ def make_plan(
     step: int | BatchesOfStep,
     memory: float | None = None,
     top: int = 5,
+    model: StepModel | None = None,
     accept: Callable[[Candidate], bool] = lambda _: True,
     choices: Choices = ALL,
 ) -> Plan:
@@ -98,6 +99,7 @@ def make_plan(
         step: the samples of an optimizer step, of all data ranks; or the batches of each data rank.
         memory: bytes that a rank may need; None: 0.9 of the device's.
         top: how many to return, each of another pipeline size or cube: the fastest of those that are simulated.
+        model: estimates steps; None: one without measured times.
         accept: which layouts to consider.
         choices: what to choose from in a cube.
 
@@ -112,7 +114,7 @@ def make_plan(
         return round(seconds, 9), round(one.memory.total), one.candidate.num_waves
 
     limit = USABLE * machine.memory if memory is None else memory
-    model = StepModel(facts, machine)
+    model = model or StepModel(facts, machine)
 
     def considered(num_devices: int, refused: Counter[str]) -> list[Candidate]:
         return [*filter(accept, candidates(facts, num_devices, step, refused, choices))]

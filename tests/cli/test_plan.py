@@ -13,7 +13,9 @@ import yaml
 from lightning_hanayo import cli
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import Choices
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.schedule import CostModel
 from tests.harness.launch import launch
 
 MODULE = """
@@ -225,13 +227,29 @@ def test_hanayo_fit_runs_the_plan(here: Path) -> None:
     assert (ended.code, ended.leftover) == (0, []), ended.output
 
 
-def test_a_measured_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_machine_and_profile(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine("cpu").save(here / "machine.json")
-    found = []
-    for device in ("--device=cpu", "--machine=machine.json"):
-        assert run("--devices=2", device, "--json") == 0
-        found.append(json.loads(capsys.readouterr().out)["layouts"])
-    assert found[0] == found[1]
+    costs = CostModel((1e-2,) * 4, (1e-2,) * 4, (1e-2,) * 4, message=1e-4)
+    Profile("hanayo-zb", 2, 1, 4, (2,) * 4, costs).save(here / "profile.json")
+    times = []
+    for profile in ([], ["--profile=profile.json"]):
+        assert run("--devices=2", "--machine=machine.json", "--json", *profile) == 0
+        times.append(json.loads(capsys.readouterr().out)["layouts"][0]["seconds"])
+    assert times[1] > 5 * times[0], "the measured blocks are that slow"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "seconds", "count", "said"),
+    [(3, 1e-2, 4, "it is of 12 blocks"), (2, 1e-2, 0, "0 micro-batches"), (2, 0.0, 4, "take no time")],
+    ids=["blocks", "microbatches", "no_time"],
+)
+def test_a_profile_of_another_run(
+    blocks: int, seconds: float, count: int, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = CostModel((seconds,) * 4, (seconds,) * 4, (seconds,) * 4, message=1e-4)
+    Profile("hanayo-zb", 2, 1, count, (blocks,) * 4, costs).save(here / "profile.json")
+    assert run("--devices=2", "--device=cpu", "--profile=profile.json") == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_model_whose_constructor_needs_values(capsys: pytest.CaptureFixture[str]) -> None:

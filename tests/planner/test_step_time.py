@@ -11,10 +11,12 @@ import pytest
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.estimates import StepModel
+from lightning_hanayo.planner.estimates import Measured, StepModel
+from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import Code, ModelFacts
 from lightning_hanayo.planner.ranking import make_plan
+from lightning_hanayo.schedule import CostModel
 from tests.planner.llamas import SEVEN_B, SEVENTY_B
 
 H100 = machine("h100")
@@ -58,7 +60,7 @@ def test_other_ranks_wait_for_code_outside_the_stack_where_the_step_runs_once() 
 def test_the_five_best(facts: ModelFacts, devices: int) -> None:
     """With embedding and head on the first rank, and stages of different sizes."""
     model = StepModel(facts, H100)
-    plan = make_plan(facts, H100, num_devices=devices, step=512)
+    plan = make_plan(facts, H100, num_devices=devices, step=512, model=model)
     assert len(plan.best) == 5
     errors = [model.closed_form(one.candidate).seconds / one.seconds - 1 for one in plan.best]
     assert max(map(abs, errors)) < 0.02
@@ -166,6 +168,21 @@ def test_the_host_is_the_limit_where_its_calls_take_longer_than_the_device() -> 
     at_once = replace(slow_host, is_asynchronous=False)
     both = StepModel(SEVEN_B, at_once).closed_form(own).seconds
     assert both > StepModel(SEVEN_B, slow_host).closed_form(own).seconds, "the host's time and the device's"
+
+
+def test_measured_blocks_take_the_place_of_counted_ones() -> None:
+    stages = 8
+    costs = CostModel((0.04,) * stages, (0.04,) * stages, (0.03,) * 7 + (0.06,), message=0.001)
+    measured = Measured.of(Profile("hanayo-zb", 2, 2, 4, (4,) * stages, costs), samples=2)
+    assert measured.block.forward == pytest.approx(0.04 / 8)
+    assert measured.block.backward_weight == pytest.approx(0.03 / 8)
+    assert measured.outside == pytest.approx(0.03 / 2 / 3)
+    own = Candidate(1, 2, num_waves=2, num_microbatches=8)
+    counted, real = StepModel(SEVEN_B, H100), StepModel(SEVEN_B, H100, measured)
+    assert real.closed_form(own).seconds == pytest.approx(8 * (16 * 0.11 / 8 + 3 * measured.outside), rel=0.1)
+    in_a_cube = replace(own, mesh=(1, 2, 1))
+    slower = real.closed_form(own).seconds / counted.closed_form(own).seconds
+    assert slower < real.closed_form(in_a_cube).seconds / counted.closed_form(in_a_cube).seconds * 1.5
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: f"{case['model']} {Candidate(**case['layout'])}")

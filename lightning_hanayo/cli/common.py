@@ -37,7 +37,6 @@ _EXPECTED = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value.*)?$", re.MUL
 _GIVEN = re.compile(r"(?:Given value|Got value): (?P<value>.*)")
 _ITEM = re.compile(r"^ *- (?P<item>.+\n(?: {4,}(?! |- ).+\n)*)", re.MULTILINE)
 _REQUIRED = re.compile(r"the following arguments are required: (?P<names>.+)")
-_Convert = Callable[[str], Any]
 _MAX_LISTED = 16
 """options that an error message lists"""
 
@@ -106,7 +105,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     """
     choices = list(known)
     if not choices:
-        return "there is no class that could have it; class_path names one"
+        return "no class_path says which class could have it; add one, or give the --config that has it first"
     prefix = name.rpartition(".")[0]
     group = [choice for choice in choices if choice.rpartition(".")[0] == prefix] or choices
     if len(group) <= _MAX_LISTED:

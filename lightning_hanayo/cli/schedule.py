@@ -11,16 +11,16 @@ Prints timelines: in colours in a terminal, as plain text in a pipe.
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.cli.common import CommandGroup, fail, number, print_table
-from lightning_hanayo.errors import HanayoError, counted, nearest
+from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_page, save_ranking, save_timeline, save_trace
 from lightning_hanayo.plotting.palette import action_colour, legend_entries, text_colour, wave_legs
@@ -84,11 +84,6 @@ _COSTS = {
     "gradient_reduce": "time to all-reduce a rank's gradients over the data ranks, once per step (default 0)",
 }
 _NUMBERS = ("message_between_nodes", "per_action")
-
-
-def no_such_schedule(name: str, known: Iterable[str]) -> HanayoError:
-    """Returns the error for a name that is neither a known schedule nor a table."""
-    return HanayoError(f"there is no schedule {name!r}: {nearest(name, known)}; or a file ending in .csv")
 
 
 def add_schedule(parser: ArgumentParser) -> None:
@@ -165,19 +160,17 @@ class Options(Namespace):
         Raises:
             HanayoError: there is no such schedule, or it doesn't exist in these sizes.
         """
-        name, known = self.schedule, (*schedule_names(), "auto")
+        name = self.schedule
         if name.endswith(".csv") or Path(name).is_file() or "/" in name:
             given = {"ranks": self.ranks, "microbatches": self.microbatches, "waves": self.waves}
             given["stages-per-rank"] = self.stages_per_rank
             if superfluous := [f"--{option}" for option, value in given.items() if value is not None]:
                 raise HanayoError(f"{name} is a table, which has its own sizes; leave out {', '.join(superfluous)}")
             schedule = Schedule.from_csv(name)
-        elif name in known:
+        else:
             sizes = self.sizes | {"num_stages_per_rank": self.stages_per_rank}
             budget, pairs = self.activation_budget, self.pairs is not None
             schedule = build(name, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
-        else:
-            raise no_such_schedule(name, known)
         return with_loss_stage(schedule) if vars(self).get("loss_stage") else schedule
 
     def simulate(self, schedule: Schedule) -> Timeline:
@@ -238,9 +231,6 @@ def run_compare(options: Options) -> int:
     """
     tables = {name: Schedule.from_csv(name) for name in options.schedules if name.endswith(".csv")}
     names = [name for name in options.schedules if name not in tables] or None
-    for name in names or ():
-        if name not in schedule_names():
-            raise no_such_schedule(name, schedule_names())
     sizes, budget = options.sizes, options.activation_budget
     for table in tables.values():
         if options.ranks is None:
@@ -261,11 +251,8 @@ def run_compare(options: Options) -> int:
     if not comparison.candidates:
         raise HanayoError("; ".join(dict.fromkeys(comparison.refused.values())))
     title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
-    for path in options.output:
-        with showing(f"drawing {path}"):
-            timelines = {one.name: one.timeline for one in comparison.candidates}
-            if not _save(path, title, timelines, options):
-                save_ranking(path, comparison, title=title, unit=options.unit)
+    ranking = partial(save_ranking, comparison=comparison, title=title, unit=options.unit)
+    _draw(options, title, {one.name: one.timeline for one in comparison.candidates}, ranking)
     if options.json:
         schedules = [
             summary_dict(one.schedule, one.timeline, None if budget is None else one.within_budget)
@@ -295,15 +282,18 @@ def _print_comparison(comparison: Comparison, budget: float | None) -> None:
         print(f"{name} is left out: {reason}")
 
 
-def _save(path: str, title: str, timelines: Mapping[str, Timeline], options: Options) -> bool:
-    """Write a page or a trace; False: the suffix is that of an image."""
-    suffix = Path(path).suffix.lower()
-    if suffix == ".html":
-        save_page(path, title, timelines, unit=options.unit)
-    elif suffix == ".json":
-        seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(options.unit, 1e-3)  # an unknown unit is a ms
-        save_trace(path, timelines, seconds=seconds)
-    return suffix in (".html", ".json")
+def _draw(options: Options, title: str, timelines: Mapping[str, Timeline], image: Callable[[str], object]) -> None:
+    """Write all files that are asked for: pages, traces, and images by `image`."""
+    for path in options.output:
+        suffix = Path(path).suffix.lower()
+        with showing(f"drawing {path}"):
+            if suffix == ".html":
+                save_page(path, title, timelines, unit=options.unit)
+            elif suffix == ".json":
+                seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(options.unit, 1e-3)  # others are a ms
+                save_trace(path, timelines, seconds=seconds)
+            else:
+                image(path)
 
 
 def export_options(parser: ArgumentParser) -> None:
@@ -344,7 +334,6 @@ def show_options(parser: ArgumentParser) -> None:
     parser.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=meaning)
     meaning = "draw the path of micro-batch M as a line; can be repeated"
     parser.add_argument("--follow", type=integer, action="append", default=[], metavar="M", help=meaning)
-    parser.add_argument("--activations", action="store_true", help="also draw each rank's activations in an image")
     parser.add_argument("--columns", type=integer, metavar="N", help="characters per line in the terminal")
 
 
@@ -362,12 +351,8 @@ def run_show(options: Options) -> int:
             raise HanayoError(f"--follow: there is no micro-batch {microbatch}, micro-batches are 0 to {last}")
     with showing("simulating"):
         timeline = options.simulate(schedule)
-    for path in options.output:
-        with showing(f"drawing {path}"):
-            name = title(schedule) if Path(path).suffix.lower() == ".json" else schedule.name
-            if not _save(path, title(schedule), {name: timeline}, options):
-                look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
-                save_timeline(path, timeline, title=title(schedule), **look)
+    image = partial(save_timeline, timeline=timeline, title=title(schedule), unit=options.unit, follow=options.follow)
+    _draw(options, title(schedule), {schedule.name: timeline}, image)
     if options.json:
         spans = [{"rank": s.rank, "action": str(s.action), "start": s.start, "end": s.end} for s in timeline.spans]
         print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))

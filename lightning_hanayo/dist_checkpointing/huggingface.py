@@ -393,7 +393,6 @@ class SafetensorsFolder(CheckpointFolder):
 
     Raises:
         HanayoError: there is no such folder, it has no safetensors, or a file is missing, damaged or truncated.
-        UnsupportedError: it has weights in another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -459,13 +458,8 @@ def _refuse(path: Path) -> None:
             f"init_from: there is no folder {path}. Give one with {_FILE}, on a file system that all ranks see. To get "
             f"it from Hugging Face: huggingface_hub.snapshot_download(name)."
         )
-    found = sorted(file.name for file in path.iterdir())
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")) for name in found):
-        raise UnsupportedError(
-            f"init_from: {path} has no safetensors, but other files ({', '.join(found)}). Convert them once, with the "
-            f"model's own class: GPT2LMHeadModel.from_pretrained(folder).save_pretrained(new_folder)."
-        )
+    found = ", ".join(sorted(file.name for file in path.iterdir())) or "no files"
     raise HanayoError(
-        f"init_from: {path} has neither {_FILE} nor {_INDEX}, but {', '.join(found) or 'no files'}. Save a model "
-        f"there: model.save_pretrained(folder), or safetensors.torch.save_model(model, folder + '/{_FILE}')."
+        f"init_from: {path} has neither {_FILE} nor {_INDEX}, but {found}. Save a model there, which may have read "
+        f"another format: model.save_pretrained(folder), or safetensors.torch.save_model(model, folder + '/{_FILE}')."
     )

@@ -7,20 +7,19 @@ time   :   .  .
 
 Draws the schedules of a comparison in one image, the fastest on top, on one time axis.
 
-hanayo-zb          | small timeline, all ranks
-24.8, bubble 3.0 % |
-4 M_a, 14 messages |
-1f1b               | ...
+hanayo-zb: makespan 24.8, bubble 3.0%; 4 M_a, 14 messages
+small timeline, all ranks
+1f1b: ...
                      time ->
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_hanayo.plotting.palette import DARK, KIND_COLOURS, KIND_NAMES, num_legs, wave_legs
-from lightning_hanayo.plotting.timeline import draw_actions, image_file, time_label
+from lightning_hanayo.plotting.palette import DARK
+from lightning_hanayo.plotting.timeline import image_file, save_panels, summary
 from lightning_hanayo.schedule.communication import messages_per_microbatch
 from lightning_hanayo.schedule.comparison import Comparison
 
@@ -108,58 +107,22 @@ def _write_numbers(axes: "Axes", numbered: Sequence[Dot], near: float) -> None:
                       va="top", fontsize=8, color=NUMBERED)  # fmt: skip
 
 
-_WIDTH, _NAME = 15.0, 2.2
-_ABOVE, _BELOW, _BETWEEN = 0.65, 0.75, 0.16
-"""inches"""
-_MAX_ROW = 12.0
-"""inches of one schedule, however many ranks it has: no image has more than 65,536 pixels"""
-_GREY = "#8a867d"
-
-
 def save_ranking(path: str | Path, comparison: Comparison, *, title: str, unit: str = "") -> None:
     """Save the image.
 
     Args:
         path: the file, ending in .png, .svg or .pdf.
-        comparison: at least one candidate; schedules that exceed its activation budget are grey.
+        comparison: at least one candidate.
         title: at the top.
         unit: of time.
 
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
     """
-    from matplotlib.patches import Patch
-
-    candidates = comparison.candidates
-    row = min(_MAX_ROW, max(0.45, 0.075 * max(one.timeline.num_ranks for one in candidates)))
-    height = _ABOVE + len(candidates) * (row + _BETWEEN) + _BELOW + 0.15 * len(comparison.refused)
-    until = max(one.timeline.makespan for one in candidates)
-    with image_file(path, _WIDTH, height) as figure:
-        figure.text(0.1 / _WIDTH, 1 - 0.1 / height, title, va="top", fontsize=11, weight="bold")
-        for number, one in enumerate(candidates):
-            bottom = height - _ABOVE - number * (row + _BETWEEN) - row
-            right, middle = (_NAME - 0.08) / _WIDTH, (bottom + row / 2) / height
-            look: Any = {"ha": "right", "color": DARK if one.within_budget else _GREY}
-            figure.text(right, middle + 0.1 / height, one.name, va="bottom", weight="bold", fontsize=10, **look)
-            words = f"{one.timeline.makespan:.4g}, bubble {one.timeline.bubble_ratio:.1%}"
-            figure.text(right, middle + 0.07 / height, words, va="top", fontsize=8, **look)
-            words = f"{one.peak:.4g} M_a, {messages_per_microbatch(one.schedule)} messages"
-            figure.text(right, middle - 0.08 / height, words, va="top", fontsize=8, **look)
-            box = _NAME / _WIDTH, bottom / height, (_WIDTH - _NAME - 0.15) / _WIDTH, row / height
-            axes = figure.add_axes(box)
-            draw_actions(one.timeline, axes, window=(0.0, until), numbers=False)
-            axes.axvline(one.timeline.makespan, color=DARK, linewidth=0.8)
-            is_last = number == len(candidates) - 1  # at the bottom, with the time axis
-            axes.set_yticks([])
-            axes.tick_params(axis="x", labelbottom=is_last, bottom=is_last, labelsize=8)
-            axes.spines["bottom"].set_visible(is_last)
-        axes.set_xlabel(time_label(unit), fontsize=8)
-        for number, (name, reason) in enumerate(comparison.refused.items()):
-            text = shorten(f"{name} is left out: {reason}", 190)
-            figure.text(0.1 / _WIDTH, (0.3 + 0.15 * number) / height, text, fontsize=7, color=_GREY)
-        kinds = {span.action.kind for one in candidates for span in one.timeline.spans}
-        handles = [Patch(facecolor=colours[0], label=KIND_NAMES[kind])
-                   for kind, colours in KIND_COLOURS.items() if kind in kinds]  # fmt: skip
-        if any(num_legs(wave_legs(one.timeline)) > 1 for one in candidates):  # each candidate has legs of its own
-            handles.append(Patch(facecolor="none", label="(fainter: odd legs)"))
-        figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)
+    panels = {
+        f"{summary(one.timeline, unit, one.name)}; {one.peak:.4g} M_a{', over the budget' * (not one.within_budget)}, "
+        f"{messages_per_microbatch(one.schedule)} messages": one.timeline
+        for one in comparison.candidates
+    }
+    words = [shorten(f"{name} is left out: {reason}", 120) for name, reason in comparison.refused.items()]
+    save_panels(path, panels, title=title, words=words, unit=unit)

@@ -40,11 +40,6 @@ WaveLegs = Mapping[int, int | None]
 """the leg of each stage of a timeline; None for a stage that holds only head and loss"""
 
 
-def num_legs(legs: WaveLegs) -> int:
-    """The number of different legs."""
-    return len(set(legs.values()) - {None})
-
-
 def wave_legs(timeline: Timeline) -> WaveLegs:
     """The legs of a timeline's stages, derived from the rank and the micro-batches of each stage's actions."""
     num_stages = [0] * timeline.num_ranks
@@ -96,7 +91,7 @@ def legend_entries(timelines: Iterable[Timeline]) -> dict[str, str]:
     labels: dict[str, str] = {}
     order = list(Kind)
     drawn = [(timeline, wave_legs(timeline)) for timeline in timelines]
-    count = max((num_legs(legs) for _, legs in drawn), default=1)
+    count = max((len({*legs.values()} - {None}) for _, legs in drawn), default=1)
     found = ((span.action, legs) for timeline, legs in drawn for span in drawn_spans(timeline))
     for action, legs in sorted(found, key=lambda one: (order.index(one[0].kind), one[0].stage)):
         labels.setdefault(action_colour(action, legs), legend_label(action, legs, count))

@@ -6,15 +6,12 @@ rank 1 |   0 1 2 ...
 rank 0 | ... 6 6 7 7                band 1: continues
 rank 1 | ...  6 6 7
 
-Draws a timeline on matplotlib axes, one row per rank: its actions, or the activations that it holds.
+Draws a timeline on matplotlib axes, one row per rank.
 
 rank 0 | 0 1 2 3 .  0 0  1 1 ...
 rank 1 |   0 1 2 .  .  ...
          time ->                  a box per action, with its micro-batch if that fits; idle time shows the background;
                                   actions that a rank runs at once have half of the row's height
-
-rank 0 |    ___/~~~~\\___         from zero to the largest peak of all ranks
-rank 1 |  ____/~~~\\_____
 
 Finds the messages between ranks, and the idle time before each action, in a timeline.
 
@@ -55,18 +52,18 @@ FORMATS = ("png", "svg", "pdf")
 DPI = 160
 _ABOVE, _BELOW, _BETWEEN = 0.3, 0.3, 0.25
 """inches: above the panels (title), below them (legend), and between two bands"""
-_CURVE = 0.16
-"""inches of one rank's activations"""
 _BOX_WIDTH = 0.13
 """inches, if there is room: a number of two digits fits"""
 _MIN_WIDTH, _MAX_WIDTH, _MAX_HEIGHT = 9.0, 20.0, 40.0
 """inches of the image"""
 _PAGE_WIDTH = 10.0
-"""inches of a comparison: 1600 pixels, so that it can be read at the width of a page"""
+"""inches of several timelines: 1600 pixels, so that it can be read at the width of a page"""
 _LEFT, _RIGHT = 0.7, 0.2
 """inches left and right of the rows"""
-_BETWEEN_ROWS, _TICKS, _LINE = 0.08, 0.35, 0.17
-"""inches: between the two timelines of a band, below a band, and of a line of text"""
+_LABEL, _TICKS, _LINE = 0.2, 0.27, 0.17
+"""inches: of a panel's label above it, below a band, and of a line of text"""
+_FULL_PANELS = 3
+"""panels of a band with rows of full height; more are as high as so many together"""
 _MAX_ROWS_HEIGHT = 100.0
 """inches of a band: the rows of more than 333 ranks are lower, as no image has more than 65,536 pixels"""
 
@@ -94,27 +91,47 @@ def save_comparison(
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
     """
-    both = {"measured": measured, "simulated": simulated}
-    rows = [_rows_height(timeline) for timeline in both.values()]
-    band = sum(rows) + _BETWEEN_ROWS + _TICKS
-    bands = _bands(list(both.values()), _PAGE_WIDTH, band)
     words = _words(measured, simulated, planned, unit)
+    save_panels(path, {"measured": measured, "simulated": simulated}, title=title, words=words, unit=unit)
+
+
+def save_panels(
+    path: str | Path, timelines: Mapping[str, Timeline], *, title: str | None, words: Sequence[str], unit: str
+) -> None:
+    """Save several timelines, one above the other, in bands that share a time axis.
+
+    Args:
+        path: the file, ending in .png, .svg or .pdf.
+        timelines: by the label of their panel.
+        title: at the top.
+        words: lines of text below it.
+        unit: of time.
+
+    Raises:
+        HanayoError: the suffix is no image format, or the file can't be written.
+    """
+    share = min(1.0, _FULL_PANELS / len(timelines))
+    rows = [share * _rows_height(timeline) for timeline in timelines.values()]
+    band = sum(rows) + len(rows) * _LABEL + _TICKS
+    bands = _bands(list(timelines.values()), _PAGE_WIDTH, band)
     above = _ABOVE * bool(title) + _LINE * len(words) + 0.15
     height = above + len(bands) * band + 0.2 + _BELOW
     with image_file(path, _PAGE_WIDTH, height) as figure:
         top = height - above
         for window in bands:
-            for (label, timeline), own in zip(both.items(), rows, strict=True):
-                axes = _panel(figure, top, own)
+            for (label, timeline), own in zip(timelines.items(), rows, strict=True):
+                axes = _panel(figure, top - _LABEL, own)
                 draw_actions(timeline, axes, window=window)
-                axes.set_ylabel(label, fontsize=8)
-                axes.spines["bottom"].set_visible(timeline is simulated)
-                axes.tick_params(axis="x", labelsize=8, pad=1, length=0 if timeline is measured else 3)
-                axes.tick_params(axis="x", labelbottom=timeline is simulated)
-                top -= own + _BETWEEN_ROWS
-            top -= _TICKS - _BETWEEN_ROWS
+                axes.set_title(label, loc="left", fontsize=8, pad=2)
+                axes.tick_params(axis="y", labelleft=share == 1.0)
+                axes.tick_params(axis="x", labelsize=8, pad=1, length=0, labelbottom=False)
+                axes.spines["bottom"].set_visible(False)
+                top -= own + _LABEL
+            axes.tick_params(axis="x", length=3, labelbottom=True)
+            axes.spines["bottom"].set_visible(True)
+            top -= _TICKS
         figure.text(0.5, 0.3 / height, time_label(unit), ha="center", fontsize=9)
-        _draw_legend(figure, list(both.values()))
+        _draw_legend(figure, list(timelines.values()))
         if title:
             figure.text(_LEFT / _PAGE_WIDTH, 1 - 0.08 / height, title, va="top", fontsize=11, weight="bold")
         for number, line in enumerate(words):
@@ -140,7 +157,6 @@ def save_timeline(
     title: str | None = None,
     unit: str = "",
     follow: Sequence[int] = (),
-    activations: bool = False,
 ) -> None:
     """Save `timeline`, in as many bands as it takes for numbers to fit into their boxes.
 
@@ -150,7 +166,6 @@ def save_timeline(
         title: written before makespan and bubble ratio.
         unit: of time, e.g. `"s"`.
         follow: micro-batches whose path over the ranks is drawn as a line.
-        activations: whether to draw each rank's activations below, with its peak in M_a.
 
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
@@ -158,16 +173,12 @@ def save_timeline(
     rows = _rows_height(timeline)
     bands = _bands([timeline], _MAX_WIDTH, rows + _BETWEEN)
     width = min(_MAX_WIDTH, max(_MIN_WIDTH, 0.9 + _ideal_width(timeline) / len(bands)))
-    curves = (_CURVE * timeline.num_ranks + _BETWEEN) * activations
-    height = 0.35 + len(bands) * (rows + _BETWEEN + curves) + 0.2 + _BELOW
+    height = 0.35 + len(bands) * (rows + _BETWEEN) + 0.2 + _BELOW
     with image_file(path, width, height) as figure:
         for number, band in enumerate(bands):
-            top = height - 0.35 - number * (rows + _BETWEEN + curves)
-            axes = _panel(figure, top, rows)
+            axes = _panel(figure, height - 0.35 - number * (rows + _BETWEEN), rows)
             draw_actions(timeline, axes, window=band, follow=follow)
             axes.tick_params(axis="x", labelsize=8, pad=1)
-            if activations:
-                draw_activations(timeline, _panel(figure, top - rows - _BETWEEN, curves - _BETWEEN), window=band)
         figure.text(_LEFT / width, 1 - 0.1 / height, summary(timeline, unit, title), va="top", fontsize=10)
         figure.text(0.5, 0.3 / height, time_label(unit), ha="center", fontsize=9)
         _draw_legend(figure, [timeline])
@@ -298,9 +309,7 @@ SMALLEST_FONT = 2.8
 """points; a number that would have to be smaller is left out"""
 
 
-def draw_actions(
-    timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = (), numbers: bool = True
-) -> None:
+def draw_actions(timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = ()) -> None:
     """Draw the actions between the two times of `window`, counted from the timeline's first start. No title."""
     first, last = window
     begin, legs = timeline.begin, palette.wave_legs(timeline)
@@ -309,31 +318,13 @@ def draw_actions(
     spans = [span for span in drawn if span.end > begin + first and span.start < begin + last]
     _draw_background(timeline, axes, window)
     _draw_boxes(spans, heights, begin, axes, legs)
-    if numbers:
-        _draw_numbers(spans, heights, timeline, axes, legs)
+    _draw_numbers(spans, heights, timeline, axes, legs)
     for step in timeline.steps if follow else ():
         for microbatch in follow:
             _draw_path(axes, step.spans, heights, begin, microbatch)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def draw_activations(timeline: Timeline, axes: "Axes", *, window: tuple[float, float]) -> None:
-    """Draw each rank's activations between the two times of `window`, counted from the timeline's first start."""
-    peaks = timeline.peak_activations
-    scale = BOX_HEIGHT / (max(peaks, default=0.0) or 1.0)
-    _draw_background(timeline, axes, window)
-    for rank in range(timeline.num_ranks):
-        curve = timeline.activations(rank)
-        bottom = rank + BOX_HEIGHT / 2
-        times = [time - timeline.begin for time, _ in curve] + [timeline.makespan]
-        tops = [bottom - scale * held for _, held in curve]
-        look: Any = {"color": palette.ACTIVATION_COLOUR, "linewidth": 0, "zorder": 2}
-        axes.fill_between(times, bottom, [*tops, tops[-1]], step="post", **look)
-    axes.set_yticks(range(timeline.num_ranks), [f"{peak:.3g} M_a" for peak in peaks], fontsize=7)
-    axes.tick_params(axis="both", length=0, labelbottom=False)
-    axes.spines[:].set_visible(False)
 
 
 def summary(timeline: Timeline, unit: str = "", title: str | None = None) -> str:
@@ -444,15 +435,6 @@ Event = dict[str, Any]
 Waits = Mapping[str, Sequence[Span]]
 """by the names of the timelines, spans in which a rank waited for the inputs of an action"""
 
-_COLOURS = {
-    Kind.F: "rail_response",
-    Kind.B: "rail_idle",
-    Kind.I: "rail_animation",
-    Kind.W: "grey",
-    Kind.REDUCE_GRAD: "rail_load",
-}
-"""chrome://tracing accepts only named colours: here blue, orange, red, grey, green. Perfetto chooses its own."""
-
 
 def save_trace(
     path: str | Path, timelines: Mapping[str, Timeline], *, seconds: float = 1e-3, waits: Waits | None = None
@@ -527,8 +509,7 @@ def _events(
         details: Event = {"stage": action.stage, "microbatch": action.microbatch}
         if span in idle:
             details["idle_before_us"] = length(idle[span])
-        colour = {"cname": _COLOURS[action.kind]} if action.kind in _COLOURS else {}
-        yield piece(span, str(action), KIND_NAMES.get(action.kind, "message"), details) | colour
+        yield piece(span, str(action), KIND_NAMES.get(action.kind, "message"), details)
     for number, (producer, consumer) in enumerate(timeline_messages(timeline), first_flow):
         kind = "activation" if consumer.action.kind is Kind.F else "gradient"
         common = {"cat": "message", "name": kind, "id": number}

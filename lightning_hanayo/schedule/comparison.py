@@ -1,7 +1,7 @@
 """Comparison: simulates all schedules for the same ranks, micro-batches, depth and costs, and sorts them by time."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, MAX_TRIED, check_num_actions
-from lightning_hanayo.schedule.registry import Request, build, schedule_names, sizes_for
+from lightning_hanayo.schedule.registry import Request, build, registered, schedule_names, sizes_for
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.simulate import Timeline, simulate
 
@@ -66,7 +66,7 @@ def compare(
         tell: is called with the name of each schedule before it is built.
 
     Raises:
-        HanayoError: a size or the budget makes no sense for any schedule, or a table has another size.
+        HanayoError: a name is unknown, a size or the budget makes no sense, or a table has another size.
 
     Example:
         >>> [one.name for one in compare(num_ranks=4, num_microbatches=8, names=["1f1b", "hanayo"]).candidates]
@@ -82,35 +82,30 @@ def compare(
     names = tuple(dict.fromkeys(schedule_names() if names is None else names))
     most = MAX_TRIED if len(names) > 1 else MAX_ACTIONS
     for name in names:
-        # Sizes that are wrong for all schedules raise here, outside of the `try`
+        # Sizes that are wrong for all schedules, and unknown names, raise here, outside of the `try`
         Request(name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget)
+        registered(name)
         check_num_actions(num_ranks, num_microbatches, 2 * num_waves, most=most)
         tell(name)
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves)
             make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, pairs=pairs, **sizes)
-            candidates.append(_candidate(name, make, costs, activation_budget, steps))
+            schedule = _built(make, costs, activation_budget)
+            candidates.append(_simulated(name, schedule, costs, activation_budget, steps))
         except HanayoError as error:
             refused[name] = str(error).partition("\n")[0]
     return Comparison(tuple(sorted(candidates, key=lambda one: (one.timeline.makespan, one.peak, one.name))), refused)
 
 
-def _candidate(
-    name: str, make: Callable[..., Schedule], costs: CostModel, budget: float | None, steps: int
-) -> Candidate:
+def _built(make: Callable[..., Schedule], costs: CostModel, budget: float | None) -> Schedule:
+    """The schedule, within the budget if it can keep to it."""
     own = costs.merged(make().num_stages) if costs.is_per_stage else costs
     try:
-        schedule, keeps_budget = make(costs=own, activation_budget=budget), True
+        return make(costs=own, activation_budget=budget)
     except HanayoError:
-        if budget is None:
-            raise
-        schedule, keeps_budget = make(costs=own), False
-    made = _simulated(name, schedule, costs, budget, steps)
-    return made if keeps_budget else replace(made, within_budget=False)
+        return make(costs=own)  # raises the same if it wasn't for the budget
 
 
 def _simulated(name: str, schedule: Schedule, costs: CostModel, budget: float | None, steps: int) -> Candidate:
-    if costs.is_per_stage:
-        costs = costs.merged(schedule.num_stages)
-    timeline = simulate(schedule, costs, steps)
+    timeline = simulate(schedule, costs.merged(schedule.num_stages), steps)
     return Candidate(name, schedule, timeline, budget is None or max(timeline.peak_activations) <= budget)

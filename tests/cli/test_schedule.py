@@ -295,7 +295,7 @@ def test_compare_takes_tables_and_their_sizes(capsys: Captured) -> None:
 
 def test_compare_writes_an_image_a_page_and_a_trace(capsys: Captured) -> None:
     assert run("compare -P 2 gpipe hanayo -o a.svg -o a.html -o a.json") == 0
-    assert "<!-- hanayo -->" in Path("a.svg").read_text()
+    assert "<!-- hanayo: makespan 8, bubble 25.0%; 2 M_a, 4 messages -->" in Path("a.svg").read_text()
     events = json.loads(Path("a.json").read_text())["traceEvents"]
     assert {"gpipe", "hanayo"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert '"name":"gpipe"' in Path("a.html").read_text()

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_comparison, save_timeline
 from lightning_hanayo.plotting.palette import legend_entries
-from lightning_hanayo.plotting.timeline import _bands, _words, draw_actions, draw_activations
+from lightning_hanayo.plotting.timeline import _bands, _words, draw_actions
 from lightning_hanayo.schedule import Action, CostModel, Span, Timeline, build, simulate, with_loss_stage
 
 
@@ -156,24 +156,6 @@ def test_a_comparison_says_what_its_bubbles_are(tmp_path: Path) -> None:
     words = _words(wave(2, 4, 0.1), wave(2, 4), 0.04, "s")
     assert [line.partition(":")[0] for line in words] == ["measured", "simulated", "planned", "bubble"]
     assert "4.0%" in words[2] and len(_words(wave(2, 4), wave(2, 4), None, "s")) == 3
-
-
-def test_activations_are_drawn_to_one_scale() -> None:
-    """1f1b on two ranks: rank 0 has a peak of 2 M_a, rank 1 of 1 M_a, drawn half as high."""
-    axes = Figure(figsize=(8, 1)).subplots()
-    draw_activations(simulate(build("1f1b", num_ranks=2, num_microbatches=2)), axes, window=(0.0, 9.0))
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["2 M_a", "1 M_a"]
-    first, second = (area.get_paths()[0].vertices[:, 1] for area in axes.collections)
-    assert (first.min(), first.max()) == pytest.approx((-0.43, 0.43))
-    assert (second.min(), second.max()) == pytest.approx((1.0, 1.43))
-
-
-def test_activations_make_the_image_higher(tmp_path: Path) -> None:
-    for activations in (False, True):
-        save_timeline(tmp_path / f"{activations}.png", wave(2, 4), activations=activations)
-    without, with_ = (matplotlib_image.imread(tmp_path / f"{activations}.png").shape for activations in (False, True))
-    assert with_[0] > without[0]
-    assert with_[1] == without[1]
 
 
 def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from lightning_hanayo.plotting.palette import (
     REDUCE_COLOUR,
     action_colour,
     legend_label,
-    num_legs,
     text_colour,
     wave_legs,
 )
@@ -78,7 +77,6 @@ def test_legs_of_a_wave_alternate() -> None:
 def test_a_stage_with_only_head_and_loss_has_no_leg() -> None:
     legs = wave_legs(simulate(with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))))
     assert legs == {0: 0, 1: 0, 2: None}
-    assert num_legs(legs) == 1
     assert action_colour(Action.parse("2F0"), legs) == LOSS_COLOUR
     assert legend_label(Action.parse("2F0"), legs, 1) == "head and loss"
     assert legend_label(Action.parse("1REDUCE_GRAD"), legs, 1) == "gradient reduction"

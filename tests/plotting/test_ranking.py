@@ -16,15 +16,13 @@ def test_image_shows_each_schedule_with_its_numbers_and_those_left_out(tmp_path:
     picture = (tmp_path / "all.svg").read_text()
     for text in (
         "P = 4",
-        "27, bubble 11.1%",
-        "33, bubble 27.3%",
-        "4 M_a, 24 messages",
-        "8 M_a, 6 messages",
+        "hanayo: makespan 27 ms, bubble 11.1%; 4 M_a, 24 messages",
+        "gpipe: makespan 33 ms, bubble 27.3%; 8 M_a, over the budget, 6 messages",
         "time [ms]",
         "zbv is left out: 'zbv' has two",
     ):
         assert f"<!-- {text}" in picture
-    order = [picture.index(f"<!-- {name} -->") for name in ("hanayo", "1f1b", "gpipe")]
+    order = [picture.index(f"<!-- {name}:") for name in ("hanayo", "1f1b", "gpipe")]
     assert order == sorted(order), "the fastest on top"
 
 

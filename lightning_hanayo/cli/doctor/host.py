@@ -4,7 +4,7 @@ versions      the installed packages, compared with those that are supported
 devices       the GPUs: how many torch sees, driver, compute capability, which of them reach each other directly
 host          processor cores, memory, limits of the container and of processes, shared memory
 disk          the folders where runs write: free space, speed, whether files are synced and renamed as checkpoints need
-network       names that resolve, interfaces that exist, a port that is free; links show what comes through
+network       names that resolve, interfaces that exist; links show what comes through
 environment   variables that change how a run starts, communicates or computes, and those that a launcher has left
 """
 
@@ -285,8 +285,6 @@ def examine_folder(what: str, path: str) -> Iterator[Finding]:
 
 
 _NETWORK = "network"
-_CONNECT_TIMEOUT = 3.0
-"""seconds for a connection"""
 _CHOICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -309,8 +307,6 @@ def examine_network(environment: Mapping[str, str] = os.environ) -> Iterator[Fin
             advice = f"choose of {', '.join(interfaces)}, or unset it"
             one = Finding(_NETWORK, variable, f"{wanted}: {', '.join(used) or 'no such interface'}")
             yield one.flagged_if(not used, "problem", advice)
-    if "MASTER_ADDR" in environment:
-        yield _main_address(environment)
 
 
 def _interfaces(variable: str, wanted: str, interfaces: Collection[str]) -> list[str]:
@@ -320,37 +316,6 @@ def _interfaces(variable: str, wanted: str, interfaces: Collection[str]) -> list
     is_prefix = is_nccl and "=" not in wanted[:2]
     found = [one for one in interfaces if (one.startswith(names) if is_prefix else one in names)]
     return [one for one in interfaces if one not in found] if is_nccl and wanted.startswith("^") else found
-
-
-def _main_address(environment: Mapping[str, str]) -> Finding:
-    address, port = environment["MASTER_ADDR"], environment.get("MASTER_PORT", "")
-    where = f"{address}:{port}"
-    if not port.isdigit() or not 0 < int(port) < 2**16:
-        advice = "set it to a free port from 1024 to 65535, the same on all nodes"
-        return Finding(_NETWORK, "MASTER_PORT", port or "not set", "problem", advice)
-    try:
-        family, _, _, _, target = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        advice = "set it to the name or address of the node of rank 0"
-        return Finding(_NETWORK, "MASTER_ADDR", f"{address}: {error.strerror or error}", "problem", advice)
-    is_main = environment.get("RANK", environment.get("NODE_RANK", "0")) == "0"
-    if "TORCHELASTIC_RUN_ID" in environment or not is_main:
-        reached = _reaches(family, target)
-        advice = "it listens once rank 0 has started; if it has, look at the firewall between the nodes"
-        found = Finding(_NETWORK, "MASTER_ADDR", f"{where} {'answers' if reached else 'does not answer'}")
-        return found.flagged_if(not reached, "note", advice)
-    try:
-        with socket.create_server(("", int(port)), family=family):
-            return Finding(_NETWORK, "MASTER_PORT", f"{where} is free")
-    except OSError as error:
-        advice = "choose another MASTER_PORT, or end the process that has it: ss -ltnp"
-        return Finding(_NETWORK, "MASTER_PORT", f"{where}: {error.strerror or error}", "problem", advice)
-
-
-def _reaches(family: int, target: tuple[object, ...]) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as client:
-        client.settimeout(_CONNECT_TIMEOUT)
-        return client.connect_ex(target) == 0
 
 
 _ENVIRONMENT = "environment"

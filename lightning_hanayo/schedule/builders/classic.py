@@ -42,6 +42,7 @@ three, and it is the largest where T_W is at most T_F and T_I. With F = I = W th
 fewer micro-batches it is 2B + 2P - 1, at F = I = W = 1. The peak is min(B, P) M_a.
 """
 
+from lightning_hanayo.schedule.communication import forwards_before_backwards
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.table import Action, Kind, loop
@@ -50,39 +51,19 @@ from lightning_hanayo.schedule.table import Action, Kind, loop
 @register_schedule("gpipe")
 def gpipe(request: Request) -> Schedule:
     """One stage per rank; activations grow to B M_a."""
-    request.stages_per_rank(1)
-    microbatches = range(request.num_microbatches)
-    rows = tuple(
-        tuple(Action(rank, kind, m) for kind in (Kind.F, Kind.B) for m in microbatches)
-        for rank in range(request.num_ranks)
-    )
-    return Schedule(request.name, loop(request.num_ranks), rows, request.num_microbatches)
+    return forwards_before_backwards(one_f_one_b(request))
 
 
 @register_schedule("1f1b")
 def one_f_one_b(request: Request) -> Schedule:
     """One stage per rank; activations of at most P - rank M_a."""
-    request.stages_per_rank(1)
-    num_ranks, microbatches = request.num_ranks, range(request.num_microbatches)
-    rows = []
-    for rank in range(num_ranks):
-        forward, backward = ([Action(rank, kind, m) for m in microbatches] for kind in (Kind.F, Kind.B))
-        rows.append(tuple(alternate(forward, backward, num_ranks - rank)))
-    return Schedule(request.name, loop(num_ranks), tuple(rows), len(microbatches))
-
-
-def alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then backward and forward in turn until both are through."""
-    row = forward[:warm_up]
-    for position, action in enumerate(backward, warm_up):
-        row += [action, *forward[position : position + 1]]
-    return row
+    return _interleave(request, request.stages_per_rank(1))
 
 
 @register_schedule("interleaved", depth="stages")
 def interleaved(request: Request) -> Schedule:
     """V stages per rank (default 2), whole backwards."""
-    return _interleave(request, request.stages_per_rank(None), split=False)
+    return _interleave(request, request.stages_per_rank(None), lead=2)
 
 
 @register_schedule("interleaved-zb", depth="stages")
@@ -97,8 +78,12 @@ def zb_h1(request: Request) -> Schedule:
     return _interleave(request, request.stages_per_rank(1), split=True)
 
 
-def _interleave(request: Request, stages_per_rank: int, *, split: bool) -> Schedule:
-    """The order for whole groups, without the micro-batches beyond the last one. Leaving them out can't deadlock."""
+def _interleave(request: Request, stages_per_rank: int, *, lead: int = 1, split: bool = False) -> Schedule:
+    """The order for whole groups, without the micro-batches beyond the last one. Leaving them out can't deadlock.
+
+    Before forwards and backwards take turns, a rank runs the forwards of a group on all its stages but the last, and
+    `lead` more for each rank below it. If `split`, the weight gradient that is `rank` places behind takes a turn, too.
+    """
     num_ranks, microbatches = request.num_ranks, range(request.num_microbatches)
     size = group_size(num_ranks, len(microbatches))
     groups = [range(start, start + size) for start in microbatches[::size]]
@@ -108,15 +93,12 @@ def _interleave(request: Request, stages_per_rank: int, *, split: bool) -> Sched
         forward = [Action(stage, Kind.F, m) for group in groups for stage in stages for m in group]
         kind = Kind.I if split else Kind.B
         backward = [Action(stage, kind, m) for group in groups for stage in stages[::-1] for m in group]
-        ahead = (stages_per_rank - 1) * size + num_ranks - 1 - rank
-        if split:  # forwards; then F, I and the W that is `rank` places behind take turns until all have run
-            whole = forward[:ahead]
-            weights = [Action(action.stage, Kind.W, action.microbatch) for action in backward]
-            for turn in range(len(backward) + rank):
-                whole += forward[turn + ahead : turn + ahead + 1] + backward[turn : turn + 1]
-                whole += weights[max(0, turn - rank) : max(0, turn - rank + 1)]
-        else:
-            whole = alternate(forward, backward, warm_up=ahead + num_ranks - rank)
+        weights = [Action(action.stage, Kind.W, action.microbatch) for action in backward if split]
+        ahead = (stages_per_rank - 1) * size + lead * (num_ranks - 1 - rank)
+        whole = forward[:ahead]
+        for turn in range(len(backward) + rank):
+            whole += forward[turn + ahead : turn + ahead + 1] + backward[turn : turn + 1]
+            whole += weights[max(0, turn - rank) : max(0, turn - rank + 1)]
         rows.append(tuple(action for action in whole if action.microbatch in microbatches))
     return Schedule(request.name, loop(num_ranks, stages_per_rank), tuple(rows), len(microbatches))
 

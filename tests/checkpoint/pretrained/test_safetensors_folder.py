@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from lightning_hanayo.dist_checkpointing.huggingface import SafetensorsFolder
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.target import Storage
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import HanayoError
 
 
 def save_one(path: Path) -> Path:
@@ -91,22 +91,19 @@ def adapter(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error", "message"),
+    ("spoil", "message"),
     [
-        (truncate, HanayoError, r"model\.safetensors can't be read: .* download or save it again"),
-        (break_header, HanayoError, r"model\.safetensors can't be read"),
-        (lose_a_file, HanayoError, r"model-1\.safetensors can't be read"),
-        (lose_a_tensor, HanayoError, r"model-1\.safetensors has no tensor b, which model\.safetensors\.index"),
-        (break_index, HanayoError, r"model\.safetensors\.index\.json can't be read: 'weight_map'"),
-        (legacy, UnsupportedError, r"no safetensors, but other files \(pytorch_model\.bin\).*save_pretrained"),
-        (adapter, HanayoError, r"has neither model\.safetensors nor .*, but adapter_model\.safetensors\. Save a model"),
-        (Path.rmdir, HanayoError, r"there is no folder .*snapshot_download"),
+        (truncate, r"model\.safetensors can't be read: .* download or save it again"),
+        (break_header, r"model\.safetensors can't be read"),
+        (lose_a_file, r"model-1\.safetensors can't be read"),
+        (lose_a_tensor, r"model-1\.safetensors has no tensor b, which model\.safetensors\.index"),
+        (break_index, r"model\.safetensors\.index\.json can't be read: 'weight_map'"),
+        (legacy, r"has neither model\.safetensors nor .*, but pytorch_model\.bin\..*save_pretrained"),
+        (adapter, r"has neither model\.safetensors nor .*, but adapter_model\.safetensors\. Save a model"),
+        (Path.rmdir, r"there is no folder .*snapshot_download"),
     ],
 )
-def test_a_folder_that_cant_be_read_is_one_error(
-    tmp_path: Path, spoil: Callable[[Path], None], error: type[HanayoError], message: str
-) -> None:
+def test_a_folder_that_cant_be_read_is_one_error(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
     spoil(tmp_path)
-    with pytest.raises(HanayoError, match=message) as caught:
+    with pytest.raises(HanayoError, match=message):
         SafetensorsFolder(tmp_path)
-    assert type(caught.value) is error

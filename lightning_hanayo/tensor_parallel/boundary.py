@@ -10,7 +10,6 @@ First and last stages call a `MicrobatchReshard`, in the main thread.
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -160,43 +159,37 @@ class ReplicatedReshard(_Reshard):
 
     def sample_dim(self, x: Tensor, shares: Sequence[Share]) -> int | None:
         """Returns the dimension in which a block's argument has an entry for each sample of the micro-batch."""
-        samples = sum(share.size for share in shares if not share.is_padding)
+        samples = _num_samples(shares)
         dims = (self.batch_dim, 0) if self.stream_dims is None else (0,)
         return next((dim for dim in dims if dim < x.dim() and x.shape[dim] == samples), None)
 
     def rows_in(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the samples that this rank's blocks work on, or a padding sample if there is none."""
-        axis, samples = self._samples(shares)
-        largest = max(map(len, samples))
-        order = [i for own in samples for i in (*own, *own[:1] * (largest - len(own)))]
-        parts = _own_part(_rows(x, dim, order), axis, dim)
-        return parts.narrow(dim, 0, len(samples[axis.rank]))
+        own = self._of_ranks(shares)[self._samples.rank]
+        rows = x.narrow(dim, own[0].start, max(_num_samples(own), 1))
+        return rows.clone(memory_format=torch.contiguous_format)
 
     def rows_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the whole micro-batch in its order, without padding samples."""
-        axis, samples = self._samples(shares)
-        largest = max(map(len, samples))
-        position: dict[int, int] = {}
-        for rank, own in enumerate(samples):
-            for i, sample in enumerate(own):
-                position.setdefault(sample, rank * largest + i)  # the first one isn't a padding sample
-        together = collectives.all_gather(collectives.padded(x, dim, largest), axis, dim)
-        return _rows(together, dim, [position[i] for i in sorted(position)])
+        sizes = list(map(_num_samples, self._of_ranks(shares)))
+        x = collectives.padded(x, dim, max(sizes))
+        return _join_valid(collectives.all_gather(x.unsqueeze(0), self._samples, 0), dim, sizes)
 
     def mean_out(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """What blocks return or store for each rank's samples together: the mean over samples."""
-        sizes = [0 if share.is_padding else share.size for share in shares]
         rows = collectives.all_gather(x.unsqueeze(0), self.mesh.axis("xyz"), 0)
-        return torch.stack([row * (n / sum(sizes)) for row, n in zip(rows, sizes, strict=True)]).sum(0)
+        weights = [_num_samples([share]) / _num_samples(shares) for share in shares]
+        return torch.stack([row * weight for row, weight in zip(rows, weights, strict=True)]).sum(0)
 
-    def _samples(self, shares: Sequence[Share]) -> tuple[MeshAxis, list[tuple[int, ...]]]:
-        """Returns the axis that the blocks' samples are sharded along, and those of each rank on it."""
-        if self.stream_dims is None:
-            return self.mesh.axis("xyz"), [tuple(range(share.start, share.stop)) for share in shares]
-        per_x = self.mesh.size("yz")
-        rows = [shares[i : i + per_x] for i in range(0, len(shares), per_x)]
-        real = [tuple(i for s in row if not s.is_padding for i in range(s.start, s.stop)) for row in rows]
-        return self.mesh.axis("x"), [own or (0,) for own in real]
+    @property
+    def _samples(self) -> MeshAxis:
+        """The axis that the blocks' samples are cut along."""
+        return self.mesh.axis("xyz" if self.stream_dims is None else "x")
+
+    def _of_ranks(self, shares: Sequence[Share]) -> list[Sequence[Share]]:
+        """The shares of each of its ranks, whose samples lie one behind the other."""
+        count = len(shares) // self._samples.size
+        return [shares[i : i + count] for i in range(0, len(shares), count)]
 
 
 def _digest(x: Tensor) -> bytes:
@@ -209,19 +202,9 @@ def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     return collectives.split_dim(x, axis.size, dim)[axis.rank]
 
 
-def _rows(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
-    """Returns these rows along `dim`."""
-    return x.index_select(dim, _index(tuple(order), x.device))
-
-
-@lru_cache(maxsize=256)
-def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns an index on the device: made once per order, because its copy to the device is waited for.
-
-    The first batch may be one of validation: an inference tensor couldn't be saved for a backward.
-    """
-    with torch.inference_mode(False):
-        return torch.tensor(order, device=device)
+def _num_samples(shares: Sequence[Share]) -> int:
+    """How many samples of a micro-batch are in these shares."""
+    return sum(share.size for share in shares if not share.is_padding)
 
 
 def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -249,11 +232,6 @@ class Rows:
     shares: tuple[Share, ...]
     length: int = 1
     """rows of each sample: blocks may flatten the next dimension into this one"""
-
-    @classmethod
-    def of(cls, x: Tensor, dim: int, sizes: MeshSizes) -> "Rows":
-        """Those of an argument `x`; `length` is that of the next dimension."""
-        return cls(dim, sample_shares(x.shape[dim], sizes), x.shape[dim + 1] if dim + 1 < x.dim() else 1)
 
     def fit(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether a tensor that has these shapes on the ranks has these rows."""
@@ -292,7 +270,7 @@ class MicrobatchReshard:
         self._whole.clear()
         self._lengths.clear()
 
-    def shares_of(self, num_samples: int) -> Sequence[Share]:
+    def shares_of(self, num_samples: int) -> tuple[Share, ...]:
         """The share of every rank of the cube in so many samples."""
         return sample_shares(num_samples, self.reshard.mesh.sizes)
 
@@ -308,7 +286,7 @@ class MicrobatchReshard:
                 return list(tensors)
             if dims is not None:
                 rows = [
-                    None if dim is None else Rows.of(x, dim, self.reshard.mesh.sizes)
+                    None if dim is None else Rows(dim, self.shares_of(x.shape[dim]), *x.shape[dim + 1 : dim + 2])
                     for x, dim in zip(tensors, dims, strict=True)
                 ]
                 pairs = list(zip(tensors, rows, strict=True))
@@ -423,7 +401,7 @@ class MicrobatchReshard:
         if isinstance(self.reshard, ReplicatedReshard):
             if dims is not None and streams:
                 rows = tensors[streams[0]].shape[dims.batch_dim]
-                shares = self._shares[microbatch] = sample_shares(rows, self.reshard.mesh.sizes)
+                shares = self._shares[microbatch] = self.shares_of(rows)
             dims_of_samples = [self.reshard.sample_dim(tensor, shares) for tensor in tensors]
             return [dim is not None and i not in masks for i, dim in enumerate(dims_of_samples)]
         shapes = [tuple(tensor.shape) for tensor in tensors]

@@ -249,21 +249,20 @@ class BlockTracer:
 
     def _output_of(self, block: nn.Module, position: int) -> Any:
         """Proxies for the output of a block: as of one of its class that is here, else as it is without values."""
-        structure, number = self._structures.get(type(block)), self._first_number + position
-        made = None
+        structure = self._structures.get(type(block))
         if structure is None or any(type(leaf) in _PLAIN[1:] for leaf in tree_leaves(structure)):
             try:
                 structure = self._structures[type(block)] = self._values_at(position)
-                made = pytree.map_tree(
-                    structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number)
-                )
             except UnsupportedError:
-                structure = self._output
+                structure = proxies_like(self._output, 0)
         one_class = len({type(one) for one in self._stack.blocks}) == 1
         self._returned = pytree.value_paths(self._output) if one_class else pytree.ANYWHERE
-        return self._noted(proxies_like(structure, number) if made is None else made)
+        return self._proxies_for(structure, position)
 
-    def _noted(self, made: Any) -> Any:
+    def _proxies_for(self, structure: Any, position: int) -> Any:
+        """Proxies for what the call at `position` makes, but for plain values."""
+        number = self._first_number + position
+        made = pytree.map_tree(structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number))
         self._proxies += [weakref.ref(one) for one in tree_leaves(made) if type(one) is Proxy]
         return made
 
@@ -314,13 +313,7 @@ class BlockTracer:
         self._record(call)
         self._position += 1
         self._values[position] = made.values(given, position)
-        first = self._first_number
-        return self._noted(
-            pytree.map_tree(
-                self._values[position],
-                lambda leaf, path: Proxy(path, first + position) if isinstance(leaf, Value) else leaf,
-            )
-        )
+        return self._proxies_for(self._values[position], position)
 
     def _from_kept(self, leaf: Any) -> Any:
         if type(leaf) is not Proxy:

@@ -35,7 +35,7 @@ from lightning_hanayo.tensor_parallel.layers.experts import ExpertSharding, Shar
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
 from lightning_hanayo.tensor_parallel.layers.norm import parallelize_dropout
 from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
@@ -96,10 +96,8 @@ def _share_experts(module: Any, context: StageContext) -> None:
 
 def _wrap_forward(block: nn.Module, context: StageContext) -> None:
     """Wrap the forward of this instance: its class, names and repr stay."""
-    object.__setattr__(block, "_stage_context", context)
-    object.__setattr__(block, "_num_layers_so_far", context.call_order.num_layers)
-    object.__setattr__(block, _ORIGINAL, vars(block).get("forward"))
-    object.__setattr__(block, "forward", MethodType(forward, block))
+    own = {"_stage_context": context, "_num_layers_so_far": context.call_order.num_layers}
+    vars(block).update(own | {_ORIGINAL: vars(block).get("forward"), "forward": MethodType(forward, block)})
 
 
 class _CalledByUserCode(LinearSharding):
@@ -112,7 +110,7 @@ class _CalledByUserCode(LinearSharding):
 
     @override
     def parameter(self, module: ShardedLinear, name: str) -> Tensor | None:
-        parameter, shard = module._parameters[name], module.shards.get(name)
+        parameter, shard = module._parameters[name], shards_of(module).get(name)
         if (
             parameter is None
             or shard is None
@@ -205,7 +203,7 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
     """
     changed: list[tuple[nn.Parameter, type[nn.Parameter], on_use.Source]] = []
     for module in [module for module in block.modules() if isinstance(module, ShardedLinear | ShardedExperts)]:
-        for name, shard in module.shards.items():
+        for name, shard in shards_of(module).items():
             parameter = module._parameters[name]
             if parameter is not None and _is_part(module, shard):
                 changed.append((parameter, type(parameter), _source(module.sharding, shard)))

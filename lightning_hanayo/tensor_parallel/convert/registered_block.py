@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel.convert import conversion, layer_specs
 from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, joined, set_attribute
@@ -92,9 +93,10 @@ class RegisteredBlock(conversion.BlockPlan):
         for path, module, layer in list(self._layers()):
             if any(self.owners.shared_parameter(part) for part in module.modules()):
                 raise SpecMismatch(f"{joined(self.name, path)} shares a parameter with another module")
-            if reason := layer.reason_ineligible(module):
-                raise SpecMismatch(f"{joined(self.name, path)}: {reason}")
-            self._require(path, *layer.sizes(module))
+            try:
+                self._require(path, *layer.sizes(module))
+            except UnsupportedError as error:
+                raise SpecMismatch(f"{joined(self.name, path)}: {error}") from None
             self.steps.append(partial(layer.parallelize, module))
             if layer.parallelize is not layer_specs.elementwise:
                 self.outcomes[path] = "3-D"

@@ -18,6 +18,7 @@ No rank ever holds a whole row of logits. The backward sends nothing.
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -161,7 +162,7 @@ def cross_entropy3d(
     axis, size = mesh.axis(vocabulary.axes), stop - start
     wide = logits[..., :size].to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.detach().amax(-1) if size else wide.new_full(labels.shape, -torch.inf)
-    wide = wide - axis.all_reduce_max(largest).wait().unsqueeze(-1)
+    wide = wide - axis.all_reduce(largest, dist.ReduceOp.MAX).wait().unsqueeze(-1)
     is_own = (labels >= start) & (labels < stop) & (labels != ignore_index)
     columns = (labels - start).where(is_own, 0).unsqueeze(-1)
     target = wide.gather(-1, columns).squeeze(-1).where(is_own, 0) if size else wide.sum(-1)

@@ -99,7 +99,6 @@ class ShardedProduct:
     def args(self) -> ProductArgs:
         """How it runs now: for sequences of the lengths that the stage runs."""
         context = self.context
-        context.check_open()
         before, after = context.bind(self.all_gather), context.bind(self.reduce_scatter)
         return ProductArgs(self.weight, before, after, context.keep, context.num_pieces, context.has_pairs)
 

@@ -36,6 +36,9 @@ from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 Collective = Callable[[Tensor], Tensor]
 
+Sizes = tuple[tuple[str, int, str], ...]
+"""sizes that must divide: their unit, their number, and the axes over which they are sharded"""
+
 
 @dataclass(frozen=True)
 class _Normalization:
@@ -201,12 +204,7 @@ def parallelize_norm(module: nn.LayerNorm | nn.RMSNorm, context: StageContext) -
         UnsupportedError: it normalizes over several dimensions.
         HanayoError: its features don't divide.
     """
-    if len(module.normalized_shape) > 1:
-        raise UnsupportedError(
-            f"{type(module).__name__} normalizes over the last {len(module.normalized_shape)} dimensions "
-            f"{tuple(module.normalized_shape)}; over the cube only the last one can be"
-        )
-    _attach(module, context, module.normalized_shape[0])
+    _attach(module, context)
     if not isinstance(module, ShardedNorm):
         module.__class__ = LayerNorm3D if isinstance(module, nn.LayerNorm) else RMSNorm3D
 
@@ -226,16 +224,31 @@ def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | 
     if isinstance(module, nn.RMSNorm):
         parallelize_norm(module, context)
         return
-    weight = module._parameters.get("weight")
-    if weight is None:
-        raise UnsupportedError(f"{type(module).__name__} has no parameter `weight`; leave it out of the cube")
-    _attach(module, context, weight.shape[0])
+    _attach(module, context)
     module.epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type, assignment]
     module.__class__ = sharded_class(_HuggingFaceRMSNorm, type(module))  # type: ignore[arg-type]
 
 
-def _attach(module: Any, context: StageContext, size: int) -> None:
-    check_divisibility([Divisibility(type(module).__name__, "features", size, "z")], context.mesh.sizes)
+def norm_sizes(module: Any) -> Sizes:
+    """The sizes that must divide.
+
+    Raises:
+        UnsupportedError: the module normalizes over several dimensions, or has no `weight`.
+    """
+    is_torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    shape = module.normalized_shape if is_torchs else getattr(module._parameters.get("weight"), "shape", ())
+    if len(shape) != 1:
+        problem = (
+            f"normalizes over the last {len(shape)} dimensions {tuple(shape)}" if shape else "has no parameter `weight`"
+        )
+        raise UnsupportedError(f"{type(module).__name__} {problem}; leave it out of the cube")
+    return (("features", shape[0], "z"),)
+
+
+def _attach(module: Any, context: StageContext) -> None:
+    (sizes,) = norm_sizes(module)
+    check_divisibility([Divisibility(type(module).__name__, *sizes)], context.mesh.sizes)
+    size = sizes[1]
     module.context = context
     module._num_parts = context.mesh.size("z")
     module._axis_handle = new_handle(context.mesh.axis("z"))

@@ -18,7 +18,7 @@ from lightning_hanayo.tensor_parallel.convert.parallelize import plan_paralleliz
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import AxisCollective, Keep, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import ShardedModule
+from lightning_hanayo.tensor_parallel.sharding import ShardedModule, shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group
 from tests.harness.pool import Pool
@@ -118,7 +118,7 @@ def uneven(ranks: Mesh, communicated: Communicated, sizes: tuple[int, int]) -> d
     y = layer(x[ranks.index("xyz")])
     y.square().sum().backward()
     errors = {"y": error(y, reference(x)[ranks.index("xyz")].detach())}
-    for name, shard in layer.shards.items():
+    for name, shard in shards_of(layer).items():
         whole, own = reference._parameters[name], layer._parameters[name]
         assert whole is not None and own is not None and whole.grad is not None
         errors[name] = error(reduced(own.grad, shard, ranks), shard.of(whole.grad, ranks))

@@ -43,7 +43,7 @@ from lightning_hanayo.pipeline_parallel.capture.between import (
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
 from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, StageInput
-from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_state, suspend
+from lightning_hanayo.pipeline_parallel.capture.threads import autocast_state, suspend
 from lightning_hanayo.pipeline_parallel.graph_boundary import as_now, current_sequence_number, edges_of
 from lightning_hanayo.pipeline_parallel.p2p import Message
 from lightning_hanayo.versions import version_of
@@ -296,10 +296,9 @@ class BlockTracer:
         position, autocast = self._position, autocast_state()
         modes = None if (grad, autocast) == (self.has_gradients, self._autocast) else (grad, autocast)
         tensors = self._flattener.tensors
-        call = self._function_call(position, args, kwargs, name, modes)
-        asked = call
+        call = asked = self._function_call(position, (tuple(args), kwargs, name, modes))
         if name in ("torch.Tensor.__getitem__", "torch.Tensor.__setitem__"):
-            asked = self._function_call(position, between.with_indices(args), kwargs, name, modes)
+            asked = self._function_call(position, (between.with_indices(args), kwargs, name, modes))
         try:
             made, given = self._stack.stand_ins.run(None, asked, tensors, partial(self._value, position))
         except between.NEEDS_VALUES:
@@ -322,12 +321,10 @@ class BlockTracer:
             leaf.refuse("after the stack")
         return self.kept[leaf.block, leaf.path]
 
-    def _function_call(
-        self, position: int, args: Any, kwargs: dict[str, Any], name: str, modes: tuple[bool, Autocast] | None
-    ) -> pytree.Skeleton:
-        tree = (tuple(args), kwargs, name, modes)
-        call = self._flattener.flatten(tree, f"an argument of {name}", is_argument=True)
-        return pytree.map_leaves(call, partial(self._relative, position, f"an argument of {name}"))
+    def _function_call(self, position: int, call: tuple[Any, dict[str, Any], str, Any]) -> pytree.Skeleton:
+        what = f"an argument of {call[2]}"
+        skeleton = self._flattener.flatten(call, what, is_argument=True)
+        return pytree.map_leaves(skeleton, partial(self._relative, position, what))
 
     def _check_change(self, value: Value, proxy: Any, shown: str) -> None:
         """Check that others see a change in place.

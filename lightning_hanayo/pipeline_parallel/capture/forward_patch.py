@@ -88,9 +88,8 @@ def patch_blocks(
             compiled = block._compiled_call_impl
             is_elsewhere = any(parameter.is_meta for parameter in block.parameters())
             patch = BlockPatch(is_elsewhere, single_stage, index, streams, values or MadeValues(), compiled)
-            object.__setattr__(block, _ORIGINAL, vars(block).get("forward"))
-            object.__setattr__(block, _PATCH, patch)
-            object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
+            own = {_ORIGINAL: vars(block).get("forward"), _PATCH: patch, "forward": MethodType(forward, block)}
+            vars(block).update(own)  # a block may guard its attributes
             if compiled is not None:
                 block._compiled_call_impl = MethodType(forward, block)
 

@@ -111,12 +111,8 @@ class _CalledByUserCode(LinearSharding):
     @override
     def parameter(self, module: ShardedLinear, name: str) -> Tensor | None:
         parameter, shard = module._parameters[name], shards_of(module).get(name)
-        if (
-            parameter is None
-            or shard is None
-            or isinstance(parameter, partial_values.PartialParameter)
-            or not _is_part(module, shard)
-        ):
+        is_own = parameter is None or isinstance(parameter, partial_values.PartialParameter)
+        if is_own or shard is None or not _is_part(module, shard):
             return parameter
         return on_use.alias(parameter, parameter, _source(self, shard))
 

@@ -68,9 +68,6 @@ class ShardedProduct:
         self._num_gathered, self._num_scattered = size(self.all_gather.axis), size(self.reduce_scatter.axis)
         self._handle = new_handle(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_handle"}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._handle = new_handle(self)

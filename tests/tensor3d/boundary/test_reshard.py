@@ -11,7 +11,6 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.boundary import (
     MicrobatchReshard,
     SharedReshard,
-    StreamDims,
     sample_shares,
 )
 from lightning_hanayo.tensor_parallel.mesh import Mesh
@@ -29,7 +28,7 @@ def shard(kind: str) -> list[tuple[int, ...]] | str:
         dist.all_gather_object(found, value)
         return found
 
-    boundary = MicrobatchReshard(SharedReshard(mesh, StreamDims()), all_gather, all_gather)
+    boundary = MicrobatchReshard(SharedReshard(mesh), all_gather, all_gather)
     boundary.begin([sample_shares(2, (1, 1, 2))])
     stream = torch.ones(1, 4, 6, requires_grad=kind != "a gradient on one rank" or rank == 0)
     mask = torch.ones(1, 4)  # as many rows as this rank has samples

@@ -151,8 +151,14 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
     return shards
 
 
-def shard_parameters(module: Any, shards: dict[str, Shard], mesh: Mesh) -> None:
-    """Keep this rank's shards of those parameters that the module has. The parameter objects stay."""
+def shard_module(module: Any, kind: type[nn.Module], shards: dict[str, Shard], mesh: Mesh, **attributes: Any) -> None:
+    """Make a module one of this kind, with these attributes, of whose parameters this rank keeps shards.
+
+    Its class is replaced, not the module: blocks, ties and state dicts refer to this object and its parameters.
+    """
+    if not isinstance(module, kind):
+        module.__class__ = kind
+    vars(module).update(attributes)
     module._shards = {name: shard for name, shard in shards.items() if module._parameters.get(name) is not None}
     for name, shard in module._shards.items():
         parameter = module._parameters[name]

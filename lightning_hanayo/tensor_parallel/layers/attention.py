@@ -20,7 +20,7 @@ from lightning_hanayo.tensor_parallel.collectives import all_gather_replicated, 
 from lightning_hanayo.tensor_parallel.layers.linear import ShardedProduct, guarded_weight, parallelize_linear
 from lightning_hanayo.tensor_parallel.layers.norm import Sizes, rank_random_stream
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, fused_order, shard_parameters
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, fused_order, shard_module
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import StoredWeight
 
@@ -211,10 +211,7 @@ def parallelize_attention(
     required = [Divisibility(type(module).__name__, *one) for one in attention_sizes(module, style)]
     check_divisibility(required, context.mesh.sizes)
     projections = AttentionProjections(module, context, style)
-    if not isinstance(module, MultiheadAttention3D):
-        module.__class__ = MultiheadAttention3D
-    module.projections = projections  # type: ignore[assignment]
-    shard_parameters(module, projections.shards, context.mesh)  # out_proj is a sharded module itself
+    shard_module(module, MultiheadAttention3D, projections.shards, context.mesh, projections=projections)
     parallelize_linear(module.out_proj, context, style.row_parallel())
 
 

@@ -29,7 +29,7 @@ from lightning_hanayo.tensor_parallel.collectives import all_gather, all_reduce,
 from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, LinearSharding, guarded_weight
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_module
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
@@ -84,11 +84,8 @@ def parallelize_embedding(module: nn.Embedding, context: StageContext, style: Pa
             raise UnsupportedError(f"an embedding over the cube can't have {option}={getattr(module, option)!r}")
     required = Divisibility(type(module).__name__, "features", module.embedding_dim, style.in_axes)
     check_divisibility([required], context.mesh.sizes)
-    if not isinstance(module, Embedding3D):
-        module.__class__ = Embedding3D
-    module.context, module.style = context, style  # type: ignore[assignment]
     dims = DimShard(module.num_embeddings, style.out_axes), DimShard(module.embedding_dim, style.in_axes)
-    shard_parameters(module, {"weight": Shard(dims)}, context.mesh)
+    shard_module(module, Embedding3D, {"weight": Shard(dims)}, context.mesh, context=context, style=style)
 
 
 class Head3D(Linear3D):

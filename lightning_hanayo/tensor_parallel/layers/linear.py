@@ -30,7 +30,7 @@ from lightning_hanayo.tensor_parallel.sharding import (
     DimShard,
     Shard,
     ShardedModule,
-    shard_parameters,
+    shard_module,
     sharded_class,
 )
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
@@ -186,16 +186,12 @@ class LinearSharding:
         self.vector = Shard((DimShard(out, style.between_axes, self.order),), style.replicated_axes)
 
     def attach(self, module: nn.Module) -> None:
-        """Shard the layer's parameters, and make it compute with this.
-
-        Its class is replaced, not the layer: blocks, ties and state dicts refer to this object and its parameters.
-        """
+        """Shard the layer's parameters, and make it compute with this."""
         transposed = not isinstance(module, nn.Linear)
-        if not isinstance(module, ShardedLinear):
-            module.__class__ = Linear3D if type(module) is nn.Linear else sharded_class(ShardedLinear, type(module))  # type: ignore[arg-type]
-        module.sharding = self  # type: ignore[assignment]
+        is_plain = type(module) is nn.Linear or isinstance(module, Linear3D)
+        kind = Linear3D if is_plain else sharded_class(ShardedLinear, type(module))
         matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
-        shard_parameters(module, {"weight": matrix, "bias": self.vector}, self.context.mesh)
+        shard_module(module, kind, {"weight": matrix, "bias": self.vector}, self.context.mesh, sharding=self)
         part = StoredWeight(module, self.gathered_shape, transposed)
         self.product = self._new_product(self.context.weight(part, axis=self.weight_axis))
         if self.shared_input is not None:

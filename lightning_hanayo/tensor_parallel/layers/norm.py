@@ -31,7 +31,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.seeds import default_generator, mix
 from lightning_hanayo.tensor_parallel.compiled_ops import compiled_all_gather, compiled_all_reduce, new_handle
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_module, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 Collective = Callable[[Tensor], Tensor]
@@ -204,9 +204,7 @@ def parallelize_norm(module: nn.LayerNorm | nn.RMSNorm, context: StageContext) -
         UnsupportedError: it normalizes over several dimensions.
         HanayoError: its features don't divide.
     """
-    _attach(module, context)
-    if not isinstance(module, ShardedNorm):
-        module.__class__ = LayerNorm3D if isinstance(module, nn.LayerNorm) else RMSNorm3D
+    _shard(module, context, LayerNorm3D if isinstance(module, nn.LayerNorm) else RMSNorm3D)
 
 
 def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | None = None) -> None:
@@ -224,9 +222,8 @@ def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | 
     if isinstance(module, nn.RMSNorm):
         parallelize_norm(module, context)
         return
-    _attach(module, context)
+    _shard(module, context, sharded_class(_HuggingFaceRMSNorm, type(module)))
     module.epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type, assignment]
-    module.__class__ = sharded_class(_HuggingFaceRMSNorm, type(module))  # type: ignore[arg-type]
 
 
 def norm_sizes(module: Any) -> Sizes:
@@ -245,20 +242,18 @@ def norm_sizes(module: Any) -> Sizes:
     return (("features", shape[0], "z"),)
 
 
-def _attach(module: Any, context: StageContext) -> None:
-    (sizes,) = norm_sizes(module)
-    check_divisibility([Divisibility(type(module).__name__, *sizes)], context.mesh.sizes)
-    size = sizes[1]
-    module.context = context
-    module._num_parts = context.mesh.size("z")
-    module._axis_handle = new_handle(context.mesh.axis("z"))
-    shard_parameters(module, dict.fromkeys(("weight", "bias"), Shard((DimShard(size, "z"),), "xy")), context.mesh)
+def _shard(module: nn.Module, context: StageContext, kind: type[nn.Module]) -> None:
+    (size,), mesh = norm_sizes(module), context.mesh
+    check_divisibility([Divisibility(type(module).__name__, *size)], mesh.sizes)
+    shards = dict.fromkeys(("weight", "bias"), Shard((DimShard(size[1], "z"),), "xy"))
+    handle, num_parts = new_handle(mesh.axis("z")), mesh.size("z")
+    shard_module(module, kind, shards, mesh, context=context, _num_parts=num_parts, _axis_handle=handle)
 
 
 def replicate_norm(module: Any, context: StageContext) -> None:
     """Keep a norm of each head's features whole on all ranks. Each sums the gradient over its own heads."""
     shards = {name: Shard(tuple(map(DimShard, p.shape)), "xyz") for name, p in module.named_parameters(recurse=False)}
-    shard_parameters(module, shards, context.mesh)
+    shard_module(module, type(module), shards, context.mesh)
 
 
 @contextmanager
@@ -313,6 +308,4 @@ def _drop(module: Dropout3D, x: Tensor) -> Tensor:
 
 def parallelize_dropout(module: nn.Dropout, context: StageContext) -> None:
     """Parallelize an `nn.Dropout` in place."""
-    if not isinstance(module, Dropout3D):
-        module.__class__ = Dropout3D
-    module.context = context  # type: ignore[assignment]
+    shard_module(module, Dropout3D, {}, context.mesh, context=context)

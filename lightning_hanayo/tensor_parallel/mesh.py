@@ -99,13 +99,10 @@ class MeshAxis:
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
 
-    def __getstate__(self) -> dict[str, int]:
+    def __getstate__(self) -> dict[str, Any]:
         """A process group can't leave its process: a pickled axis keeps its size, but reaches no other rank."""
-        return {"size": self.size, "rank": self.rank}
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        vars(self).update(state, queue=None)
-        self.disconnect(_PICKLED)
+        lost = _LostGroup(_PICKLED) if self.size > 1 else None
+        return {"size": self.size, "rank": self.rank, "queue": None, "group": lost, "_native": lost}
 
     def disconnect(self, reason: str) -> None:
         """Drop the process group; every use of it is an error with this reason."""

@@ -32,12 +32,11 @@ from lightning_hanayo.tensor_parallel import on_use
 from lightning_hanayo.tensor_parallel.collectives import END, all_to_all, padded, split_dim
 from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.experts import ExpertSharding, ShardedExperts, is_fused_experts
-from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
+from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, features
 from lightning_hanayo.tensor_parallel.layers.norm import parallelize_dropout
-from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
+from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE, ParallelStyle
 from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
-from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
 Communicated = Literal["activations", "weight"]
 """by ranks to each other: activations, and parts of the weight; or the weight alone"""
@@ -141,10 +140,7 @@ class _GatheredWeight(_CalledByUserCode):
         out, in_ = self.gathered_shape = self.sizes
         self.matrix = Shard((DimShard(out, "xyz", as_one=True), DimShard(in_)))
         self.vector = Shard((DimShard(out),), "xyz")
-
-    @override
-    def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        return ShardedProduct(weight, self.context, NO_COLLECTIVE, NO_COLLECTIVE)
+        self.style = ParallelStyle(NO_COLLECTIVE, NO_COLLECTIVE)
 
     @override
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:

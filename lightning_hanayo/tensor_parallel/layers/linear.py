@@ -193,13 +193,11 @@ class LinearSharding:
         matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
         shard_module(module, kind, {"weight": matrix, "bias": self.vector}, self.context.mesh, sharding=self)
         part = StoredWeight(module, self.gathered_shape, transposed)
-        self.product = self._new_product(self.context.weight(part, axis=self.weight_axis))
+        weight, style = self.context.weight(part, axis=self.weight_axis), self.style
+        along = style.all_gather if self.shared_input is None else NO_COLLECTIVE
+        self.product = ShardedProduct(weight, self.context, along, style.reduce_scatter)
         if self.shared_input is not None:
             self._number_in_input = self.shared_input.add(part)
-
-    def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        along = self.style.all_gather if self.shared_input is None else NO_COLLECTIVE
-        return ShardedProduct(weight, self.context, along, self.style.reduce_scatter)
 
     def parameter(self, module: "ShardedLinear", name: str) -> Tensor | None:
         """The parameter, as code outside the layer gets it."""

@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from lightning_hanayo.tensor_parallel.collectives import all_to_all, split_dim
 from lightning_hanayo.tensor_parallel.convert.generic_block import Communicated, cheapest, parallelize_generic_linear
 from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding
+from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedProduct
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.tensor_parallel.product import AxisCollective, Keep, ParallelStyle
+from lightning_hanayo.tensor_parallel.product import AxisCollective, Keep
 from lightning_hanayo.tensor_parallel.sharding import ShardedModule, shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group
@@ -163,8 +163,8 @@ def own_tokens_return(sizes: Sizes) -> tuple[bool, bool]:
 
 def on_one_dimension(layer: Any, own: Tensor, ranks: Mesh) -> Tensor:
     """The layer with both collectives on one dimension: tokens return with y and z exchanged."""
-    layer.sharding.style = ParallelStyle(AxisCollective("y", 0), AxisCollective("z", 0))
-    layer.sharding.product = layer.sharding._new_product(layer.sharding.product.weight)
+    own_weight, along = layer.sharding.product.weight, (AxisCollective("y", 0), AxisCollective("z", 0))
+    layer.sharding.product = ShardedProduct(own_weight, layer.sharding.context, *along)
     columns = all_to_all(split_dim(own, ranks.size("z"), 1), ranks.axis("z"))
     y = LinearSharding.forward(layer.sharding, columns, None)
     return all_to_all(y, ranks.axis("y")).movedim(0, 1).flatten(1)

@@ -135,12 +135,8 @@ def reduce_scatter_whole(gradient: Tensor, shard: Shard, mesh: Mesh) -> Tensor:
     return own.new_empty(shape).copy_(own / mesh.size(shard.partial))  # autograd expects the shard's own strides
 
 
-class ShardedModule(nn.Module):
-    """A module of whose own parameters each rank of the mesh holds a shard, or a replica with a partial gradient."""
-
-
 @lru_cache
-def sharded_class(sharded: type[ShardedModule], original: type[nn.Module]) -> type[ShardedModule]:
+def sharded_class(sharded: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """Returns a subclass of both: a 3-D layer that is still an instance of the class it was converted from."""
     return type(f"{original.__name__}3D", (sharded, original), {"__doc__": f"A 3-D parallel {original.__name__}."})
 

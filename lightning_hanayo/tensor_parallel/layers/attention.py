@@ -20,7 +20,7 @@ from lightning_hanayo.tensor_parallel.collectives import all_gather_replicated, 
 from lightning_hanayo.tensor_parallel.layers.linear import ShardedProduct, guarded_weight, parallelize_linear
 from lightning_hanayo.tensor_parallel.layers.norm import Sizes, rank_random_stream
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, fused_order, shard_module
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, fused_order, shard_module
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import StoredWeight
 
@@ -102,7 +102,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
-class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
+class MultiheadAttention3D(nn.MultiheadAttention):
     """An `nn.MultiheadAttention` whose queries, keys and values are sharded residual streams.
 
     Masks are whole: those of the samples of this rank's x, for whole sequences and all heads. `need_weights` sends the

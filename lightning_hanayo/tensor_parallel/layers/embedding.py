@@ -29,11 +29,11 @@ from lightning_hanayo.tensor_parallel.collectives import all_gather, all_reduce,
 from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, LinearSharding, guarded_weight
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_module
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
-class Embedding3D(ShardedModule, nn.Embedding):
+class Embedding3D(nn.Embedding):
     """A lookup in a table of which each rank stores 1/(x y z).
 
     Example:

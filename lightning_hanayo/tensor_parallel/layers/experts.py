@@ -24,7 +24,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.made_once import once
 from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_module, sharded_class
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
@@ -132,7 +132,7 @@ class ExpertSharding:
         return DispatchPlan(tokens, sent, received, rows, slots, own[rows, slots])
 
 
-class ShardedExperts(ShardedModule):
+class ShardedExperts(nn.Module):
     """The base class of all experts over a cube, whichever class they were converted from."""
 
     sharding: ExpertSharding

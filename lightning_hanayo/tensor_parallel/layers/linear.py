@@ -26,13 +26,7 @@ from lightning_hanayo.tensor_parallel.product import (
     ProductArgs,
     products,
 )
-from lightning_hanayo.tensor_parallel.sharding import (
-    DimShard,
-    Shard,
-    ShardedModule,
-    shard_module,
-    sharded_class,
-)
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StoredWeight
 
@@ -211,7 +205,7 @@ class LinearSharding:
         return y if bias is None else y + bias.to(y.dtype)
 
 
-class ShardedLinear(ShardedModule):
+class ShardedLinear(nn.Module):
     """The base class of all 3-D linear layers, whichever class they were converted from."""
 
     sharding: LinearSharding

@@ -31,7 +31,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.seeds import default_generator, mix
 from lightning_hanayo.tensor_parallel.compiled_ops import compiled_all_gather, compiled_all_reduce, new_handle
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_module, sharded_class
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 Collective = Callable[[Tensor], Tensor]
@@ -131,7 +131,7 @@ class _Norm(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-class ShardedNorm(ShardedModule):
+class ShardedNorm(nn.Module):
     """The base class of all 3-D norms. Arguments are those of the norm; gradients are partial sums over x and y.
 
     In compiled code it is written in plain operations, which the compiler fuses, and differentiates.

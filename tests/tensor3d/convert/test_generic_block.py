@@ -18,7 +18,7 @@ from lightning_hanayo.tensor_parallel.convert.parallelize import plan_paralleliz
 from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedProduct
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import AxisCollective, Keep
-from lightning_hanayo.tensor_parallel.sharding import ShardedModule, shards_of
+from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group
 from tests.harness.pool import Pool
@@ -98,7 +98,7 @@ def unconverted_gradients(blocks: nn.Module, reference: nn.Module, ranks: Mesh) 
     """Of parameters that aren't converted: their sum over all ranks is the gradient of the whole block."""
     errors = {}
     for path, module in blocks.named_modules():
-        if not isinstance(module, ShardedModule):
+        if not shards_of(module):
             for name, parameter in module._parameters.items():
                 twin = reference.get_submodule(path)._parameters[name]
                 if parameter is not None and twin is not None and twin.grad is not None:

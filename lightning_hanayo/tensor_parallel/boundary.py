@@ -248,9 +248,7 @@ class MicrobatchReshard:
     def begin(self, shares: Sequence[Sequence[Share]]) -> None:
         """Begin a batch: for each micro-batch, the share of every rank of the cube."""
         self._shares = list(shares)
-        self._rows.clear()
-        self._whole.clear()
-        self._lengths.clear()
+        self._rows, self._whole, self._lengths = {}, {}, {}
 
     def shares_of(self, num_samples: int) -> tuple[Share, ...]:
         """The share of every rank of the cube in so many samples."""
@@ -292,8 +290,6 @@ class MicrobatchReshard:
         The padding is computed with, but never read by other positions, and has no gradient: copies stay as finite as
         what they are copied from.
         """
-        if not self.reshard.has_streams:
-            return []
         dim, shares, resharded = self.reshard.sequence_dim, self._shares[microbatch], []
         lengths = (*self.sequence_lengths(microbatch), *(tensor.shape[dim] for tensor in tensors))
         self._lengths[microbatch] = tuple(dict.fromkeys(lengths))

@@ -50,7 +50,6 @@ from lightning_hanayo.versions import version_of
 
 MOST_CALLS = 1 << 24
 """of blocks and functions in one pass"""
-_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(eq=False, repr=False)
@@ -250,7 +249,7 @@ class BlockTracer:
     def _output_of(self, block: nn.Module, position: int) -> Any:
         """Proxies for the output of a block: as of one of its class that is here, else as it is without values."""
         structure = self._structures.get(type(block))
-        if structure is None or any(type(leaf) in _PLAIN[1:] for leaf in tree_leaves(structure)):
+        if structure is None or any(type(leaf) in pytree.PLAIN[1:] for leaf in tree_leaves(structure)):
             try:
                 structure = self._structures[type(block)] = self._values_at(position)
             except UnsupportedError:
@@ -262,7 +261,8 @@ class BlockTracer:
     def _proxies_for(self, structure: Any, position: int) -> Any:
         """Proxies for what the call at `position` makes, but for plain values."""
         number = self._first_number + position
-        made = pytree.map_tree(structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number))
+        plain = pytree.PLAIN
+        made = pytree.map_tree(structure, lambda leaf, path: leaf if type(leaf) in plain else Proxy(path, number))
         self._proxies += [weakref.ref(one) for one in tree_leaves(made) if type(one) is Proxy]
         return made
 

@@ -32,8 +32,6 @@ from lightning_hanayo.pipeline_parallel.p2p import Message
 State = dict[str, float | Tensor]
 Given = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """What the step is to get from the stack, by the number of the tensor, and the first block's output."""
-FirstBlock = Callable[[Message, int], Any]
-"""Runs the first block on its call for so many samples, whose tensors it may change, and returns its output."""
 
 
 class RefusedAfterStack(Exception):
@@ -116,8 +114,9 @@ class DrySteps:
     """the user's module"""
     outside: Sequence[nn.Module]
     """the modules outside the stack, whose buffers are as before afterwards"""
-    first_block: FirstBlock | None = None
-    """runs the first block, in a cube together with the other ranks; None: it runs as it is"""
+    first_block: Callable[[Message, int], Any] | None = None
+    """runs the first block on its call for so many samples, in a cube together with the other ranks, and returns its
+    output; it may change the call's tensors; None: it runs as it is"""
     in_cube: Callable[[Any], list[Any]] = lambda value: [value]
     """gathers objects from the ranks of the cube, which run the same dry steps"""
 

@@ -31,9 +31,6 @@ from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-_Layer = tuple[str, nn.Module, layer_specs.LayerSpec]
-"""a layer with its path in the block"""
-
 
 class SpecMismatch(Exception):
     """A block differs from its spec. The message says in which part, and why."""
@@ -133,8 +130,8 @@ class RegisteredBlock(conversion.BlockPlan):
             raise SpecMismatch(f"{joined(self.name, path)}: {reason}")
         return features(module)
 
-    def _layers(self, path: str = "") -> Iterator[_Layer]:
-        """Yields the layers that have no outcome yet, and aren't made of other modules."""
+    def _layers(self, path: str = "") -> Iterator[tuple[str, nn.Module, layer_specs.LayerSpec]]:
+        """Yields the layers without an outcome yet that aren't made of other modules, with their paths in the block."""
         module = self.block.get_submodule(path)
         for name, parameter in module._parameters.items():
             if parameter is not None:

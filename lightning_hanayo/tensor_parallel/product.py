@@ -178,6 +178,21 @@ def products(x: Tensor, args: ProductArgs) -> tuple[Tensor, ...]:
     return outputs
 
 
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """[..., K] times [N, K] to [..., N]: all the arithmetic of a product's forward."""
+    return torch.nn.functional.linear(a, b)
+
+
+def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """[..., N] times [N, K] to [..., K]."""
+    return gradient @ weight
+
+
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """[..., N] and [..., K] to [N, K]."""
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
 def run_forward(x: Tensor, args: ProductArgs) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
     """Returns the gathered X, in pieces, the matrices, the outputs, and what sizes these have without padding.
 
@@ -193,7 +208,7 @@ def run_forward(x: Tensor, args: ProductArgs) -> tuple[list[Tensor], list[Tensor
     gathered, pending_outputs = [], []
     for pending in pending_inputs:
         gathered.append(pending.wait())
-        ys = weight.split([torch.nn.functional.linear(gathered[-1], factor) for factor in factors], -1)
+        ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
         sizes = [y.shape[scatter.dim] for y in ys]
         pending_outputs.append(scatter.scatter_each(ys))
     return gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes
@@ -282,7 +297,7 @@ def run_backward(
 def _sum_of_products(gradients: Sequence[Tensor], matrices: Sequence[Tensor], total: Tensor | None) -> Tensor:
     """Of each gradient of an output with its matrix, and of what else there is."""
     for gradient, matrix in zip(gradients, matrices, strict=True):
-        own = gradient @ matrix  # [..., N] times [N, K] to [..., K]
+        own = input_gradient(gradient, matrix)
         total = own if total is None else own.add_(total)
     assert total is not None
     return total
@@ -351,7 +366,7 @@ def _compute(gradients: Sequence[Sequence[Tensor]], x: SavedInput) -> list[Tenso
     """The gradients of the matrices, summed over pieces."""
     total: list[Tensor] = []
     for of_matrices, part in zip(gradients, x.get(), strict=True):
-        dws = [dy.flatten(0, -2).t() @ part.flatten(0, -2) for dy in of_matrices]  # [N, K]
+        dws = [weight_gradient(dy, part) for dy in of_matrices]
         total = [old.add_(dw) for old, dw in zip(total, dws, strict=True)] if total else dws
     return total
 

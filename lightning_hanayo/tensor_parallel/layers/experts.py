@@ -77,7 +77,8 @@ class ExpertSharding:
         self._first, stop = of_experts.span(mesh)
         self._num_own = stop - self._first
         self._of_a_rank = -(-self.num_experts // mesh.size("yz"))
-        shard_module(module, sharded_class(ShardedExperts, type(module)), shards, mesh, sharding=self)
+        kind = sharded_class(ShardedExperts, type(module))  # type: ignore[arg-type]
+        shard_module(module, kind, shards, mesh, sharding=self)
         self.number = self.context.call_order.add(module, "experts='whole'")
 
     def forward(

@@ -222,7 +222,7 @@ def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | 
     if isinstance(module, nn.RMSNorm):
         parallelize_norm(module, context)
         return
-    _shard(module, context, sharded_class(_HuggingFaceRMSNorm, type(module)))
+    _shard(module, context, sharded_class(_HuggingFaceRMSNorm, type(module)))  # type: ignore[arg-type]
     module.epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type, assignment]
 
 
@@ -233,7 +233,7 @@ def norm_sizes(module: Any) -> Sizes:
         UnsupportedError: the module normalizes over several dimensions, or has no `weight`.
     """
     is_torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm)
-    shape = module.normalized_shape if is_torchs else getattr(module._parameters.get("weight"), "shape", ())
+    shape: Any = module.normalized_shape if is_torchs else getattr(module._parameters.get("weight"), "shape", ())
     if len(shape) != 1:
         problem = (
             f"normalizes over the last {len(shape)} dimensions {tuple(shape)}" if shape else "has no parameter `weight`"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, register_block
     from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D
     from lightning_hanayo.tensor_parallel.layers.embedding import Embedding3D, Head3D, cross_entropy3d
-    from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+    from lightning_hanayo.tensor_parallel.layers.linear import FeedForward3D, Linear3D, SwiGLU3D
     from lightning_hanayo.tensor_parallel.layers.norm import Dropout3D, LayerNorm3D, RMSNorm3D, parallelize_rms_norm
     from lightning_hanayo.tensor_parallel.mesh import Mesh
     from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
@@ -28,9 +28,9 @@ _MODULES = (
 )  # fmt: skip
 
 __all__ = [
-    "BATCH", "SEQUENCE", "SEQUENCE_FIRST", "BlockSpec", "Dropout3D", "Embedding3D", "Head3D",
+    "BATCH", "SEQUENCE", "SEQUENCE_FIRST", "BlockSpec", "Dropout3D", "Embedding3D", "FeedForward3D", "Head3D",
     "LayerNorm3D", "Linear3D", "Mesh", "MultiheadAttention3D", "ParallelStyle", "ProjectionGroup", "RMSNorm3D",
-    "StageContext", "all_reduce_partial_gradients", "cross_entropy3d", "elementwise",
+    "StageContext", "SwiGLU3D", "all_reduce_partial_gradients", "cross_entropy3d", "elementwise",
     "parallelize_rms_norm", "plan_parallelize", "register_block", "register_layer",
 ]  # fmt: skip
 

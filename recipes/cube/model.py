@@ -10,17 +10,16 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
 
 from lightning_hanayo.tensor_parallel import (
-    SEQUENCE,
     Embedding3D,
+    FeedForward3D,
     Head3D,
     LayerNorm3D,
-    Linear3D,
     MultiheadAttention3D,
     RMSNorm3D,
     StageContext,
+    SwiGLU3D,
     all_reduce_partial_gradients,
     cross_entropy3d,
 )
@@ -34,19 +33,17 @@ class Block(nn.Module):
     def __init__(self, width: int, num_heads: int, kind: Kind, context: StageContext) -> None:
         super().__init__()
         norm = LayerNorm3D if kind == "gpt" else RMSNorm3D
+        feed_forward = FeedForward3D if kind == "gpt" else SwiGLU3D
         self.norm_1 = norm(width, context=context)
         self.attention = MultiheadAttention3D(width, num_heads, batch_first=True, context=context)
         self.norm_2 = norm(width, context=context)
-        self.up = Linear3D(width, 2 * width, kind == "gpt", context=context)
-        self.gate = Linear3D(width, 2 * width, False, context=context) if kind == "llama" else None
-        self.down = Linear3D(2 * width, width, kind == "gpt", context=context, style=SEQUENCE.row_parallel())
+        self.feed_forward = feed_forward(width, 2 * width, context=context)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """[batch/x, seq/y, width/z] to the same; mask [seq, seq]."""
         y = self.norm_1(x)
         x = x + self.attention(y, y, y, attn_mask=mask, is_causal=True, need_weights=False)[0]
-        y = self.norm_2(x)
-        out: Tensor = x + self.down(gelu(self.up(y)) if self.gate is None else silu(self.gate(y)) * self.up(y))
+        out: Tensor = x + self.feed_forward(self.norm_2(x))
         return out
 
 

@@ -4,7 +4,6 @@ x [batch/x, seq/y, K/z]  --one gather, one product, one sum-->  q, k, v of unequ
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from math import prod
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
-from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, SharedInput, parallelize_linear
+from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, SharedInput
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, Keep
 from lightning_hanayo.tensor_parallel.sharding import shards_of
@@ -40,13 +39,12 @@ USES: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
 def make_layers(context: StageContext | None) -> tuple[nn.ModuleDict, SharedInput | None]:
     """Torch's layers, or 3-D ones with the same values."""
     torch.manual_seed(0)
-    layers = nn.ModuleDict({name: nn.Linear(IN, n, name != "k", dtype=torch.float64) for name, n in OUTS.items()})
+    options: dict[str, Any] = {"dtype": torch.float64}
     if context is None:
-        return layers, None
+        return nn.ModuleDict({name: nn.Linear(IN, out, name != "k", **options) for name, out in OUTS.items()}), None
     shared = SharedInput(context, SEQUENCE)
-    for layer in layers.values():
-        parallelize_linear(layer, context, shared_input=shared)
-    return layers, shared
+    options |= {"context": context, "shared_input": shared}
+    return nn.ModuleDict({name: Linear3D(IN, out, name != "k", **options) for name, out in OUTS.items()}), shared
 
 
 def prepare(layers: nn.ModuleDict, what: str) -> list[Any]:
@@ -163,9 +161,7 @@ def padded_parts() -> bool:
         whole = [nn.Linear(IN, n, False, dtype=torch.float64) for n in (4, 6)]
         torch.manual_seed(0)
         shared = SharedInput(context, SEQUENCE)
-        own = [nn.Linear(IN, n, False, dtype=torch.float64) for n in (4, 6)]
-        for layer in own:
-            parallelize_linear(layer, context, shared_input=shared)
+        own = [Linear3D(IN, n, False, context=context, shared_input=shared, dtype=torch.float64) for n in (4, 6)]
         x = torch.randn(3, 2, IN, dtype=torch.float64)
         mine = part(x, ranks, "x")
         gathered = shared.all_gather(mine)
@@ -177,13 +173,3 @@ def padded_parts() -> bool:
             gradient = layer._parameters["weight"].grad  # type: ignore[union-attr]
             right.append(error(gradient, shards_of(layer)["weight"].of(twin.weight.grad, ranks)) < 1e-10)  # type: ignore[arg-type]
         return all(right)
-
-
-def test_the_layers_of_a_deep_copy_share_the_copys_input() -> None:
-    layers, shared = make_layers(StageContext(Mesh.single(), "shards"))
-    twins, input_of_twins = deepcopy((layers, shared))
-    assert input_of_twins is not shared and input_of_twins is not None and input_of_twins._product is not None
-    for layer in twins.values():
-        assert isinstance(layer, Linear3D) and layer.sharding.shared_input is input_of_twins
-        assert layer.sharding.product.weight.parameters == [layer._parameters["weight"]]
-    assert [one.module for one in input_of_twins._product.weight.parts] == list(twins.values())

@@ -99,7 +99,7 @@ class Head3D(Linear3D):
         >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, context.mesh)
     """
 
-    def shard(self, context: StageContext, style: ParallelStyle) -> None:
+    def shard(self, context: StageContext, style: ParallelStyle, **_: Any) -> None:
         """Shard the layer, whose weight may be sharded already, as an embedding's."""
         LinearSharding(context, style, (self.out_features, self.in_features)).attach(self)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D
 from lightning_hanayo.tensor_parallel.layers.embedding import Embedding3D, Head3D, cross_entropy3d
-from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
+from lightning_hanayo.tensor_parallel.layers.linear import FeedForward3D, Linear3D, SwiGLU3D
 from lightning_hanayo.tensor_parallel.layers.norm import Dropout3D, LayerNorm3D, RMSNorm3D
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.sharding import DimShard
@@ -47,6 +47,8 @@ LAYERS: dict[str, tuple[Callable[[StageContext], nn.Module], Tensor]] = {
     "attention": (lambda c: MultiheadAttention3D(WIDTH, 4, context=c), STREAM),
     "layer norm": (lambda c: LayerNorm3D(WIDTH, context=c), STREAM),
     "rms norm": (lambda c: RMSNorm3D(WIDTH, context=c), STREAM),
+    "feed-forward": (lambda c: FeedForward3D(WIDTH, 32, context=c), STREAM),
+    "swiglu": (lambda c: SwiGLU3D(WIDTH, 32, context=c), STREAM),
     "dropout": (lambda c: Dropout3D(context=c), STREAM),
     "embedding": (lambda c: Embedding3D(VOCABULARY, WIDTH, context=c), IDS),
     "head": (lambda c: Head3D(WIDTH, VOCABULARY, context=c), STREAM),
@@ -57,6 +59,8 @@ CALLS = {
     "attention": ("4 gather, 1 reduce, 2 scatter", "2 gather, 4 scatter"),
     "layer norm": ("1 gather", "1 reduce"),
     "rms norm": ("1 reduce", "1 reduce"),
+    "feed-forward": ("4 gather, 2 scatter", "2 gather, 4 scatter"),
+    "swiglu": ("4 gather, 2 scatter", "2 gather, 4 scatter"),
     "dropout": ("", ""),
     "embedding": ("1 gather, 1 scatter", "1 gather, 1 scatter"),
     "head": ("2 gather, 1 scatter", "1 gather, 2 scatter"),

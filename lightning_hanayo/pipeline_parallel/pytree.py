@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_hanayo.errors import UnsupportedError
 
 Skeleton = tuple[Any, ...]
-_PLAIN = (type(None), bool, int, float, str)
+PLAIN = (type(None), bool, int, float, str)
 
 
 class OutputReference:
@@ -82,7 +82,7 @@ class Flattener:
                 self._indices[id(tree)] = len(self.tensors)
                 self.tensors.append(tree)
             return ("tensor", self._indices[id(tree)])
-        if kind in _PLAIN:
+        if kind in PLAIN:
             sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
             return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
         if kind is tuple or kind is list:

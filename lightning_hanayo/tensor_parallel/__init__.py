@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.layers.norm import Dropout3D, LayerNorm3D, RMSNorm3D, parallelize_rms_norm
     from lightning_hanayo.tensor_parallel.mesh import Mesh
     from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-    from lightning_hanayo.tensor_parallel.sharding import ShardedModule, all_reduce_partial_gradients
+    from lightning_hanayo.tensor_parallel.sharding import all_reduce_partial_gradients
     from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 _MODULES = (
@@ -30,7 +30,7 @@ _MODULES = (
 __all__ = [
     "BATCH", "SEQUENCE", "SEQUENCE_FIRST", "BlockSpec", "Dropout3D", "Embedding3D", "FeedForward3D", "Head3D",
     "LayerNorm3D", "Linear3D", "Mesh", "MultiheadAttention3D", "ParallelStyle", "ProjectionGroup", "RMSNorm3D",
-    "ShardedModule", "StageContext", "SwiGLU3D", "all_reduce_partial_gradients", "cross_entropy3d", "elementwise",
+    "StageContext", "SwiGLU3D", "all_reduce_partial_gradients", "cross_entropy3d", "elementwise",
     "parallelize_rms_norm", "plan_parallelize", "register_block", "register_layer",
 ]  # fmt: skip
 

@@ -10,7 +10,6 @@ First and last stages call a `MicrobatchReshard`, in the main thread.
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -69,30 +68,18 @@ def _even_parts(start: int, stop: int, count: int) -> list[tuple[int, int]]:
     return list(zip(edges, edges[1:], strict=False))
 
 
-@dataclass(frozen=True)
-class StreamDims:
-    """The dimensions of the residual stream: [batch, seq, h], or [seq, batch, h]."""
-
-    batch_dim: int = 0
-    sequence_dim: int = 1
-
-
 @dataclass(eq=False)
 class _Reshard:
     mesh: Mesh
-    stream_dims: StreamDims | None
-    """of the residual streams; None: blocks are generic, and keep the layout outside"""
+    has_streams: bool = True
+    """whether blocks are registered, and read and write residual streams; generic ones keep the layout outside"""
     batch_dim: int = 0
-    """the dimension of the samples in generic blocks' tensors that have it"""
+    """the dimension of the samples in residual streams, or in generic blocks' tensors that have it"""
+    sequence_dim: int = 1
+    """of residual streams"""
 
     def __post_init__(self) -> None:
         self._plane = self.mesh.axis("yz")
-
-    @property
-    def _dims(self) -> tuple[int, int]:
-        """Of samples and positions in a residual stream."""
-        assert self.stream_dims is not None
-        return self.stream_dims.batch_dim, self.stream_dims.sequence_dim
 
 
 class SharedReshard(_Reshard):
@@ -103,17 +90,15 @@ class SharedReshard(_Reshard):
 
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-        batch, sequence = self._dims
         sizes = self._sizes(shares)
-        parts = collectives.padded(x, batch, max(sizes)).unsqueeze(0)
-        for axis, dim in (("z", -1), ("y", sequence + 1)):  # [1, ..] to [y z, .., seq/y, .., h/z]
+        parts = collectives.padded(x, self.batch_dim, max(sizes)).unsqueeze(0)
+        for axis, dim in (("z", -1), ("y", self.sequence_dim + 1)):  # [1, ..] to [y z, .., seq/y, .., h/z]
             parts = collectives.split_dim(parts, self.mesh.size(axis), dim).flatten(0, 1)
-        return _join_valid(collectives.all_to_all(parts, self._plane), batch, sizes)
+        return _join_valid(collectives.all_to_all(parts, self._plane), self.batch_dim, sizes)
 
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-        batch, sequence = self._dims
-        sizes = self._sizes(shares)
+        batch, sequence, sizes = self.batch_dim, self.sequence_dim, self._sizes(shares)
         parts = torch.stack([collectives.padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
         received = collectives.all_to_all(parts, self._plane).unflatten(0, (self.mesh.size("y"), self.mesh.size("z")))
         whole = received.movedim(0, sequence + 1).flatten(sequence + 1, sequence + 2)  # [z, .., seq, .., h/z]
@@ -143,16 +128,16 @@ class ReplicatedReshard(_Reshard):
 
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """Reshard a residual stream for the blocks."""
-        batch, sequence = self._dims
-        x = _own_part(self.rows_in(x, shares, batch), self.mesh.axis("y"), sequence)
-        return _own_part(x, self.mesh.axis("z"), -1)
+        x = self.rows_in(x, shares, self.batch_dim)
+        for axis, dim in ((self.mesh.axis("y"), self.sequence_dim), (self.mesh.axis("z"), -1)):
+            x = collectives.split_dim(x, axis.size, dim)[axis.rank]
+        return x
 
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
-        batch, sequence = self._dims
         x = collectives.all_gather(x, self.mesh.axis("z"), -1)
-        x = collectives.all_gather(x, self.mesh.axis("y"), sequence)
-        return self.rows_out(x.narrow(sequence, 0, sequence_length), shares, batch)
+        x = collectives.all_gather(x, self.mesh.axis("y"), self.sequence_dim)
+        return self.rows_out(x.narrow(self.sequence_dim, 0, sequence_length), shares, self.batch_dim)
 
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
         """Reshard another argument of a block, which has something for each sample, or is the same for all."""
@@ -160,43 +145,37 @@ class ReplicatedReshard(_Reshard):
 
     def sample_dim(self, x: Tensor, shares: Sequence[Share]) -> int | None:
         """Returns the dimension in which a block's argument has an entry for each sample of the micro-batch."""
-        samples = sum(share.size for share in shares if not share.is_padding)
-        dims = (self.batch_dim, 0) if self.stream_dims is None else (0,)
+        samples = _num_samples(shares)
+        dims = (0,) if self.has_streams else (self.batch_dim, 0)
         return next((dim for dim in dims if dim < x.dim() and x.shape[dim] == samples), None)
 
     def rows_in(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the samples that this rank's blocks work on, or a padding sample if there is none."""
-        axis, samples = self._samples(shares)
-        largest = max(map(len, samples))
-        order = [i for own in samples for i in (*own, *own[:1] * (largest - len(own)))]
-        parts = _own_part(_rows(x, dim, order), axis, dim)
-        return parts.narrow(dim, 0, len(samples[axis.rank]))
+        own = self._of_ranks(shares)[self._samples.rank]
+        rows = x.narrow(dim, own[0].start, max(_num_samples(own), 1))
+        return rows.clone(memory_format=torch.contiguous_format)
 
     def rows_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the whole micro-batch in its order, without padding samples."""
-        axis, samples = self._samples(shares)
-        largest = max(map(len, samples))
-        position: dict[int, int] = {}
-        for rank, own in enumerate(samples):
-            for i, sample in enumerate(own):
-                position.setdefault(sample, rank * largest + i)  # the first one isn't a padding sample
-        together = collectives.all_gather(collectives.padded(x, dim, largest), axis, dim)
-        return _rows(together, dim, [position[i] for i in sorted(position)])
+        sizes = list(map(_num_samples, self._of_ranks(shares)))
+        x = collectives.padded(x, dim, max(sizes))
+        return _join_valid(collectives.all_gather(x.unsqueeze(0), self._samples, 0), dim, sizes)
 
     def mean_out(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         """What blocks return or store for each rank's samples together: the mean over samples."""
-        sizes = [0 if share.is_padding else share.size for share in shares]
         rows = collectives.all_gather(x.unsqueeze(0), self.mesh.axis("xyz"), 0)
-        return torch.stack([row * (n / sum(sizes)) for row, n in zip(rows, sizes, strict=True)]).sum(0)
+        weights = [_num_samples([share]) / _num_samples(shares) for share in shares]
+        return torch.stack([row * weight for row, weight in zip(rows, weights, strict=True)]).sum(0)
 
-    def _samples(self, shares: Sequence[Share]) -> tuple[MeshAxis, list[tuple[int, ...]]]:
-        """Returns the axis that the blocks' samples are sharded along, and those of each rank on it."""
-        if self.stream_dims is None:
-            return self.mesh.axis("xyz"), [tuple(range(share.start, share.stop)) for share in shares]
-        per_x = self.mesh.size("yz")
-        rows = [shares[i : i + per_x] for i in range(0, len(shares), per_x)]
-        real = [tuple(i for s in row if not s.is_padding for i in range(s.start, s.stop)) for row in rows]
-        return self.mesh.axis("x"), [own or (0,) for own in real]
+    @property
+    def _samples(self) -> MeshAxis:
+        """The axis that the blocks' samples are cut along."""
+        return self.mesh.axis("x" if self.has_streams else "xyz")
+
+    def _of_ranks(self, shares: Sequence[Share]) -> list[Sequence[Share]]:
+        """The shares of each of its ranks, whose samples lie one behind the other."""
+        count = len(shares) // self._samples.size
+        return [shares[i : i + count] for i in range(0, len(shares), count)]
 
 
 def _digest(x: Tensor) -> bytes:
@@ -205,23 +184,9 @@ def _digest(x: Tensor) -> bytes:
     return blake2b(values.numpy().tobytes(), digest_size=8).digest()
 
 
-def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    return collectives.split_dim(x, axis.size, dim)[axis.rank]
-
-
-def _rows(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
-    """Returns these rows along `dim`."""
-    return x.index_select(dim, _index(tuple(order), x.device))
-
-
-@lru_cache(maxsize=256)
-def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns an index on the device: made once per order, because its copy to the device is waited for.
-
-    The first batch may be one of validation: an inference tensor couldn't be saved for a backward.
-    """
-    with torch.inference_mode(False):
-        return torch.tensor(order, device=device)
+def _num_samples(shares: Sequence[Share]) -> int:
+    """How many samples of a micro-batch are in these shares."""
+    return sum(share.size for share in shares if not share.is_padding)
 
 
 def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -249,11 +214,6 @@ class Rows:
     shares: tuple[Share, ...]
     length: int = 1
     """rows of each sample: blocks may flatten the next dimension into this one"""
-
-    @classmethod
-    def of(cls, x: Tensor, dim: int, sizes: MeshSizes) -> "Rows":
-        """Those of an argument `x`; `length` is that of the next dimension."""
-        return cls(dim, sample_shares(x.shape[dim], sizes), x.shape[dim + 1] if dim + 1 < x.dim() else 1)
 
     def fit(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether a tensor that has these shapes on the ranks has these rows."""
@@ -288,11 +248,9 @@ class MicrobatchReshard:
     def begin(self, shares: Sequence[Sequence[Share]]) -> None:
         """Begin a batch: for each micro-batch, the share of every rank of the cube."""
         self._shares = list(shares)
-        self._rows.clear()
-        self._whole.clear()
-        self._lengths.clear()
+        self._rows, self._whole, self._lengths = {}, {}, {}
 
-    def shares_of(self, num_samples: int) -> Sequence[Share]:
+    def shares_of(self, num_samples: int) -> tuple[Share, ...]:
         """The share of every rank of the cube in so many samples."""
         return sample_shares(num_samples, self.reshard.mesh.sizes)
 
@@ -303,12 +261,12 @@ class MicrobatchReshard:
 
         `dims`: the dimension of each that grows with the samples; None: that isn't known.
         """
-        if self.reshard.stream_dims is None:
+        if not self.reshard.has_streams:
             if not isinstance(self.reshard, ReplicatedReshard):
                 return list(tensors)
             if dims is not None:
                 rows = [
-                    None if dim is None else Rows.of(x, dim, self.reshard.mesh.sizes)
+                    None if dim is None else Rows(dim, self.shares_of(x.shape[dim]), *x.shape[dim + 1 : dim + 2])
                     for x, dim in zip(tensors, dims, strict=True)
                 ]
                 pairs = list(zip(tensors, rows, strict=True))
@@ -332,10 +290,7 @@ class MicrobatchReshard:
         The padding is computed with, but never read by other positions, and has no gradient: copies stay as finite as
         what they are copied from.
         """
-        dims, shares, resharded = self.reshard.stream_dims, self._shares[microbatch], []
-        if dims is None:
-            return []  # generic blocks have none
-        dim = dims.sequence_dim
+        dim, shares, resharded = self.reshard.sequence_dim, self._shares[microbatch], []
         lengths = (*self.sequence_lengths(microbatch), *(tensor.shape[dim] for tensor in tensors))
         self._lengths[microbatch] = tuple(dict.fromkeys(lengths))
         parts = self._parts(microbatch)
@@ -352,8 +307,8 @@ class MicrobatchReshard:
             UnsupportedError: a tensor has no longer the rows that it had before.
         """
         reshard, shares = self.reshard, self._shares[microbatch]
-        if reshard.stream_dims is not None:
-            parts, sizes = self._parts(microbatch), [x.shape[reshard.stream_dims.sequence_dim] for x in tensors]
+        if reshard.has_streams:
+            parts, sizes = self._parts(microbatch), [x.shape[reshard.sequence_dim] for x in tensors]
             self._lengths.pop(microbatch, None)  # another pass may have others
             lengths = sizes if parts is None else [parts.length(size) for size in sizes]
             return [reshard.stream_out(x, shares, length) for x, length in zip(tensors, lengths, strict=True)]
@@ -419,11 +374,11 @@ class MicrobatchReshard:
             HanayoError: lengths of streams differ between ranks.
             UnsupportedError: which streams have a gradient does, or values of an argument that has no samples.
         """
-        (streams, masks), shares, dims = named, self._shares[microbatch], self.reshard.stream_dims
+        (streams, masks), shares = named, self._shares[microbatch]
         if isinstance(self.reshard, ReplicatedReshard):
-            if dims is not None and streams:
-                rows = tensors[streams[0]].shape[dims.batch_dim]
-                shares = self._shares[microbatch] = sample_shares(rows, self.reshard.mesh.sizes)
+            if streams:
+                rows = tensors[streams[0]].shape[self.reshard.batch_dim]
+                shares = self._shares[microbatch] = self.shares_of(rows)
             dims_of_samples = [self.reshard.sample_dim(tensor, shares) for tensor in tensors]
             return [dim is not None and i not in masks for i, dim in enumerate(dims_of_samples)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -435,11 +390,10 @@ class MicrobatchReshard:
         of_all_ranks = [other for _, other, _ in gathered]
         if streams:
             # with as many rows as the residual stream has on each rank: user code may make several of one sample
-            assert dims is not None
             stream, first = streams[0], self.reshard.mesh.index("x") * self.reshard.mesh.size("yz")
             counted = list(shares)
             for rank, other in enumerate(of_all_ranks, first):
-                counted[rank] = replace(counted[rank], stop=counted[rank].start + other[stream][dims.batch_dim])
+                counted[rank] = replace(counted[rank], stop=counted[rank].start + other[stream][self.reshard.batch_dim])
             shares = self._shares[microbatch] = counted
         sizes = [share.size for share in block_shares(tuple(shares), self.reshard.mesh)]
         is_batch = [
@@ -483,15 +437,13 @@ class MicrobatchReshard:
             HanayoError: code before the stack cuts them to the lengths of its own samples.
             UnsupportedError: only some ranks would take part in the backward's collectives.
         """
-        dims = self.reshard.stream_dims
-        assert dims is not None
         for one in zip(*of_all_ranks, strict=False):
             if len({has_gradient for _, has_gradient in one}) > 1:
                 raise UnsupportedError(
                     "what the blocks get has a gradient on some ranks of the cube, and none on others. Run the modules "
                     "before the stack for all samples (0 * module(x)), or set cube_outside='replicate'."
                 )
-            lengths = {shape[dims.sequence_dim] for shape, _ in one}
+            lengths = {shape[self.reshard.sequence_dim] for shape, _ in one}
             if len(lengths) > 1:
                 raise HanayoError(
                     f"samples of one micro-batch reach the stack with sequences of {sorted(lengths)} positions on "

@@ -99,13 +99,10 @@ class MeshAxis:
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
 
-    def __getstate__(self) -> dict[str, int]:
+    def __getstate__(self) -> dict[str, Any]:
         """A process group can't leave its process: a pickled axis keeps its size, but reaches no other rank."""
-        return {"size": self.size, "rank": self.rank}
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        vars(self).update(state, queue=None)
-        self.disconnect(_PICKLED)
+        lost = _LostGroup(_PICKLED) if self.size > 1 else None
+        return {"size": self.size, "rank": self.rank, "queue": None, "group": lost, "_native": lost}
 
     def disconnect(self, reason: str) -> None:
         """Drop the process group; every use of it is an error with this reason."""
@@ -159,13 +156,7 @@ class MeshAxis:
 
     def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
-        if self.size == 1:
-            return Pending.done(parts)
-        out, received = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
-        native = self._native
-        if native is not None:
-            return Pending(self._start(lambda: native.alltoall_base(received, out, [], [])), lambda: received)
-        return Pending(self._exchange([(out, received)]), lambda: received)
+        return self.exchange_rows(parts, [1] * self.size, [1] * self.size)
 
     def exchange_rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[Tensor]:
         """[sum(sent), ...], whose rows go to rank 0, rank 1, ..., to [sum(received), ...], by the ranks they came from.
@@ -203,21 +194,12 @@ class MeshAxis:
         yield from (self.group.recv([into[peer]], peer, self.tag) for peer in sources if into[peer].numel())
         yield from (self.group.send([out[peer]], peer, self.tag) for peer in targets if out[peer].numel())
 
-    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
-        """The sum over all ranks. `tensor` is overwritten."""
-        if self.group is None:
-            return Pending.done(tensor)
-        group = self.group
-        return Pending(self._start(lambda: group.allreduce([tensor])), lambda: tensor)
-
-    def all_reduce_max(self, tensor: Tensor) -> Pending[Tensor]:
-        """The elementwise maximum over all ranks. `tensor` is overwritten."""
+    def all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending[Tensor]:
+        """The sum over all ranks, or `dist.ReduceOp.MAX`, the largest of each entry. `tensor` is overwritten."""
         group = self.group
         if group is None:
             return Pending.done(tensor)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return Pending(self._start(lambda: group.allreduce([tensor], options)), lambda: tensor)
+        return Pending(self._start(lambda: group.allreduce([tensor], operation)), lambda: tensor)
 
 
 class _Started(NamedTuple):
@@ -339,7 +321,7 @@ class Mesh:
         """Returns the largest of each number over all ranks, which call this. Waits for hosts, not for devices."""
         if self.num_ranks == 1:
             return list(numbers)
-        return self._control.all_reduce_max(torch.tensor(numbers, dtype=torch.int64)).wait().tolist()
+        return self._control.all_reduce(torch.tensor(numbers, dtype=torch.int64), dist.ReduceOp.MAX).wait().tolist()
 
     def disconnect(self, reason: str) -> None:
         """Drop the process groups of all axes; every use of them is an error with this reason."""

@@ -115,10 +115,6 @@ class BoundCollective:
         size = None if self.parts is None else self.parts.length(x.shape[self.dim])
         return collectives.start_all_gather(x, self.axis, self.dim, size)
 
-    def gather_each(self, tensors: Sequence[Tensor], sizes: Sequence[int | None]) -> Pending[list[Tensor]]:
-        """Start to gather the parts of several tensors, to these sizes."""
-        return collectives.start_all_gather_each(tensors, self.axis, self.dim, sizes)
-
     def scatter_each(self, tensors: list[Tensor]) -> Pending[list[Tensor]]:
         """Start to sum several tensors, which are taken out of the list; each rank gets its part."""
         if self.parts is not None:
@@ -261,9 +257,9 @@ def run_backward(
         is_used: whether each output has a gradient. A weight whose output has none gets none, as in one process.
         needs_x: whether the input's gradient is wanted.
     """
-    weight = args.weight
+    weight, back = args.weight, args.reduce_scatter
     pieces = zip(*map(args.split, gradients), strict=True)
-    pending_gradients = [args.reduce_scatter.gather_each(piece, sizes) for piece in pieces]
+    pending_gradients = [collectives.start_all_gather_each(piece, back.axis, back.dim, sizes) for piece in pieces]
     pending_matrices = Pending.done(matrices or [])
     if needs_x and matrices is None:
         pending_matrices = Pending(None, cache(weight.stage.gather(weight, x.saved[0].dtype).wait))

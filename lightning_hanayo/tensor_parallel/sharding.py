@@ -94,29 +94,20 @@ class Shard:
 
         A tensor of another shape is sharded along the dimensions whose sizes agree. A scalar stays whole.
         """
-        cut = [(i, dim) for i, dim in enumerate(self.dims[: whole.dim()]) if dim.axes and whole.shape[i] == dim.size]
-        part = whole
-        for i, dim in cut:  # views first: of a tensor that is mapped from a file no more is read than is kept
-            if dim.order is None:
-                start, stop = dim.span(mesh, coordinates)
-                part = part.narrow(i, start, stop - start)
-        for i, dim in cut:
-            if dim.order is not None:
-                part = part.index_select(i, dim.entries_at(mesh, coordinates).to(whole.device))
-        return part.clone(memory_format=torch.contiguous_format)
+        own = zip(self.dims, self._index(mesh, coordinates), whole.shape, strict=False)
+        index = tuple(one if size == dim.size else slice(None) for dim, one, size in own)
+        return whole[index].clone(memory_format=torch.contiguous_format)
 
     def put(self, whole: Tensor, part: Tensor, mesh: Mesh, coordinates: Sequence[int]) -> None:
         """Write the `part` of the rank at `coordinates` into `whole`."""
-        ordered = [(i, dim) for i, dim in enumerate(self.dims) if dim.order is not None]
-        assert len(ordered) <= 1, "at most one dimension is dealt out in an order of its own"
-        for i, dim in enumerate(self.dims):
-            if dim.order is None:
-                start, stop = dim.span(mesh, coordinates)
-                whole = whole.narrow(i, start, stop - start)
-        for i, dim in ordered:
-            whole.index_copy_(i, dim.entries_at(mesh, coordinates).to(whole.device), part)
-        if not ordered:
-            whole.copy_(part)
+        whole[self._index(mesh, coordinates)] = part
+
+    def _index(self, mesh: Mesh, coordinates: Sequence[int] | None) -> tuple[slice | Tensor, ...]:
+        """The rank's entries along each dimension, of which at most one is dealt out in an order of its own."""
+        return tuple(
+            slice(*dim.span(mesh, coordinates)) if dim.order is None else dim.entries_at(mesh, coordinates)
+            for dim in self.dims
+        )
 
 
 def all_gather_whole(part: Tensor, shard: Shard, mesh: Mesh, device: torch.device | None = None) -> Tensor:
@@ -144,19 +135,8 @@ def reduce_scatter_whole(gradient: Tensor, shard: Shard, mesh: Mesh) -> Tensor:
     return own.new_empty(shape).copy_(own / mesh.size(shard.partial))  # autograd expects the shard's own strides
 
 
-class ShardedModule(nn.Module):
-    """A module of whose own parameters each rank of the mesh holds a shard, or a replica with a partial gradient."""
-
-    _shards: dict[str, Shard]
-
-    @property
-    def shards(self) -> dict[str, Shard]:
-        """How each of its own parameters is sharded, by name."""
-        return self._shards
-
-
 @lru_cache
-def sharded_class(sharded: type[ShardedModule], original: type[nn.Module]) -> type[ShardedModule]:
+def sharded_class(sharded: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """Returns a subclass of both: a 3-D layer that is still an instance of the class it was converted from."""
     return type(f"{original.__name__}3D", (sharded, original), {"__doc__": f"A 3-D parallel {original.__name__}."})
 
@@ -167,8 +147,14 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
     return shards
 
 
-def shard_parameters(module: Any, shards: dict[str, Shard], mesh: Mesh) -> None:
-    """Keep this rank's shards of those parameters that the module has. The parameter objects stay."""
+def shard_module(module: Any, kind: type[nn.Module], shards: dict[str, Shard], mesh: Mesh, **attributes: Any) -> None:
+    """Make a module one of this kind, with these attributes, of whose parameters this rank keeps shards.
+
+    Its class is replaced, not the module: blocks, ties and state dicts refer to this object and its parameters.
+    """
+    if not isinstance(module, kind):
+        module.__class__ = kind
+    vars(module).update(attributes)
     module._shards = {name: shard for name, shard in shards.items() if module._parameters.get(name) is not None}
     for name, shard in module._shards.items():
         parameter = module._parameters[name]

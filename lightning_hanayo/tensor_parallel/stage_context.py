@@ -74,7 +74,8 @@ class StageContext(weights.StageWeights):
         Raises:
             UnsupportedError: the run has ended, and other ranks may not run these layers.
         """
-        self.check_open()
+        if self.closed:
+            raise UnsupportedError(self.closed)
         return self._mesh
 
     @property
@@ -84,22 +85,13 @@ class StageContext(weights.StageWeights):
 
     def bind(self, collective: AxisCollective) -> BoundCollective:
         """Returns the collective over this mesh's ranks, for sequences of the lengths that the stage runs now."""
-        parts = self.sequence_parts if collective.is_sequence else None
-        axis = self.mesh.axis(collective.axis) if collective.axis else MeshAxis(None, 1, 0)
+        parts, mesh = self.sequence_parts if collective.is_sequence else None, self.mesh
+        axis = mesh.axis(collective.axis) if collective.axis else MeshAxis(None, 1, 0)
         return BoundCollective(axis, collective.dim, parts)
 
     def weight(self, *parts: weights.StoredWeight, axis: str = "x") -> weights.ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
         return weights.ShardedWeight(parts, self.mesh.axis(axis), self)
-
-    def check_open(self) -> None:
-        """Check that layers may be called.
-
-        Raises:
-            UnsupportedError: the run has ended, and other ranks may not run them.
-        """
-        if self.closed:
-            raise UnsupportedError(self.closed)
 
     def before_forward(self, *sequence_lengths: int) -> None:
         """The stage's forward runs next, on sequences of these lengths; none if no all-gather needs them."""

@@ -38,16 +38,20 @@ class CountingAxis(MeshAxis):
 
     def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         self._count("exchange", parts.nbytes // self.size * (self.size - 1))
-        return super().all_to_all(parts)
+        counted = CountingAxis.received.copy()
+        pending = super().all_to_all(parts)
+        CountingAxis.received = counted  # it exchanges one row with each rank
+        return pending
 
     def exchange_rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[Tensor]:
         others = sum(received) - received[self.rank] if self.size > 1 else 0
         self._count("rows", others * tensor.new_empty(tensor.shape[1:]).nbytes)
         return super().exchange_rows(tensor, sent, received)
 
-    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
-        self._count("reduce", 2 * tensor.nbytes // self.size * (self.size - 1))
-        return super().all_reduce(tensor)
+    def all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending[Tensor]:
+        if operation is dist.ReduceOp.SUM:
+            self._count("reduce", 2 * tensor.nbytes // self.size * (self.size - 1))
+        return super().all_reduce(tensor, operation)
 
 
 @contextmanager

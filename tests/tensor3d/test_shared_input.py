@@ -16,6 +16,7 @@ from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueu
 from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, SharedInput
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, Keep
+from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
@@ -97,7 +98,7 @@ def compare(ranks: Mesh, keep: Keep, use: str, what: str) -> dict[str, float]:
     errors["dx"] = error(own_x.grad, part(x.grad, ranks, "x", "y", "z"))
     for name, layer in own.items():
         assert isinstance(layer, Linear3D)
-        gradient, shard = layer._parameters["weight"].grad, layer.shards["weight"]  # type: ignore[union-attr]
+        gradient, shard = layer._parameters["weight"].grad, shards_of(layer)["weight"]  # type: ignore[union-attr]
         expected = reference[name].weight.grad
         if expected is None:
             assert gradient is None, f"{name} gets a gradient, for which AdamW would decay it"
@@ -170,5 +171,5 @@ def padded_parts() -> bool:
         right = [error(y, part(e.detach(), ranks, "x")) < 1e-10 for y, e in zip(ys, expected, strict=True)]
         for layer, twin in zip(own, whole, strict=True):
             gradient = layer._parameters["weight"].grad  # type: ignore[union-attr]
-            right.append(error(gradient, layer.shards["weight"].of(twin.weight.grad, ranks)) < 1e-10)  # type: ignore[arg-type]
+            right.append(error(gradient, shards_of(layer)["weight"].of(twin.weight.grad, ranks)) < 1e-10)  # type: ignore[arg-type]
         return all(right)

@@ -20,6 +20,7 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, Keep, ParallelStyle
+from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import MESH_SIZES, CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
@@ -152,7 +153,7 @@ def compare(ranks: Mesh, other: Pair, loss: Tensor) -> None:
     layers, own_loss = sharded_pair(ranks)
     assert error(own_loss, loss.detach()) < 1e-5
     for layer, its in zip(layers, (other.up, other.down), strict=True):
-        for name, shard in layer.shards.items():
+        for name, shard in shards_of(layer).items():
             parameter = layer._parameters[name]
             assert parameter is not None and parameter.grad is not None
             own = parameter.grad

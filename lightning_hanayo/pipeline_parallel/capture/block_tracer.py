@@ -43,14 +43,13 @@ from lightning_hanayo.pipeline_parallel.capture.between import (
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
 from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, StageInput
-from lightning_hanayo.pipeline_parallel.capture.threads import Autocast, autocast_state, suspend
+from lightning_hanayo.pipeline_parallel.capture.threads import autocast_state, suspend
 from lightning_hanayo.pipeline_parallel.graph_boundary import as_now, current_sequence_number, edges_of
 from lightning_hanayo.pipeline_parallel.p2p import Message
 from lightning_hanayo.versions import version_of
 
 MOST_CALLS = 1 << 24
 """of blocks and functions in one pass"""
-_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(eq=False, repr=False)
@@ -249,21 +248,21 @@ class BlockTracer:
 
     def _output_of(self, block: nn.Module, position: int) -> Any:
         """Proxies for the output of a block: as of one of its class that is here, else as it is without values."""
-        structure, number = self._structures.get(type(block)), self._first_number + position
-        made = None
-        if structure is None or any(type(leaf) in _PLAIN[1:] for leaf in tree_leaves(structure)):
+        structure = self._structures.get(type(block))
+        if structure is None or any(type(leaf) in pytree.PLAIN[1:] for leaf in tree_leaves(structure)):
             try:
                 structure = self._structures[type(block)] = self._values_at(position)
-                made = pytree.map_tree(
-                    structure, lambda leaf, path: leaf if type(leaf) in _PLAIN else Proxy(path, number)
-                )
             except UnsupportedError:
-                structure = self._output
+                structure = proxies_like(self._output, 0)
         one_class = len({type(one) for one in self._stack.blocks}) == 1
         self._returned = pytree.value_paths(self._output) if one_class else pytree.ANYWHERE
-        return self._noted(proxies_like(structure, number) if made is None else made)
+        return self._proxies_for(structure, position)
 
-    def _noted(self, made: Any) -> Any:
+    def _proxies_for(self, structure: Any, position: int) -> Any:
+        """Proxies for what the call at `position` makes, but for plain values."""
+        number = self._first_number + position
+        plain = pytree.PLAIN
+        made = pytree.map_tree(structure, lambda leaf, path: leaf if type(leaf) in plain else Proxy(path, number))
         self._proxies += [weakref.ref(one) for one in tree_leaves(made) if type(one) is Proxy]
         return made
 
@@ -297,10 +296,9 @@ class BlockTracer:
         position, autocast = self._position, autocast_state()
         modes = None if (grad, autocast) == (self.has_gradients, self._autocast) else (grad, autocast)
         tensors = self._flattener.tensors
-        call = self._function_call(position, args, kwargs, name, modes)
-        asked = call
+        call = asked = self._function_call(position, (tuple(args), kwargs, name, modes))
         if name in ("torch.Tensor.__getitem__", "torch.Tensor.__setitem__"):
-            asked = self._function_call(position, between.with_indices(args), kwargs, name, modes)
+            asked = self._function_call(position, (between.with_indices(args), kwargs, name, modes))
         try:
             made, given = self._stack.stand_ins.run(None, asked, tensors, partial(self._value, position))
         except between.NEEDS_VALUES:
@@ -314,13 +312,7 @@ class BlockTracer:
         self._record(call)
         self._position += 1
         self._values[position] = made.values(given, position)
-        first = self._first_number
-        return self._noted(
-            pytree.map_tree(
-                self._values[position],
-                lambda leaf, path: Proxy(path, first + position) if isinstance(leaf, Value) else leaf,
-            )
-        )
+        return self._proxies_for(self._values[position], position)
 
     def _from_kept(self, leaf: Any) -> Any:
         if type(leaf) is not Proxy:
@@ -329,12 +321,10 @@ class BlockTracer:
             leaf.refuse("after the stack")
         return self.kept[leaf.block, leaf.path]
 
-    def _function_call(
-        self, position: int, args: Any, kwargs: dict[str, Any], name: str, modes: tuple[bool, Autocast] | None
-    ) -> pytree.Skeleton:
-        tree = (tuple(args), kwargs, name, modes)
-        call = self._flattener.flatten(tree, f"an argument of {name}", is_argument=True)
-        return pytree.map_leaves(call, partial(self._relative, position, f"an argument of {name}"))
+    def _function_call(self, position: int, call: tuple[Any, dict[str, Any], str, Any]) -> pytree.Skeleton:
+        what = f"an argument of {call[2]}"
+        skeleton = self._flattener.flatten(call, what, is_argument=True)
+        return pytree.map_leaves(skeleton, partial(self._relative, position, what))
 
     def _check_change(self, value: Value, proxy: Any, shown: str) -> None:
         """Check that others see a change in place.

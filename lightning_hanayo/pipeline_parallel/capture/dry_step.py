@@ -32,16 +32,10 @@ from lightning_hanayo.pipeline_parallel.p2p import Message
 State = dict[str, float | Tensor]
 Given = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """What the step is to get from the stack, by the number of the tensor, and the first block's output."""
-FirstBlock = Callable[[Message, int], Any]
-"""Runs the first block on its call for so many samples, whose tensors it may change, and returns its output."""
 
 
 class RefusedAfterStack(Exception):
     """Code after the stack does what a dry run can't, such as a collective. The step may run on a whole batch."""
-
-
-class _FailedElsewhere(Exception):
-    """The same dry run has failed on another rank of a cube, with this error."""
 
 
 @dataclass
@@ -54,37 +48,31 @@ class StandIn:
     """of the blocks: for each pass the first one's, and the others'"""
     tensors: list[Tensor] = field(default_factory=list)
     """that the step has got, of all passes: leaves, if they have gradients"""
-    output: Any = None
     num_bytes: int = 0
     """of all tensors that the first block has made"""
-    _made: tuple[pytree.Skeleton, list[Tensor]] = (pytree.NONE, [])
-    _has_gradients: bool = True
 
-    def first(self, call: Message, *, has_gradients: bool) -> Any:
-        """Run the first block. What it changes in its arguments, it changes in copies."""
-        self.calls.append(call)
-        self._has_gradients = has_gradients
+    def run(self, call: Message, others: Callable[[Any], Message], *, has_gradients: bool) -> Any:
+        """Run the first block, and return an output of the stack. What it changes in arguments, it changes in copies.
+
+        `others` makes the calls of the other blocks, after this output of the first one.
+        """
         copies = Message(call.skeleton, tuple([tensor.detach().clone() for tensor in call.tensors]))
         with torch.no_grad(), _CountedBytes() as counted:
             output = self.first_block(copies)
         self.num_bytes += counted.num_bytes
         flattener = pytree.Flattener()
-        self._made = flattener.flatten(output, "the output of a block"), flattener.tensors
-        return output
-
-    def others(self, calls: Message) -> None:
-        """Make the output of the stack."""
-        self.calls.append(calls)
-        skeleton, made = self._made
-        given = [one.detach().clone() for one in self.given(len(self.tensors), made)]
+        skeleton = flattener.flatten(output, "the output of a block")
+        calls = others(output)
+        self.calls += call, calls
+        given = [one.detach().clone() for one in self.given(len(self.tensors), flattener.tensors)]
         for one in given:
-            one.requires_grad_(self._has_gradients and one.is_floating_point())
+            one.requires_grad_(has_gradients and one.is_floating_point())
         self.tensors += given
-        self.output = output = pytree.unflatten(skeleton, given)
-        stage_input = StageInput.from_message(calls)
-        if stage_input.num_blocks < len(stage_input.call_of_block):  # code between blocks, after each the same output
-            blocks = [_Returns(output) for _ in range(stage_input.num_blocks)]
-            self.output = stage_input.after([output], 0, ()).run(blocks, is_last=True).output
+        output, stage_input = pytree.unflatten(skeleton, given), StageInput.from_message(calls)
+        if stage_input.num_blocks == len(stage_input.call_of_block):
+            return output
+        blocks = [_Returns(output) for _ in range(stage_input.num_blocks)]  # between them code, after each this output
+        return stage_input.after([output], 0, ()).run(blocks, is_last=True).output
 
 
 class _Returns(nn.Module):
@@ -126,13 +114,16 @@ class DrySteps:
     """the user's module"""
     outside: Sequence[nn.Module]
     """the modules outside the stack, whose buffers are as before afterwards"""
-    first_block: FirstBlock | None = None
-    """runs the first block, in a cube together with the other ranks; None: it runs as it is"""
+    first_block: Callable[[Message, int], Any] | None = None
+    """runs the first block on its call for so many samples, in a cube together with the other ranks, and returns its
+    output; it may change the call's tensors; None: it runs as it is"""
     in_cube: Callable[[Any], list[Any]] = lambda value: [value]
     """gathers objects from the ranks of the cube, which run the same dry steps"""
 
     def __post_init__(self) -> None:
         blocks = self.user.blocks
+        self._failed_elsewhere: Exception | None = None
+        """the error of the same dry run on another rank of the cube"""
         self._runs_blocks = self.user.num_local == len(blocks)
         """whether steps run all blocks themselves"""
         self._modules = [*self.outside, *(part for block in blocks[:1] for part in block.modules())]
@@ -161,7 +152,9 @@ class DrySteps:
 
         def first_block(call: Message) -> Any:
             self._agree()
-            return (self.first_block or self._run_first)(call, num_samples)
+            if self.first_block is not None:
+                return self.first_block(call, num_samples)
+            return StageInput.from_message(call).run(user.blocks[:1], is_last=len(user.blocks) == 1).output
 
         counted, stand_in = _CountedBytes(), StandIn(first_block, given)
         before: State = {}
@@ -186,7 +179,7 @@ class DrySteps:
             try:
                 result = self._run(batch, stand_in)
             except UnsupportedError as error:
-                if stand_in.output is None and not self._runs_blocks:
+                if not stand_in.calls and not self._runs_blocks:
                     raise
                 raise RefusedAfterStack(str(error)) from error
         changed = [name for name in before.keys() & now.keys() if not _is_same(before[name], now[name])]
@@ -196,15 +189,12 @@ class DrySteps:
     def _run(self, batch: Batch, stand_in: StandIn) -> Any:
         """Run it on all ranks of the cube, or on none."""
         try:
-            try:
-                result = copy_context().run(self.user.dry_run, batch, stand_in)
-            except Exception as error:
-                if not isinstance(error, _FailedElsewhere):
-                    self._agree(error)
-                raise
-            self._agree()
-        except _FailedElsewhere as failed:
-            raise failed.args[0] from failed
+            result = copy_context().run(self.user.dry_run, batch, stand_in)
+        except Exception as error:
+            if error is not self._failed_elsewhere:
+                self._agree(error)
+            raise
+        self._agree()
         return result
 
     def _agree(self, error: Exception | None = None) -> None:
@@ -213,11 +203,8 @@ class DrySteps:
         other = next((one for one in self.in_cube(own) if one is not None), None)
         if other is not None and own is None:
             what, is_refused = other
-            raise _FailedElsewhere(UnsupportedError(what) if is_refused else RuntimeError(what))
-
-    def _run_first(self, call: Message, _: int) -> Any:
-        blocks = self.user.blocks
-        return StageInput.from_message(call).run(blocks[:1], is_last=len(blocks) == 1).output
+            self._failed_elsewhere = UnsupportedError(what) if is_refused else RuntimeError(what)
+            raise self._failed_elsewhere
 
     def _state(self) -> State:
         """The numbers and buffers of modules outside the stack, but for what metrics count."""

@@ -35,26 +35,21 @@ class BlockPatch:
     values: MadeValues = field(default_factory=MadeValues)
     compiled: Callable[..., Any] | None = None
     """the block's call as `block.compile()` has set it"""
-    _in_compiled: set[int] = field(default_factory=set)
-    """the threads that are in it"""
+    in_compiled: set[int] = field(default_factory=set)
+    """the threads that are in it: where Dynamo doesn't compile it, it calls `forward`"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockPatch, (self.on_other_rank, self.single_stage)
-
-    @property
-    def in_compiled(self) -> bool:
-        """Whether this thread is in the compiled call: where Dynamo doesn't compile it, it calls `forward`."""
-        return threading.get_ident() in self._in_compiled
 
     def run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled call."""
         assert self.compiled is not None
         thread = threading.get_ident()
-        self._in_compiled.add(thread)
+        self.in_compiled.add(thread)
         try:
             return self.compiled(*args, **kwargs)
         finally:
-            self._in_compiled.discard(thread)
+            self.in_compiled.discard(thread)
 
     @property
     def in_step(self) -> bool:
@@ -88,9 +83,8 @@ def patch_blocks(
             compiled = block._compiled_call_impl
             is_elsewhere = any(parameter.is_meta for parameter in block.parameters())
             patch = BlockPatch(is_elsewhere, single_stage, index, streams, values or MadeValues(), compiled)
-            object.__setattr__(block, _ORIGINAL, vars(block).get("forward"))
-            object.__setattr__(block, _PATCH, patch)
-            object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
+            own = {_ORIGINAL: vars(block).get("forward"), _PATCH: patch, "forward": MethodType(forward, block)}
+            vars(block).update(own)  # a block may guard its attributes
             if compiled is not None:
                 block._compiled_call_impl = MethodType(forward, block)
 
@@ -112,7 +106,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch: BlockPatch = getattr(block, _PATCH)
     if torch.compiler.is_dynamo_compiling() and (patch.compiled is not None or patch.single_stage):
         return _original(block)(*args, **kwargs)  # the tracer has been asked already, or the whole step is compiled
-    if patch.compiled is not None and patch.in_compiled:
+    if patch.compiled is not None and threading.get_ident() in patch.in_compiled:
         return _original(block)(*args, **kwargs)
     tracer = None if patch.single_stage else current_tracer()
     if tracer is None:

@@ -32,7 +32,6 @@ from lightning_hanayo.pipeline_parallel.capture.forward_patch import begin_code_
 from lightning_hanayo.pipeline_parallel.p2p import Message
 
 NO_OUTPUT: pytree.Skeleton = pytree.NONE
-NO_TREES: pytree.Skeleton = ("tuple",)
 _UNCHECKED = nullcontext()
 
 
@@ -44,7 +43,7 @@ class StageInput(NamedTuple):
     call_of_block: tuple[int, ...]
     sequence_lengths: tuple[int, ...] = ()
     returned: pytree.Paths = pytree.ANYWHERE
-    carried: pytree.Skeleton = NO_TREES
+    carried: pytree.Skeleton = ("tuple",)
     tensors: tuple[Tensor, ...] = ()
 
     @staticmethod

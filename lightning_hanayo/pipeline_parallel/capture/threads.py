@@ -257,6 +257,5 @@ class SuspendedCalls:
             self.busy[0].abandon()
         for thread in self.idle:
             thread.inbox.put(None)
-        for thread in self.idle:
             thread.join(timeout=5)
         self.idle.clear()

@@ -328,10 +328,10 @@ class UserStep(TracedStack):
             call.resume()
             self._check_suspended(call)
             while not call.done:
-                first = stack.first(call.tracer.take_message(), has_gradients=call.tracer.has_gradients)
-                stack.others(self._run_to_last_block(call, first))
-                call.tracer.received += [stack.output, ()]
-                call.resume((stack.output, ()))
+                others = partial(self._run_to_last_block, call)
+                output = stack.run(call.tracer.take_message(), others, has_gradients=call.tracer.has_gradients)
+                call.tracer.received += [output, ()]
+                call.resume((output, ()))
             return call.result
         finally:
             call.abandon()

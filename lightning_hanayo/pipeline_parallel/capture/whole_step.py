@@ -336,20 +336,18 @@ class WholeStep(UserStep):
         streams = self.streams.save()
         try:
             with kept_buffers(self.outside):
-                carriers = tuple(map(CarrierOfDryRun, self.carriers, trees))
-                calls = super().start_dry_run(batch, microbatch, carriers)
+                calls = super().start_dry_run(batch, microbatch, tuple(map(CarrierOfDryRun, self.carriers, trees)))
+                if after is not None:
+                    calls = super().finish_dry_run(batch, microbatch, after.output)
+                else:
+                    self._dry_runs.pop(microbatch).abandon()
+                    self.undo()  # a `finally` has run
         except Exception as error:  # of the user's code
             error.add_note(
                 "This was a dry run on one micro-batch, which shows how to cut what the blocks get in a step on the "
                 "whole batch. A step that can't run on fewer samples needs num_microbatches=1."
             )
             raise
-        with kept_buffers(self.outside):
-            if after is None:
-                self._dry_runs.pop(microbatch).abandon()
-                self.undo()  # a `finally` has run
-            else:
-                calls = super().finish_dry_run(batch, microbatch, after.output)
         set_generators(states, device)
         self.streams.restore(streams)
         return calls

@@ -42,7 +42,7 @@ from lightning_hanayo.strategy.groups import CubeGroups, ProcessGroups, broadcas
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.patches import TemporaryAttributes
-from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard, ReplicatedReshard, SharedReshard, StreamDims
+from lightning_hanayo.tensor_parallel.boundary import MicrobatchReshard, ReplicatedReshard, SharedReshard
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters, VocabularyWeight, vocabulary_weights
 from lightning_hanayo.tensor_parallel.sharding import Shard, all_gather_whole, shards_of
@@ -63,14 +63,15 @@ class Cube:
         self._options = options
         self.shares_samples = options.cube_outside == "share"
         """whether each rank runs user code on samples of its own, unless the step runs once on a whole batch"""
-        stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
-        self.whole_boundary = self._boundary(ReplicatedReshard(self.mesh, stream_dims, options.batch_dim))
+        batch_dim = plan.batch_dim if plan.is_registered else options.batch_dim
+        layout = self.mesh, plan.is_registered, batch_dim, plan.sequence_dim
+        self.whole_boundary = self._boundary(ReplicatedReshard(*layout))
         """where user code runs on all ranks alike"""
         self.whole_splitter = ReplicatedSplitter(options.batch_rule, self.mesh, self.whole_boundary)
         self.boundary = self.whole_boundary
         self.splitter: BatchSplitter = self.whole_splitter
         if self.shares_samples:
-            self.boundary = self._boundary(SharedReshard(self.mesh, stream_dims, options.batch_dim))
+            self.boundary = self._boundary(SharedReshard(*layout))
             self.splitter = SharedSplitter(options.batch_rule, self.mesh, self.boundary, self.all_gather)
         self.queues: dict[int, WeightGradientQueue] = {}
         self.outside = OutsideParameters(self.mesh)
@@ -128,10 +129,8 @@ class Cube:
     def first_block(self, stage: Stage) -> partial[Any]:
         """Runs the first block of that stage in dry runs, on samples that all ranks of the cube have."""
         assert isinstance(stage, TensorParallelFirstStage)
-        reshard: SharedReshard | ReplicatedReshard = self.boundary.reshard
-        if reshard.stream_dims is not None:
-            reshard = ReplicatedReshard(self.mesh, reshard.stream_dims, reshard.batch_dim)
-        return partial(stage.run_first_block, self._boundary(reshard))
+        boundary = self.whole_boundary if self.plan.is_registered else self.boundary
+        return partial(stage.run_first_block, self._boundary(boundary.reshard))
 
     def stage_hooks(self, stage: int) -> StageContext:
         """The hooks that run before each forward and backward of a stage's blocks."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.linear_modules import has_gradient_hooks
 from lightning_hanayo.tensor_parallel.convert.specs import class_name, joined
+from lightning_hanayo.tensor_parallel.layers.linear import features
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
@@ -124,7 +125,7 @@ def describe(module: nn.Module) -> str:
     name, weight = class_name(type(module)), module._parameters.get("weight")
     if weight is None or name not in (class_name(nn.Linear), "transformers.pytorch_utils.Conv1D"):
         return short_class_name(type(module))
-    out, in_ = weight.shape if type(module) is nn.Linear else weight.shape[::-1]
+    out, in_ = features(module)
     return f"{short_class_name(type(module))} {in_}->{out}"
 
 

@@ -32,12 +32,11 @@ from lightning_hanayo.tensor_parallel import on_use
 from lightning_hanayo.tensor_parallel.collectives import END, all_to_all, padded, split_dim
 from lightning_hanayo.tensor_parallel.convert import conversion
 from lightning_hanayo.tensor_parallel.layers.experts import ExpertSharding, ShardedExperts, is_fused_experts
-from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, ShardedProduct, features
+from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedLinear, features
 from lightning_hanayo.tensor_parallel.layers.norm import parallelize_dropout
-from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard
+from lightning_hanayo.tensor_parallel.product import EXCHANGED_TOKENS, NO_COLLECTIVE, ParallelStyle
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
-from lightning_hanayo.tensor_parallel.weights import ShardedWeight
 
 Communicated = Literal["activations", "weight"]
 """by ranks to each other: activations, and parts of the weight; or the weight alone"""
@@ -96,10 +95,8 @@ def _share_experts(module: Any, context: StageContext) -> None:
 
 def _wrap_forward(block: nn.Module, context: StageContext) -> None:
     """Wrap the forward of this instance: its class, names and repr stay."""
-    object.__setattr__(block, "_stage_context", context)
-    object.__setattr__(block, "_num_layers_so_far", context.call_order.num_layers)
-    object.__setattr__(block, _ORIGINAL, vars(block).get("forward"))
-    object.__setattr__(block, "forward", MethodType(forward, block))
+    own = {"_stage_context": context, "_num_layers_so_far": context.call_order.num_layers}
+    vars(block).update(own | {_ORIGINAL: vars(block).get("forward"), "forward": MethodType(forward, block)})
 
 
 class _CalledByUserCode(LinearSharding):
@@ -112,13 +109,9 @@ class _CalledByUserCode(LinearSharding):
 
     @override
     def parameter(self, module: ShardedLinear, name: str) -> Tensor | None:
-        parameter, shard = module._parameters[name], module.shards.get(name)
-        if (
-            parameter is None
-            or shard is None
-            or isinstance(parameter, partial_values.PartialParameter)
-            or not _is_part(module, shard)
-        ):
+        parameter, shard = module._parameters[name], shards_of(module).get(name)
+        is_own = parameter is None or isinstance(parameter, partial_values.PartialParameter)
+        if is_own or shard is None or not _is_part(module, shard):
             return parameter
         return on_use.alias(parameter, parameter, _source(self, shard))
 
@@ -147,10 +140,7 @@ class _GatheredWeight(_CalledByUserCode):
         out, in_ = self.gathered_shape = self.sizes
         self.matrix = Shard((DimShard(out, "xyz", as_one=True), DimShard(in_)))
         self.vector = Shard((DimShard(out),), "xyz")
-
-    @override
-    def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        return ShardedProduct(weight, self.context, NO_COLLECTIVE, NO_COLLECTIVE)
+        self.style = ParallelStyle(NO_COLLECTIVE, NO_COLLECTIVE)
 
     @override
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -205,7 +195,7 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
     """
     changed: list[tuple[nn.Parameter, type[nn.Parameter], on_use.Source]] = []
     for module in [module for module in block.modules() if isinstance(module, ShardedLinear | ShardedExperts)]:
-        for name, shard in module.shards.items():
+        for name, shard in shards_of(module).items():
             parameter = module._parameters[name]
             if parameter is not None and _is_part(module, shard):
                 changed.append((parameter, type(parameter), _source(module.sharding, shard)))

@@ -11,23 +11,25 @@ from torch.nn import functional
 
 from lightning_hanayo.tensor_parallel.convert.specs import RMS_NORMS, class_name
 from lightning_hanayo.tensor_parallel.layers.attention import attention_sizes, parallelize_attention
-from lightning_hanayo.tensor_parallel.layers.norm import parallelize_dropout, parallelize_norm, parallelize_rms_norm
+from lightning_hanayo.tensor_parallel.layers.norm import (
+    Sizes,
+    norm_sizes,
+    parallelize_dropout,
+    parallelize_norm,
+    parallelize_rms_norm,
+)
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 ParallelizeLayer = Callable[[Any, StageContext], None]
 """parallelizes one module in place"""
 
-LayerSizes = tuple[tuple[str, int, str], ...]
-"""sizes that must divide: their unit, their number, and the axes over which they are sharded"""
-
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How one class of layers is parallelized, and the conditions for a layer: None is no reason."""
+    """How one class of layers is parallelized. `sizes` raises an UnsupportedError for a layer that can't be."""
 
     parallelize: ParallelizeLayer
-    sizes: Callable[[Any], LayerSizes] = lambda module: ()
-    reason_ineligible: Callable[[Any], str | None] = lambda module: None
+    sizes: Callable[[Any], Sizes] = lambda module: ()
 
 
 def elementwise(module: nn.Module, context: StageContext) -> None:
@@ -62,22 +64,6 @@ def is_elementwise_function(function: Any) -> bool:
     return any(function is elementwise_function for elementwise_function in _FUNCTIONS)
 
 
-def _layer_norm_sizes(module: nn.LayerNorm | nn.RMSNorm) -> LayerSizes:
-    return (("features", module.normalized_shape[-1], "z"),)
-
-
-def _layer_norm_ineligible(module: nn.LayerNorm | nn.RMSNorm) -> str | None:
-    return "it normalizes over several dimensions" if len(module.normalized_shape) > 1 else None
-
-
-def _rms_norm_sizes(module: Any) -> LayerSizes:
-    return (("features", module.weight.shape[-1], "z"),)
-
-
-def _attention_ineligible(module: nn.MultiheadAttention) -> str | None:
-    return "it adds keys of its own" if module.bias_k is not None or module.add_zero_attn else None
-
-
 _ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.LogSigmoid,
     nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink,
@@ -91,10 +77,10 @@ _FUNCTIONS = (
 )  # fmt: skip
 
 _LAYERS: dict[str, LayerSpec] = {
-    class_name(nn.LayerNorm): LayerSpec(parallelize_norm, _layer_norm_sizes, _layer_norm_ineligible),
-    class_name(nn.RMSNorm): LayerSpec(parallelize_norm, _layer_norm_sizes, _layer_norm_ineligible),
+    class_name(nn.LayerNorm): LayerSpec(parallelize_norm, norm_sizes),
+    class_name(nn.RMSNorm): LayerSpec(parallelize_norm, norm_sizes),
     class_name(nn.Dropout): LayerSpec(parallelize_dropout),
-    class_name(nn.MultiheadAttention): LayerSpec(parallelize_attention, attention_sizes, _attention_ineligible),
-    **{name: LayerSpec(parallelize_rms_norm, _rms_norm_sizes) for name in RMS_NORMS},
+    class_name(nn.MultiheadAttention): LayerSpec(parallelize_attention, attention_sizes),
+    **{name: LayerSpec(parallelize_rms_norm, norm_sizes) for name in RMS_NORMS},
     **{class_name(activation): LayerSpec(elementwise) for activation in _ACTIVATIONS},
 }

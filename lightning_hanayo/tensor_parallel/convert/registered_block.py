@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel.convert import conversion, layer_specs
 from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, joined, set_attribute
@@ -29,9 +30,6 @@ from lightning_hanayo.tensor_parallel.sharding import fused_order
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-_Layer = tuple[str, nn.Module, layer_specs.LayerSpec]
-"""a layer with its path in the block"""
 
 
 class SpecMismatch(Exception):
@@ -80,7 +78,7 @@ class RegisteredBlock(conversion.BlockPlan):
             norms = [joined(group.path, path) for path in group.replicated_norms]
             self.outcomes |= dict.fromkeys(paths, "3-D, column-parallel") | dict.fromkeys(norms, "replicated")
             self.products += [(paths, False)] if group.input is not None else [((path,), False) for path in paths]
-            self.steps.append(partial(_parallelize_group, owner, group, style))
+            self.steps.append(partial(parallelize_group, owner, group, style))
         for path in self.spec.row_parallel:
             out, in_ = self._features(path)
             self._require(path, ("out-features", out, "z"), ("in-features", in_, "yz"))
@@ -92,9 +90,10 @@ class RegisteredBlock(conversion.BlockPlan):
         for path, module, layer in list(self._layers()):
             if any(self.owners.shared_parameter(part) for part in module.modules()):
                 raise SpecMismatch(f"{joined(self.name, path)} shares a parameter with another module")
-            if reason := layer.reason_ineligible(module):
-                raise SpecMismatch(f"{joined(self.name, path)}: {reason}")
-            self._require(path, *layer.sizes(module))
+            try:
+                self._require(path, *layer.sizes(module))
+            except UnsupportedError as error:
+                raise SpecMismatch(f"{joined(self.name, path)}: {error}") from None
             self.steps.append(partial(layer.parallelize, module))
             if layer.parallelize is not layer_specs.elementwise:
                 self.outcomes[path] = "3-D"
@@ -131,8 +130,8 @@ class RegisteredBlock(conversion.BlockPlan):
             raise SpecMismatch(f"{joined(self.name, path)}: {reason}")
         return features(module)
 
-    def _layers(self, path: str = "") -> Iterator[_Layer]:
-        """Yields the layers that have no outcome yet, and aren't made of other modules."""
+    def _layers(self, path: str = "") -> Iterator[tuple[str, nn.Module, layer_specs.LayerSpec]]:
+        """Yields the layers without an outcome yet that aren't made of other modules, with their paths in the block."""
         module = self.block.get_submodule(path)
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -154,7 +153,8 @@ class RegisteredBlock(conversion.BlockPlan):
                 raise SpecMismatch(f"{joined(self.name, child_path)} is a {shown}, which isn't a registered layer")
 
 
-def _parallelize_group(module: Any, group: ProjectionGroup, style: ParallelStyle, context: StageContext) -> None:
+def parallelize_group(module: Any, group: ProjectionGroup, style: ParallelStyle, context: StageContext) -> None:
+    """Parallelize the projections of a module in place, and wrap its forward if that gathers their input, or draws."""
     shared_input = SharedInput(context, style) if group.input is not None else None
     ranks = context.mesh.size("yz")
     for path in group.column_parallel:
@@ -167,33 +167,25 @@ def _parallelize_group(module: Any, group: ProjectionGroup, style: ParallelStyle
     for name in group.sharded_counts:
         set_attribute(module, name, attrgetter(name)(module) // ranks)
     if shared_input is not None or group.dropout is not None:
-        wrap_forward(module, context, shared_input, group.input, group.dropout)
+        names = list(signature(type(module).forward).parameters)[1:]
+        wrapper = GatheredForward(context, shared_input, group.input, names, group.dropout)
+        vars(module).update(_gathered_forward=wrapper, forward=MethodType(forward, module))  # class, names, repr stay
 
 
 @dataclass(frozen=True)
 class GatheredForward:
     """The wrapper of a module's own forward.
 
-    `shared_input` gathers the argument `input`, which may be given at position `index`, and multiplies it. None: linear
-    layers gather it.
+    `shared_input` gathers the argument `input`, and multiplies it. None: linear layers gather it. `names` are those of
+    the forward's arguments.
     `dropout` is the attribute with the forward's own dropout probability. None: it drops nothing itself.
     """
 
     context: StageContext
     shared_input: SharedInput | None
-    input: str
-    index: int
+    input: str | None
+    names: list[str]
     dropout: str | None
-
-
-def wrap_forward(
-    module: nn.Module, context: StageContext, shared_input: SharedInput | None, input: str | None, dropout: str | None
-) -> None:
-    """Wrap the forward of this instance. Its class, names and repr stay."""
-    names = list(signature(type(module).forward).parameters)[1:]
-    wrapper = GatheredForward(context, shared_input, input or "", names.index(input) if input else 0, dropout)
-    object.__setattr__(module, "_gathered_forward", wrapper)
-    module.forward = MethodType(forward, module)
 
 
 def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -207,14 +199,11 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper: Any = module._gathered_forward
     if wrapper.shared_input is None:
         return type(module).forward(module, *args, **kwargs)
-    x = kwargs[wrapper.input] if wrapper.input in kwargs else args[wrapper.index]
-    gathered = wrapper.shared_input.all_gather(as_autocast(x))  # cast once, not by each linear layer that reads it
-    if wrapper.input in kwargs:
-        kwargs |= {wrapper.input: gathered}
-    else:
-        args = (*args[: wrapper.index], gathered, *args[wrapper.index + 1 :])
+    kwargs |= dict(zip(wrapper.names[: len(args)], args, strict=True))
+    x = as_autocast(kwargs[wrapper.input])  # cast once, not by each linear layer that reads it
+    kwargs[wrapper.input] = wrapper.shared_input.all_gather(x)
     try:
-        return type(module).forward(module, *args, **kwargs)
+        return type(module).forward(module, **kwargs)
     finally:
         wrapper.shared_input.clear()
 

@@ -18,9 +18,9 @@ from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.collectives import all_gather_replicated, all_reduce
 from lightning_hanayo.tensor_parallel.layers.linear import ShardedProduct, guarded_weight, parallelize_linear
-from lightning_hanayo.tensor_parallel.layers.norm import rank_random_stream
+from lightning_hanayo.tensor_parallel.layers.norm import Sizes, rank_random_stream
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, fused_order, shard_parameters
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, fused_order, shard_module
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import StoredWeight
 
@@ -102,7 +102,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
-class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
+class MultiheadAttention3D(nn.MultiheadAttention):
     """An `nn.MultiheadAttention` whose queries, keys and values are sharded residual streams.
 
     Masks are whole: those of the samples of this rank's x, for whole sequences and all heads. `need_weights` sends the
@@ -203,26 +203,27 @@ def parallelize_attention(
         UnsupportedError: it has an option that adds keys.
         HanayoError: its heads or features don't divide.
     """
-    for option, value in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
-        if value:
-            raise UnsupportedError(f"attention over the cube can't have {option}=True")
     style = (SEQUENCE if module.batch_first else SEQUENCE_FIRST) if style is None else style
     if (style.all_gather.dim == 0) == module.batch_first and style.reduce_scatter.dim == -1:
         raise HanayoError(f"the style {style} is for batch_first={not module.batch_first}")
     if style.reduce_scatter.dim == 0 and not module.batch_first:
         raise UnsupportedError("attention whose batch is sharded along y and z needs batch_first=True")
-    projections = AttentionProjections(module, context, style)
     required = [Divisibility(type(module).__name__, *one) for one in attention_sizes(module, style)]
     check_divisibility(required, context.mesh.sizes)
-    if not isinstance(module, MultiheadAttention3D):
-        module.__class__ = MultiheadAttention3D
-    module.projections = projections  # type: ignore[assignment]
-    shard_parameters(module, projections.shards, context.mesh)  # out_proj is a sharded module itself
+    projections = AttentionProjections(module, context, style)
+    shard_module(module, MultiheadAttention3D, projections.shards, context.mesh, projections=projections)
     parallelize_linear(module.out_proj, context, style.row_parallel())
 
 
-def attention_sizes(module: Any, style: ParallelStyle = SEQUENCE) -> tuple[tuple[str, int, str], ...]:
-    """Sizes that must divide: what they count, how many, and the axes over which they are sharded."""
+def attention_sizes(module: Any, style: ParallelStyle = SEQUENCE) -> Sizes:
+    """The sizes that must divide.
+
+    Raises:
+        UnsupportedError: the module has an option that adds keys.
+    """
+    for option, value in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
+        if value:
+            raise UnsupportedError(f"attention over the cube can't have {option}=True")
     inputs = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
     return (
         ("heads", module.num_heads, style.between_axes),

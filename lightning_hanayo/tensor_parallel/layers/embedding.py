@@ -18,6 +18,7 @@ No rank ever holds a whole row of logits. The backward sends nothing.
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -28,11 +29,11 @@ from lightning_hanayo.tensor_parallel.collectives import all_gather, all_reduce,
 from lightning_hanayo.tensor_parallel.layers.linear import Linear3D, LinearSharding, guarded_weight
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
-class Embedding3D(ShardedModule, nn.Embedding):
+class Embedding3D(nn.Embedding):
     """A lookup in a table of which each rank stores 1/(x y z).
 
     Example:
@@ -83,11 +84,8 @@ def parallelize_embedding(module: nn.Embedding, context: StageContext, style: Pa
             raise UnsupportedError(f"an embedding over the cube can't have {option}={getattr(module, option)!r}")
     required = Divisibility(type(module).__name__, "features", module.embedding_dim, style.in_axes)
     check_divisibility([required], context.mesh.sizes)
-    if not isinstance(module, Embedding3D):
-        module.__class__ = Embedding3D
-    module.context, module.style = context, style  # type: ignore[assignment]
     dims = DimShard(module.num_embeddings, style.out_axes), DimShard(module.embedding_dim, style.in_axes)
-    shard_parameters(module, {"weight": Shard(dims)}, context.mesh)
+    shard_module(module, Embedding3D, {"weight": Shard(dims)}, context.mesh, context=context, style=style)
 
 
 class Head3D(Linear3D):
@@ -161,7 +159,7 @@ def cross_entropy3d(
     axis, size = mesh.axis(vocabulary.axes), stop - start
     wide = logits[..., :size].to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.detach().amax(-1) if size else wide.new_full(labels.shape, -torch.inf)
-    wide = wide - axis.all_reduce_max(largest).wait().unsqueeze(-1)
+    wide = wide - axis.all_reduce(largest, dist.ReduceOp.MAX).wait().unsqueeze(-1)
     is_own = (labels >= start) & (labels < stop) & (labels != ignore_index)
     columns = (labels - start).where(is_own, 0).unsqueeze(-1)
     target = wide.gather(-1, columns).squeeze(-1).where(is_own, 0) if size else wide.sum(-1)

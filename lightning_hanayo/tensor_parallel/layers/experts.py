@@ -24,7 +24,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.made_once import once
 from lightning_hanayo.tensor_parallel import collectives
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 
@@ -77,9 +77,8 @@ class ExpertSharding:
         self._first, stop = of_experts.span(mesh)
         self._num_own = stop - self._first
         self._of_a_rank = -(-self.num_experts // mesh.size("yz"))
-        module.__class__ = sharded_class(ShardedExperts, type(module))  # type: ignore[arg-type]
-        module.sharding = self  # type: ignore[assignment]
-        shard_parameters(module, shards, mesh)
+        kind = sharded_class(ShardedExperts, type(module))  # type: ignore[arg-type]
+        shard_module(module, kind, shards, mesh, sharding=self)
         self.number = self.context.call_order.add(module, "experts='whole'")
 
     def forward(
@@ -134,7 +133,7 @@ class ExpertSharding:
         return DispatchPlan(tokens, sent, received, rows, slots, own[rows, slots])
 
 
-class ShardedExperts(ShardedModule):
+class ShardedExperts(nn.Module):
     """The base class of all experts over a cube, whichever class they were converted from."""
 
     sharding: ExpertSharding

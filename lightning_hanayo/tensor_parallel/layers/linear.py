@@ -34,13 +34,7 @@ from lightning_hanayo.tensor_parallel.product import (
     ProductArgs,
     products,
 )
-from lightning_hanayo.tensor_parallel.sharding import (
-    DimShard,
-    Shard,
-    ShardedModule,
-    shard_parameters,
-    sharded_class,
-)
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.tensor_parallel.weights import ShardedWeight, StoredWeight
 
@@ -76,9 +70,6 @@ class ShardedProduct:
         self._num_gathered, self._num_scattered = size(self.all_gather.axis), size(self.reduce_scatter.axis)
         self._handle = new_handle(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_handle"}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._handle = new_handle(self)
@@ -99,7 +90,6 @@ class ShardedProduct:
     def args(self) -> ProductArgs:
         """How it runs now: for sequences of the lengths that the stage runs."""
         context = self.context
-        context.check_open()
         before, after = context.bind(self.all_gather), context.bind(self.reduce_scatter)
         return ProductArgs(self.weight, before, after, context.keep, context.num_pieces, context.has_pairs)
 
@@ -198,24 +188,18 @@ class LinearSharding:
         self.vector = Shard((DimShard(out, style.between_axes, self.order),), style.replicated_axes)
 
     def attach(self, module: nn.Module) -> None:
-        """Shard the layer's parameters, and make it compute with this.
-
-        Its class is replaced, not the layer: blocks, ties and state dicts refer to this object and its parameters.
-        """
+        """Shard the layer's parameters, and make it compute with this."""
         transposed = not isinstance(module, nn.Linear)
-        if not isinstance(module, ShardedLinear):
-            module.__class__ = Linear3D if type(module) is nn.Linear else sharded_class(ShardedLinear, type(module))  # type: ignore[arg-type]
-        module.sharding = self  # type: ignore[assignment]
+        is_plain = type(module) is nn.Linear or isinstance(module, Linear3D)
+        kind = Linear3D if is_plain else sharded_class(ShardedLinear, type(module))  # type: ignore[arg-type]
         matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
-        shard_parameters(module, {"weight": matrix, "bias": self.vector}, self.context.mesh)
+        shard_module(module, kind, {"weight": matrix, "bias": self.vector}, self.context.mesh, sharding=self)
         part = StoredWeight(module, self.gathered_shape, transposed)
-        self.product = self._new_product(self.context.weight(part, axis=self.weight_axis))
+        weight, style = self.context.weight(part, axis=self.weight_axis), self.style
+        along = style.all_gather if self.shared_input is None else NO_COLLECTIVE
+        self.product = ShardedProduct(weight, self.context, along, style.reduce_scatter)
         if self.shared_input is not None:
             self._number_in_input = self.shared_input.add(part)
-
-    def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
-        along = self.style.all_gather if self.shared_input is None else NO_COLLECTIVE
-        return ShardedProduct(weight, self.context, along, self.style.reduce_scatter)
 
     def parameter(self, module: "ShardedLinear", name: str) -> Tensor | None:
         """The parameter, as code outside the layer gets it."""
@@ -229,7 +213,7 @@ class LinearSharding:
         return y if bias is None else y + bias.to(y.dtype)
 
 
-class ShardedLinear(ShardedModule):
+class ShardedLinear(nn.Module):
     """The base class of all 3-D linear layers, whichever class they were converted from."""
 
     sharding: LinearSharding

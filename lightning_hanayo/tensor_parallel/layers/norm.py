@@ -31,10 +31,13 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.seeds import default_generator, mix
 from lightning_hanayo.tensor_parallel.compiled_ops import compiled_all_gather, compiled_all_reduce, new_handle
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
-from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
+from lightning_hanayo.tensor_parallel.sharding import DimShard, Shard, shard_module, sharded_class
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 Collective = Callable[[Tensor], Tensor]
+
+Sizes = tuple[tuple[str, int, str], ...]
+"""sizes that must divide: their unit, their number, and the axes over which they are sharded"""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class _Norm(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-class ShardedNorm(ShardedModule):
+class ShardedNorm(nn.Module):
     """The base class of all 3-D norms. Arguments are those of the norm; gradients are partial sums over x and y.
 
     In compiled code it is written in plain operations, which the compiler fuses, and differentiates.
@@ -201,14 +204,7 @@ def parallelize_norm(module: nn.LayerNorm | nn.RMSNorm, context: StageContext) -
         UnsupportedError: it normalizes over several dimensions.
         HanayoError: its features don't divide.
     """
-    if len(module.normalized_shape) > 1:
-        raise UnsupportedError(
-            f"{type(module).__name__} normalizes over the last {len(module.normalized_shape)} dimensions "
-            f"{tuple(module.normalized_shape)}; over the cube only the last one can be"
-        )
-    _attach(module, context, module.normalized_shape[0])
-    if not isinstance(module, ShardedNorm):
-        module.__class__ = LayerNorm3D if isinstance(module, nn.LayerNorm) else RMSNorm3D
+    _shard(module, context, LayerNorm3D if isinstance(module, nn.LayerNorm) else RMSNorm3D)
 
 
 def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | None = None) -> None:
@@ -226,26 +222,38 @@ def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | 
     if isinstance(module, nn.RMSNorm):
         parallelize_norm(module, context)
         return
-    weight = module._parameters.get("weight")
-    if weight is None:
-        raise UnsupportedError(f"{type(module).__name__} has no parameter `weight`; leave it out of the cube")
-    _attach(module, context, weight.shape[0])
+    _shard(module, context, sharded_class(_HuggingFaceRMSNorm, type(module)))  # type: ignore[arg-type]
     module.epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type, assignment]
-    module.__class__ = sharded_class(_HuggingFaceRMSNorm, type(module))  # type: ignore[arg-type]
 
 
-def _attach(module: Any, context: StageContext, size: int) -> None:
-    check_divisibility([Divisibility(type(module).__name__, "features", size, "z")], context.mesh.sizes)
-    module.context = context
-    module._num_parts = context.mesh.size("z")
-    module._axis_handle = new_handle(context.mesh.axis("z"))
-    shard_parameters(module, dict.fromkeys(("weight", "bias"), Shard((DimShard(size, "z"),), "xy")), context.mesh)
+def norm_sizes(module: Any) -> Sizes:
+    """The sizes that must divide.
+
+    Raises:
+        UnsupportedError: the module normalizes over several dimensions, or has no `weight`.
+    """
+    is_torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    shape: Any = module.normalized_shape if is_torchs else getattr(module._parameters.get("weight"), "shape", ())
+    if len(shape) != 1:
+        problem = (
+            f"normalizes over the last {len(shape)} dimensions {tuple(shape)}" if shape else "has no parameter `weight`"
+        )
+        raise UnsupportedError(f"{type(module).__name__} {problem}; leave it out of the cube")
+    return (("features", shape[0], "z"),)
+
+
+def _shard(module: nn.Module, context: StageContext, kind: type[nn.Module]) -> None:
+    (size,), mesh = norm_sizes(module), context.mesh
+    check_divisibility([Divisibility(type(module).__name__, *size)], mesh.sizes)
+    shards = dict.fromkeys(("weight", "bias"), Shard((DimShard(size[1], "z"),), "xy"))
+    handle, num_parts = new_handle(mesh.axis("z")), mesh.size("z")
+    shard_module(module, kind, shards, mesh, context=context, _num_parts=num_parts, _axis_handle=handle)
 
 
 def replicate_norm(module: Any, context: StageContext) -> None:
     """Keep a norm of each head's features whole on all ranks. Each sums the gradient over its own heads."""
     shards = {name: Shard(tuple(map(DimShard, p.shape)), "xyz") for name, p in module.named_parameters(recurse=False)}
-    shard_parameters(module, shards, context.mesh)
+    shard_module(module, type(module), shards, context.mesh)
 
 
 @contextmanager

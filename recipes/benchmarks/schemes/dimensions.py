@@ -80,12 +80,12 @@ class Wire(MeshAxis):
         return _LoggedTransfers(works, self._log, number)
 
     @override
-    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+    def all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending[Tensor]:
         if self.size == 1:
             return super().all_reduce(tensor)
         number = self._log.start(2 * tensor.numel() * (self.size - 1) / self.size)
         group = self.group
-        works = Transfers([]) if group is None else self._start(lambda: group.allreduce([tensor]))
+        works = Transfers([]) if group is None else self._start(lambda: group.allreduce([tensor], operation))
         return Pending(_LoggedTransfers(works, self._log, number), lambda: tensor)
 
     def shift(self, own: Tensor, step: int) -> Pending[Tensor]:

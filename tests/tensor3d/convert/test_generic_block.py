@@ -15,10 +15,10 @@ from transformers.pytorch_utils import Conv1D
 from lightning_hanayo.tensor_parallel.collectives import all_to_all, split_dim
 from lightning_hanayo.tensor_parallel.convert.generic_block import Communicated, cheapest, parallelize_generic_linear
 from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding
+from lightning_hanayo.tensor_parallel.layers.linear import LinearSharding, ShardedProduct
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.tensor_parallel.product import AxisCollective, Keep, ParallelStyle
-from lightning_hanayo.tensor_parallel.sharding import ShardedModule
+from lightning_hanayo.tensor_parallel.product import AxisCollective, Keep
+from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group
 from tests.harness.pool import Pool
@@ -98,7 +98,7 @@ def unconverted_gradients(blocks: nn.Module, reference: nn.Module, ranks: Mesh) 
     """Of parameters that aren't converted: their sum over all ranks is the gradient of the whole block."""
     errors = {}
     for path, module in blocks.named_modules():
-        if not isinstance(module, ShardedModule):
+        if not shards_of(module):
             for name, parameter in module._parameters.items():
                 twin = reference.get_submodule(path)._parameters[name]
                 if parameter is not None and twin is not None and twin.grad is not None:
@@ -118,7 +118,7 @@ def uneven(ranks: Mesh, communicated: Communicated, sizes: tuple[int, int]) -> d
     y = layer(x[ranks.index("xyz")])
     y.square().sum().backward()
     errors = {"y": error(y, reference(x)[ranks.index("xyz")].detach())}
-    for name, shard in layer.shards.items():
+    for name, shard in shards_of(layer).items():
         whole, own = reference._parameters[name], layer._parameters[name]
         assert whole is not None and own is not None and whole.grad is not None
         errors[name] = error(reduced(own.grad, shard, ranks), shard.of(whole.grad, ranks))
@@ -163,8 +163,8 @@ def own_tokens_return(sizes: Sizes) -> tuple[bool, bool]:
 
 def on_one_dimension(layer: Any, own: Tensor, ranks: Mesh) -> Tensor:
     """The layer with both collectives on one dimension: tokens return with y and z exchanged."""
-    layer.sharding.style = ParallelStyle(AxisCollective("y", 0), AxisCollective("z", 0))
-    layer.sharding.product = layer.sharding._new_product(layer.sharding.product.weight)
+    own_weight, along = layer.sharding.product.weight, (AxisCollective("y", 0), AxisCollective("z", 0))
+    layer.sharding.product = ShardedProduct(own_weight, layer.sharding.context, *along)
     columns = all_to_all(split_dim(own, ranks.size("z"), 1), ranks.axis("z"))
     y = LinearSharding.forward(layer.sharding, columns, None)
     return all_to_all(y, ranks.axis("y")).movedim(0, 1).flatten(1)

@@ -21,9 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.tensor_parallel import BlockSpec, ProjectionGroup, elementwise, register_block, register_layer
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
-from lightning_hanayo.tensor_parallel.convert.registered_block import wrap_forward
+from lightning_hanayo.tensor_parallel.convert.registered_block import parallelize_group
 from lightning_hanayo.tensor_parallel.mesh import Mesh
-from lightning_hanayo.tensor_parallel.product import Keep
+from lightning_hanayo.tensor_parallel.product import SEQUENCE, Keep
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from recipes.bert.module import Block as BERTBlock
 from recipes.gpt.module import Block as GPTBlock
@@ -252,7 +252,9 @@ def drawn(sizes: Sizes) -> dict[str, list[float]]:
     with process_group():
         torch.manual_seed(0)
         noise = Noise()
-        wrap_forward(noise, StageContext(make_mesh(sizes)), None, None, "probability")
+        parallelize_group(
+            noise, ProjectionGroup("", (), dropout="probability"), SEQUENCE, StageContext(make_mesh(sizes))
+        )
         training = noise(torch.zeros(1)).tolist()
         after = torch.rand(4).tolist()
         return {"training": training, "after": after, "evaluation": noise.eval()(torch.zeros(1)).tolist()}

@@ -14,6 +14,7 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D, parallelize_attention
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, Keep
+from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.topology import Topology
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
@@ -193,7 +194,7 @@ def casts(ranks: Mesh) -> None:
 def shards_make_up_the_whole(ranks: Mesh) -> None:
     """The ranks' shards make up the parameters in torch's order of rows."""
     module = MultiheadAttention3D(E, HEADS, context=StageContext(ranks))
-    for shard in module.shards.values():
+    for shard in shards_of(module).values():
         whole = torch.arange(float(prod(shard.shape))).view(shard.shape)
         read = torch.zeros_like(whole)
         for rank in range(ranks.num_ranks):

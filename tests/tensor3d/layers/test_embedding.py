@@ -15,6 +15,7 @@ from lightning_hanayo.tensor_parallel.layers.embedding import (
 )
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
+from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from lightning_hanayo.topology import Topology
 from tests.harness.mesh import Sizes, error, make_mesh, part, process_group
@@ -84,7 +85,7 @@ def saved_and_loaded(ranks: Mesh) -> None:
     """The ranks' shards make up the table."""
     whole = torch.arange(13 * 8.0).view(13, 8)
     module = Embedding3D(13, 8, _weight=whole.clone(), _freeze=True, context=StageContext(ranks))
-    shard, read = module.shards["weight"], torch.zeros(13, 8)
+    shard, read = shards_of(module)["weight"], torch.zeros(13, 8)
     for rank in range(ranks.num_ranks):
         place = Topology(cube=ranks.sizes).coordinates(rank)[2:]
         shard.put(read, shard.of(whole, ranks, place), ranks, place)

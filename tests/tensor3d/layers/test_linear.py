@@ -10,6 +10,7 @@ from torch import nn
 from lightning_hanayo.tensor_parallel.layers.linear import Linear3D
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import BATCH, SEQUENCE, Keep
+from lightning_hanayo.tensor_parallel.sharding import shards_of
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 from tests.harness.mesh import MESH_SIZES, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
@@ -40,7 +41,7 @@ def pair(ranks: Mesh, kind: str, keep: Keep, dtype: torch.dtype) -> dict[str, fl
     errors = {"y": error(own_y, part(y.detach(), context.mesh, *outer))}
     errors["dx"] = error(own.grad, part(x.grad, context.mesh, *outer))
     for name, reference, sharded in (("up", up, up3), ("down", down, down3)):
-        for parameter_name, shard in sharded.shards.items():
+        for parameter_name, shard in shards_of(sharded).items():
             parameter, whole = sharded._parameters[parameter_name], reference._parameters[parameter_name]
             assert parameter is not None and whole is not None and whole.grad is not None
             assert torch.equal(parameter.detach(), shard.of(whole.detach(), context.mesh))

@@ -124,7 +124,7 @@ def alone() -> None:
 def loads(ranks: Mesh) -> None:
     """A whole weight into shards, and back."""
     norm, whole = LayerNorm3D(12, context=StageContext(ranks)), torch.arange(12.0)
-    shard = norm.shards["weight"]
+    shard = shards_of(norm)["weight"]
     norm.load_state_dict({"weight": shard.of(whole, ranks), "bias": shard.of(-whole, ranks)})
     read = torch.zeros(12)
     for z in range(2):

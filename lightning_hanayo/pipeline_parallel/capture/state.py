@@ -23,7 +23,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_hanayo.versions import version_of
+from lightning_hanayo.versions import version_of, versions_of
 
 Key = tuple[str, str]
 """The name of a holder, and that of an attribute; `CONTENT` for the whole of a list or set."""
@@ -159,11 +159,16 @@ class Holder:
         self.clock.time += 1
         old, self.copy = self.copy, self.container.copy()
         if isinstance(self.copy, dict) and (old is None or old.keys() != self.copy.keys()):
-            keys = self.copy.keys() - INTERNAL if self.has_attributes else self.copy.keys()
-            self.values = itemgetter(*keys) if len(keys) > 1 else lambda container: tuple(container[k] for k in keys)
+            keys = [*(self.copy.keys() - INTERNAL if self.has_attributes else self.copy)]
+            keys *= 1 + (len(keys) == 1)  # with one key alone, the getter would return the bare value
+            self.values = itemgetter(*keys) if keys else _no_values
         values = self.copy.values() if isinstance(self.copy, dict) else self.copy
         tensors = [one for one in values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
         self.tensors = [(tensor, version_of(tensor)) for tensor in tensors]
+
+
+def _no_values(_: Any) -> tuple[()]:
+    return ()
 
 
 class Scanner:
@@ -199,17 +204,20 @@ class Scanner:
         if list(map(len, self._containers)) != self._lengths:
             return False
         try:
-            values = chain.from_iterable([holder.values(holder.container) for holder in self.holders])
+            values = chain.from_iterable([values_in(container) for values_in, container in self._getters])
         except KeyError:
             return False
-        return all(map(is_, values, self._values)) and not any(holder.is_mutated for holder in self._with_tensors)
+        return all(map(is_, values, self._values)) and versions_of(self._tensors) == self._versions
 
     def _remember(self) -> None:
         """Copy the holders' values of their last look: one list is compared faster than many."""
         self._time = self._clock.time
         self._lengths = [len(holder.copy) for holder in self.holders]
-        self._values = [value for holder in self.holders for value in holder.values(holder.copy)]
-        self._with_tensors = [holder for holder in self.holders if holder.tensors]
+        valued = [holder for holder in self.holders if holder.values is not _no_values]
+        self._getters = [(holder.values, holder.container) for holder in valued]
+        self._values = [value for holder in valued for value in holder.values(holder.copy)]
+        tensors = [pair for holder in self.holders for pair in holder.tensors]
+        self._tensors, self._versions = [tensor for tensor, _ in tensors], [version for _, version in tensors]
 
 
 def _same_content(content: Any, other: Any) -> bool:

@@ -51,8 +51,8 @@ class OutputReference:
     path: tuple[Any, ...]
 
     def __init__(self, path: tuple[Any, ...] = (), block: int = 0) -> None:
-        self.path = path
-        self.block = block
+        object.__setattr__(self, "path", path)  # past that of a proxy, which refuses most names
+        object.__setattr__(self, "block", block)
 
 
 class Flattener:
@@ -221,6 +221,12 @@ def nodes(skeleton: Skeleton) -> Iterator[Skeleton]:
         yield from nodes(part)
 
 
+@lru_cache(maxsize=256)
+def has_proxies(skeleton: Skeleton) -> bool:
+    """Whether there are output references in it."""
+    return any(node[0] == "proxy" for node in nodes(skeleton))
+
+
 def map_leaves(skeleton: Skeleton, change: Callable[[Skeleton], Skeleton]) -> Skeleton:
     """The skeleton with `change` applied to each tensor and each output reference."""
     if skeleton[0] in ("tensor", "proxy"):
@@ -279,11 +285,12 @@ class ObjectKind:
 def is_cache(value: Any) -> bool:
     """Whether it is a key/value cache of transformers."""
     kind: Any = type(value)
-    return _is_cache_class(kind)
+    return is_cache_class(kind)
 
 
 @lru_cache(maxsize=1024)
-def _is_cache_class(kind: type) -> bool:
+def is_cache_class(kind: type) -> bool:
+    """Whether it is the class of such caches."""
     return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in kind.__mro__)
 
 

@@ -131,7 +131,16 @@ class RandomStreams:
 
         With `repeats` the step may call the block several times, each with a stream of its own.
         """
-        return _BlockStream(self, index, repeats) if self.is_active else nullcontext()
+        return _Stream(self, self._seed_of(index, repeats)) if self.is_active else nullcontext()
+
+    def pass_block(self) -> None:
+        """Called for a block that runs elsewhere: its caller's stream advances as if it ran here."""
+        if self.is_active:
+            _draw()
+
+    def kept(self) -> AbstractContextManager[Any]:
+        """Other code runs inside it; then the caller continues its own stream."""
+        return _Stream(self) if self.is_active else nullcontext()
 
     def _seed_of(self, index: int, repeats: bool) -> int:
         """Return the seed of a block's stream, for its first call or for a later one.
@@ -139,11 +148,11 @@ class RandomStreams:
         Each call draws a number from the caller's stream. An activation checkpoint restores that stream before it runs
         the block again, so the number identifies the call; an unknown number means the first call.
         """
-        number = int(torch.randint(1 << 62, (), device="cpu"))
-        seed = mix(self._seed, index)
+        drawn, seed = _draw(), mix(self._seed, index)
         if not repeats:
             return seed
         assert self._microbatch is not None
+        number = int(drawn)
         calls = self._calls.setdefault((self._microbatch, index), [])
         if self._in_forward and number not in calls:
             calls.append(number)
@@ -168,19 +177,25 @@ class RandomStreams:
             generator.set_state(state)
 
 
+def _draw() -> Tensor:
+    return torch.randint(1 << 62, (), device="cpu")
+
+
 @dataclass(slots=True)
-class _BlockStream:
-    """One call of a block. A generator-based context manager would take as long as the work itself."""
+class _Stream:
+    """Another stream, of this seed, or of code that starts its own; then the earlier one continues.
+
+    A generator-based context manager would take as long as the work itself.
+    """
 
     streams: RandomStreams
-    index: int
-    repeats: bool
+    seed: int | None = None
     states: Sequence[Tensor] = ()
 
     def __enter__(self) -> None:
-        seed = self.streams._seed_of(self.index, self.repeats)
         self.states = self.streams._states()
-        self.streams._start(seed)
+        if self.seed is not None:
+            self.streams._start(self.seed)
 
     def __exit__(self, *_: object) -> None:
         self.streams._restore(self.states)

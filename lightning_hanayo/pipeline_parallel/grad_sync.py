@@ -205,9 +205,9 @@ class TiedGradients:
         """Forget parts of the batch before."""
         self._parts.clear()
 
-    def loss_backward(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
+    def loss_backward(self, microbatch: int, parameters: Collection[Tensor], backward: Callable[[], None]) -> None:
         """Run the loss's `backward`, and set aside its gradients of `parameters`, if an order is kept."""
-        if not self._in_order:
+        if not self._in_order or not parameters:
             backward()
             return
         with _separately(parameters) as part:
@@ -216,7 +216,10 @@ class TiedGradients:
 
     def first_stage_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
         """Run the first stage's `backward`, and add both parts to `.grad` at once."""
-        part = self._parts.pop(microbatch, {})
+        part = self._parts.pop(microbatch, None)
+        if part is None:
+            backward()
+            return
         with _separately(part) as own:
             backward()
         for parameter, gradient in part.items():

@@ -53,12 +53,13 @@ class MadeValues:
     """called with the place of a NaN while anomalies are detected; it may raise"""
     calls: dict[int, Any] = field(default_factory=dict)
     """by block: takes the arguments of the first call of those that are in it"""
-    _places: list[Place] = field(default_factory=list)
+    _places: list[tuple[Any, ...]] = field(default_factory=list)
+    """the arguments of each `Place`"""
     _sums: list[Tensor] = field(default_factory=list)
     """of each place; those of earlier batches in one tensor"""
+    action: tuple[int, int, bool] = (0, 0, False)
+    """micro-batch, pass, and whether it is a forward: of the action of a stage that runs"""
     _batch: int = -1
-    _action: tuple[int, int, bool] = (0, 0, False)
-    """micro-batch, pass, and whether it is a forward"""
     _is_on: bool = False
     _is_complete: bool = False
     """whether the optimizer may have stepped after the last batch"""
@@ -78,21 +79,17 @@ class MadeValues:
         finally:
             self._is_on = False
 
-    def begin_action(self, microbatch: int, pass_number: int, *, is_forward: bool) -> None:
-        """Called before each action of a stage."""
-        self._action = microbatch, pass_number, is_forward
-
     def save(self) -> tuple[int, int, bool]:
         """What belongs to the action that runs now, while another one runs."""
-        return self._action
+        return self.action
 
     def restore(self, saved: tuple[int, int, bool]) -> None:
         """The action runs again."""
-        self._action = saved
+        self.action = saved
 
     def note_block(self, index: int, output: object) -> None:
         """Called with each block's output; with `BEFORE_STACK` and the first block's arguments."""
-        if self._is_on and self._action[2]:  # in a backward it is made again, to save memory
+        if self._is_on and self.action[2]:  # in a backward it is made again, to save memory
             differentiable = _tensors(output, with_gradient=True)
             if differentiable or index == BEFORE_STACK:  # a batch may well have a NaN for a missing value
                 self._note("forward", index, differentiable)
@@ -116,7 +113,7 @@ class MadeValues:
     def note_loss(self, microbatch: int, loss: Tensor) -> None:
         """Called with each micro-batch's loss that counts."""
         if self._is_on:
-            self._add(Place(self._batch, microbatch, 0, "loss"), loss)
+            self._add((self._batch, microbatch, 0, "loss"), loss)
 
     def take(self) -> "NotedValues":
         """What was noted since this was called before, at the last step of the optimizer."""
@@ -125,28 +122,30 @@ class MadeValues:
         return noted
 
     def _note(self, direction: Direction, index: int, tensors: Iterable[Tensor]) -> None:
-        microbatch, pass_number, _ = self._action
+        microbatch, pass_number, _ = self.action
+        place = self._batch, microbatch, pass_number, direction, index
         for tensor in tensors:
-            self._add(Place(self._batch, microbatch, pass_number, direction, index), tensor)
+            self._add(place, tensor)
 
-    def _add(self, place: Place, tensor: Tensor) -> None:
+    def _add(self, place: tuple[Any, ...], tensor: Tensor) -> None:
         self._places.append(place)
         self._sums.append(_sum(tensor.detach()))
         if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
-            self.on_nan(place)
+            self.on_nan(Place(*place))
 
 
 @dataclass(frozen=True)
 class NotedValues:
     """What a rank has made for one step of the optimizer: places, and the sum of each."""
 
-    places: Sequence[Place]
+    places: Sequence[tuple[Any, ...]]
+    """the arguments of each `Place`"""
     sums: Sequence[Tensor]
 
     def nonfinite(self) -> list[tuple[Place, bool]]:
         """Where values were NaN or infinite, and whether NaN. The host waits for the device."""
         sums = _stacked(self.sums).tolist() if self.sums else []
-        return [(place, isnan(one)) for place, one in zip(self.places, sums, strict=True) if not isfinite(one)]
+        return [(Place(*place), isnan(one)) for place, one in zip(self.places, sums, strict=True) if not isfinite(one)]
 
 
 def _stacked(sums: Sequence[Tensor]) -> Tensor:
@@ -162,8 +161,10 @@ def _sum(tensor: Tensor) -> Tensor:
 
 def _tensors(output: object, *, with_gradient: bool) -> list[Tensor]:
     """The tensors in an output that have a gradient, or could have one: a mask among them may well be infinite."""
-    leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
+    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
+    if with_gradient:
+        leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     strided = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     if with_gradient:
-        return [leaf for leaf in strided if leaf.requires_grad]
+        return strided
     return [one for one in strided if (one.is_floating_point() or one.is_complex()) and one.element_size() > 1]

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_hanayo.errors import UnsupportedError
 
 Skeleton = tuple[Any, ...]
+NONE: Skeleton = ("plain", "NoneType", None)
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -72,6 +73,9 @@ class Flattener:
             UnsupportedError: a value in it can't be sent; the message gives its path and type.
         """
         kind = type(tree)
+        if kind in _PLAIN:
+            sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
+            return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
         if issubclass(kind, OutputReference):  # one that user code takes for a tensor
             return ("proxy", tree.block, tree.path)
         if isinstance(tree, Tensor):
@@ -82,11 +86,11 @@ class Flattener:
                 self._indices[id(tree)] = len(self.tensors)
                 self.tensors.append(tree)
             return ("tensor", self._indices[id(tree)])
-        if kind in _PLAIN:
-            sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
-            return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
         if kind is tuple or kind is list:
-            parts = [self.flatten(item, f"{what}[{i}]", is_argument=is_argument) for i, item in enumerate(tree)]
+            parts = [
+                NONE if item is None else self.flatten(item, f"{what}[{i}]", is_argument=is_argument)
+                for i, item in enumerate(tree)
+            ]
             return (kind.__name__, *parts)
         if isinstance(tree, dict) and kind.__module__ in ("builtins", "collections"):
             items = [
@@ -179,7 +183,6 @@ def unflatten(
     return values if kind == "list" else tuple(values)
 
 
-NONE: Skeleton = ("plain", "NoneType", None)
 Paths = tuple[tuple[Any, ...], ...]
 ANYWHERE: Paths = ((),)
 

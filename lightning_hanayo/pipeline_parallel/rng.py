@@ -18,7 +18,7 @@ import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -241,7 +241,7 @@ def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
         numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), int(position), int(has_gauss), gauss))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SharedGenerators:
     """Gives all ranks that train one copy of the model the generators of the rank that reads its data.
 
@@ -249,21 +249,27 @@ class SharedGenerators:
 
         rank that reads data    reads a batch: draws    --states-->    a hook: draws 0.3
         other ranks                                                    a hook: draws 0.3
+
+    States that are those shared before aren't sent again: the other ranks have kept them.
     """
 
     relay: Relay
     """over these ranks, of which the first reads the data"""
     device: torch.device
     """of this rank"""
+    _shared: bytes = field(default=b"", init=False, repr=False)
+    """the states that were shared last"""
 
     def share(self) -> None:
         """Called by all these ranks, where the first may have drawn numbers that the others haven't."""
         if self.relay.transport.num_ranks == 1:
             return
         if self.relay.transport.rank == 0:
-            self.relay.broadcast("random", base64.b64encode(self.packed()).decode())
+            before, self._shared = self._shared, self.packed()
+            self.relay.broadcast("random", "" if self._shared == before else base64.b64encode(self._shared).decode())
         else:
-            self.take(base64.b64decode(self.relay.broadcast("random")))
+            self._shared = base64.b64decode(self.relay.broadcast("random")) or self._shared
+            self.take(self._shared)
 
     def packed(self) -> bytes:
         """The states of this rank. A rank can't know whether others have them: any code may seed and restore."""

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+_requires_grad = attrgetter("requires_grad")
 BEFORE_STACK = -1
 """stands for the block before the first one: user code, and the batch"""
 Direction = Literal["forward", "loss", "backward"]
@@ -90,12 +92,13 @@ class MadeValues:
     def note_block(self, index: int, output: object) -> None:
         """Called with each block's output; with `BEFORE_STACK` and the first block's arguments."""
         if self._is_on and self.action[2]:  # in a backward it is made again, to save memory
-            differentiable = _tensors(output, with_gradient=True)
-            if differentiable or index == BEFORE_STACK:  # a batch may well have a NaN for a missing value
-                self._note("forward", index, differentiable)
-            else:  # of a frozen block: what is infinite may be a mask
-                values = _tensors(output, with_gradient=False)
-                self._note("forward", index, (one.nan_to_num(nan, 0.0, 0.0) for one in map(_sum, values)))
+            leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+            # a mask may well be infinite, and a batch have a NaN for a missing value: those don't have gradients
+            found: Iterable[Tensor] = list(filter(_requires_grad, tensors))
+            if not found and index != BEFORE_STACK:  # of a frozen block: what is infinite may be a mask
+                found = (_sum(one).nan_to_num(nan, 0.0, 0.0) for one in tensors if _may_have_gradient(one))
+            self._note("forward", index, found)
 
     def note_call(self, index: int, args: object, output: object) -> None:
         """Called after each block has run."""
@@ -113,7 +116,7 @@ class MadeValues:
     def note_loss(self, microbatch: int, loss: Tensor) -> None:
         """Called with each micro-batch's loss that counts."""
         if self._is_on:
-            self._add((self._batch, microbatch, 0, "loss"), loss)
+            self._add((self._batch, microbatch, 0, "loss"), (loss,))
 
     def take(self) -> "NotedValues":
         """What was noted since this was called before, at the last step of the optimizer."""
@@ -123,15 +126,14 @@ class MadeValues:
 
     def _note(self, direction: Direction, index: int, tensors: Iterable[Tensor]) -> None:
         microbatch, pass_number, _ = self.action
-        place = self._batch, microbatch, pass_number, direction, index
-        for tensor in tensors:
-            self._add(place, tensor)
+        self._add((self._batch, microbatch, pass_number, direction, index), tensors)
 
-    def _add(self, place: tuple[Any, ...], tensor: Tensor) -> None:
-        self._places.append(place)
-        self._sums.append(_sum(tensor.detach()))
-        if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
-            self.on_nan(Place(*place))
+    def _add(self, place: tuple[Any, ...], tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._places.append(place)
+            self._sums.append(_sum(tensor.detach()))
+            if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
+                self.on_nan(Place(*place))
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,5 @@ def _sum(tensor: Tensor) -> Tensor:
     return tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
 
 
-def _tensors(output: object, *, with_gradient: bool) -> list[Tensor]:
-    """The tensors in an output that have a gradient, or could have one: a mask among them may well be infinite."""
-    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
-    if with_gradient:
-        leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    strided = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    if with_gradient:
-        return strided
-    return [one for one in strided if (one.is_floating_point() or one.is_complex()) and one.element_size() > 1]
+def _may_have_gradient(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1

@@ -207,7 +207,9 @@ class Scanner:
             values = chain.from_iterable([values_in(container) for values_in, container in self._getters])
         except KeyError:
             return False
-        return all(map(is_, values, self._values)) and versions_of(self._tensors) == self._versions
+        if not all(map(is_, values, self._values)):
+            return False
+        return not self._tensors or versions_of(self._tensors) == self._versions
 
     def _remember(self) -> None:
         """Copy the holders' values of their last look: one list is compared faster than many."""

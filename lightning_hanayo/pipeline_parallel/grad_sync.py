@@ -216,10 +216,7 @@ class TiedGradients:
 
     def first_stage_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
         """Run the first stage's `backward`, and add both parts to `.grad` at once."""
-        part = self._parts.pop(microbatch, None)
-        if part is None:
-            backward()
-            return
+        part = self._parts.pop(microbatch, {})
         with _separately(part) as own:
             backward()
         for parameter, gradient in part.items():

@@ -392,9 +392,7 @@ class BlockTracer:
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
                 f"samples or features than the step. Pass tensors, or set cube=1, or cube_outside='share' if it can."
             )
-        if skeleton[0] == "proxy":
-            return self._relative(position, what, skeleton)
-        if not pytree.has_proxies(skeleton):
+        if skeleton[0] != "proxy" and not pytree.has_proxies(skeleton):
             return skeleton
         return pytree.map_leaves(skeleton, partial(self._relative, position, what))
 

@@ -120,18 +120,14 @@ class Holder:
     @property
     def is_unchanged(self) -> bool:
         """Whether `changes` would be empty, if all values are the same objects: much faster than to list them."""
-        if len(self.container) != len(self.copy) or self.is_mutated:
+        is_mutated = any(version_of(tensor) != version for tensor, version in self.tensors)
+        if is_mutated or len(self.container) != len(self.copy):
             return False
         try:
             values = self.values(self.container)
         except KeyError:  # one attribute has been deleted, and another one added
             return False
         return all(map(is_, values, self.values(self.copy)))
-
-    @property
-    def is_mutated(self) -> bool:
-        """Whether a tensor in it was changed in place since the last look."""
-        return any(version_of(tensor) != version for tensor, version in self.tensors)
 
     def get(self, key: str) -> Any:
         """The value of an attribute, or a copy of the content."""
@@ -161,14 +157,10 @@ class Holder:
         if isinstance(self.copy, dict) and (old is None or old.keys() != self.copy.keys()):
             keys = [*(self.copy.keys() - INTERNAL if self.has_attributes else self.copy)]
             keys *= 1 + (len(keys) == 1)  # with one key alone, the getter would return the bare value
-            self.values = itemgetter(*keys) if keys else _no_values
+            self.values = itemgetter(*keys) if keys else tuple
         values = self.copy.values() if isinstance(self.copy, dict) else self.copy
         tensors = [one for one in values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
         self.tensors = [(tensor, version_of(tensor)) for tensor in tensors]
-
-
-def _no_values(_: Any) -> tuple[()]:
-    return ()
 
 
 class Scanner:
@@ -215,9 +207,8 @@ class Scanner:
         """Copy the holders' values of their last look: one list is compared faster than many."""
         self._time = self._clock.time
         self._lengths = [len(holder.copy) for holder in self.holders]
-        valued = [holder for holder in self.holders if holder.values is not _no_values]
-        self._getters = [(holder.values, holder.container) for holder in valued]
-        self._values = [value for holder in valued for value in holder.values(holder.copy)]
+        self._getters = [(holder.values, holder.container) for holder in self.holders]
+        self._values = [value for holder in self.holders for value in holder.values(holder.copy)]
         tensors = [pair for holder in self.holders for pair in holder.tensors]
         self._tensors, self._versions = [tensor for tensor, _ in tensors], [version for _, version in tensors]
 

@@ -217,8 +217,6 @@ class StateCarrier(Carrier):
     def end(self, delivered: Left) -> None:
         """Restore the values of the step started last and of this rank's blocks, except those this step has changed."""
         found = self._scan()
-        if not found and not delivered.before:
-            return
         changes = _without_mutated(found)
         self._others_changes |= changes.keys()
         is_latest = delivered.number == self._num_started

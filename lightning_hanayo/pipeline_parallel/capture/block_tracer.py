@@ -180,7 +180,7 @@ class BlockTracer:
         position = self._of_last_block = self._position
         self._position += 1
         for value in (*args, *kwargs.values()):
-            if pytree.is_cache_class(type(value)):
+            if pytree.is_cache_class(type(value)):  # type: ignore[arg-type]
                 self._caches.setdefault(id(value), CacheArgument(value, self.pass_number)).check(self.pass_number)
         patch = patch_of(block)
         if index < self._stack.num_local:

@@ -31,9 +31,7 @@ class Clock(ABC):
 class HostClock(Clock):
     """For work that is done when its call returns."""
 
-    @override
-    def mark(self) -> float:
-        return perf_counter()
+    mark = staticmethod(perf_counter)  # no frame of its own: each action is marked three times
 
     @override
     def seconds(self, marks: Sequence[float]) -> list[float]:

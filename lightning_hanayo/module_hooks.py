@@ -35,11 +35,12 @@ def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
         UnsupportedError: there is one.
     """
     for name, parameter in parameters.items():
-        kinds = filter(None, (parameter._backward_hooks, parameter._post_accumulate_grad_hooks))
-        advice = (
-            "it would run once for each micro-batch. Use on_before_optimizer_step; if it only scales gradients, set"
-        )
-        _check(name, kinds, advice)
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            kinds = filter(None, (parameter._backward_hooks, parameter._post_accumulate_grad_hooks))
+            advice = (
+                "it would run once for each micro-batch. Use on_before_optimizer_step; if it only scales gradients, set"
+            )
+            _check(name, kinds, advice)
 
 
 def _check(owner: str, kinds: Iterable[Mapping[int, Any]], advice: str) -> None:

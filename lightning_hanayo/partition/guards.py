@@ -109,15 +109,9 @@ class ParameterGuard:
         self._guarded = {}
         return partial
 
-    @contextmanager
-    def during(self, scope: Scope, hook_name: str = "") -> Iterator[None]:
+    def during(self, scope: Scope, hook_name: str = "") -> AbstractContextManager[None]:
         """Guard the parameters of `scope`; afterwards as before."""
-        before = self.scope, self.hook_name
-        self._enter(scope, hook_name)
-        try:
-            yield
-        finally:
-            self._enter(*before)
+        return _During(self, scope, hook_name)
 
     @contextmanager
     def hook(self, scope: Scope, name: str) -> Iterator[None]:
@@ -132,12 +126,9 @@ class ParameterGuard:
         """Called by torch when a module is given a parameter or a child."""
         self.num_registered += 1
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """While the user's step runs. Afterwards as before, as in `during`."""
-        with self.during("step"):
-            yield
-        self.after_step()
+        return _During(self, "step", "", self.after_step)
 
     def off(self) -> AbstractContextManager[None]:
         """While code runs that user code has called, and that knows of parts and placeholders.
@@ -194,6 +185,26 @@ class ParameterGuard:
                 self.after_user_code()
         self.scope, self.hook_name = scope, hook_name
         self.num_entered += 1
+
+
+@dataclass(slots=True)
+class _During:
+    """A class, as generators take longer: each step is entered twice. `then` is called unless it has failed."""
+
+    guard: ParameterGuard
+    scope: Scope
+    hook_name: str
+    then: Callable[[], object] = bool
+    before: tuple[Scope, str] = ("off", "")
+
+    def __enter__(self) -> None:
+        self.before = self.guard.scope, self.guard.hook_name
+        self.guard._enter(self.scope, self.hook_name)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.guard._enter(*self.before)
+        if kind is None:
+            self.then()
 
 
 _TO_DEVICE = frozenset(("cpu", "cuda"))

@@ -205,9 +205,9 @@ class TiedGradients:
         """Forget parts of the batch before."""
         self._parts.clear()
 
-    def loss_backward(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
+    def loss_backward(self, microbatch: int, parameters: Collection[Tensor], backward: Callable[[], None]) -> None:
         """Run the loss's `backward`, and set aside its gradients of `parameters`, if an order is kept."""
-        if not self._in_order:
+        if not self._in_order or not parameters:
             backward()
             return
         with _separately(parameters) as part:

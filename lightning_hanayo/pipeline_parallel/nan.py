@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+_requires_grad = attrgetter("requires_grad")
 BEFORE_STACK = -1
 """stands for the block before the first one: user code, and the batch"""
 Direction = Literal["forward", "loss", "backward"]
@@ -53,12 +55,13 @@ class MadeValues:
     """called with the place of a NaN while anomalies are detected; it may raise"""
     calls: dict[int, Any] = field(default_factory=dict)
     """by block: takes the arguments of the first call of those that are in it"""
-    _places: list[Place] = field(default_factory=list)
+    _places: list[tuple[Any, ...]] = field(default_factory=list)
+    """the arguments of each `Place`"""
     _sums: list[Tensor] = field(default_factory=list)
     """of each place; those of earlier batches in one tensor"""
+    action: tuple[int, int, bool] = (0, 0, False)
+    """micro-batch, pass, and whether it is a forward: of the action of a stage that runs"""
     _batch: int = -1
-    _action: tuple[int, int, bool] = (0, 0, False)
-    """micro-batch, pass, and whether it is a forward"""
     _is_on: bool = False
     _is_complete: bool = False
     """whether the optimizer may have stepped after the last batch"""
@@ -78,27 +81,24 @@ class MadeValues:
         finally:
             self._is_on = False
 
-    def begin_action(self, microbatch: int, pass_number: int, *, is_forward: bool) -> None:
-        """Called before each action of a stage."""
-        self._action = microbatch, pass_number, is_forward
-
     def save(self) -> tuple[int, int, bool]:
         """What belongs to the action that runs now, while another one runs."""
-        return self._action
+        return self.action
 
     def restore(self, saved: tuple[int, int, bool]) -> None:
         """The action runs again."""
-        self._action = saved
+        self.action = saved
 
     def note_block(self, index: int, output: object) -> None:
         """Called with each block's output; with `BEFORE_STACK` and the first block's arguments."""
-        if self._is_on and self._action[2]:  # in a backward it is made again, to save memory
-            differentiable = _tensors(output, with_gradient=True)
-            if differentiable or index == BEFORE_STACK:  # a batch may well have a NaN for a missing value
-                self._note("forward", index, differentiable)
-            else:  # of a frozen block: what is infinite may be a mask
-                values = _tensors(output, with_gradient=False)
-                self._note("forward", index, (one.nan_to_num(nan, 0.0, 0.0) for one in map(_sum, values)))
+        if self._is_on and self.action[2]:  # in a backward it is made again, to save memory
+            leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+            # a mask may well be infinite, and a batch have a NaN for a missing value: those don't have gradients
+            found: Iterable[Tensor] = list(filter(_requires_grad, tensors))
+            if not found and index != BEFORE_STACK:  # of a frozen block: what is infinite may be a mask
+                found = (_sum(one).nan_to_num(nan, 0.0, 0.0) for one in tensors if _may_have_gradient(one))
+            self._note("forward", index, found)
 
     def note_call(self, index: int, args: object, output: object) -> None:
         """Called after each block has run."""
@@ -116,7 +116,7 @@ class MadeValues:
     def note_loss(self, microbatch: int, loss: Tensor) -> None:
         """Called with each micro-batch's loss that counts."""
         if self._is_on:
-            self._add(Place(self._batch, microbatch, 0, "loss"), loss)
+            self._add((self._batch, microbatch, 0, "loss"), (loss,))
 
     def take(self) -> "NotedValues":
         """What was noted since this was called before, at the last step of the optimizer."""
@@ -125,28 +125,29 @@ class MadeValues:
         return noted
 
     def _note(self, direction: Direction, index: int, tensors: Iterable[Tensor]) -> None:
-        microbatch, pass_number, _ = self._action
-        for tensor in tensors:
-            self._add(Place(self._batch, microbatch, pass_number, direction, index), tensor)
+        microbatch, pass_number, _ = self.action
+        self._add((self._batch, microbatch, pass_number, direction, index), tensors)
 
-    def _add(self, place: Place, tensor: Tensor) -> None:
-        self._places.append(place)
-        self._sums.append(_sum(tensor.detach()))
-        if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
-            self.on_nan(place)
+    def _add(self, place: tuple[Any, ...], tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._places.append(place)
+            self._sums.append(_sum(tensor.detach()))
+            if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
+                self.on_nan(Place(*place))
 
 
 @dataclass(frozen=True)
 class NotedValues:
     """What a rank has made for one step of the optimizer: places, and the sum of each."""
 
-    places: Sequence[Place]
+    places: Sequence[tuple[Any, ...]]
+    """the arguments of each `Place`"""
     sums: Sequence[Tensor]
 
     def nonfinite(self) -> list[tuple[Place, bool]]:
         """Where values were NaN or infinite, and whether NaN. The host waits for the device."""
         sums = _stacked(self.sums).tolist() if self.sums else []
-        return [(place, isnan(one)) for place, one in zip(self.places, sums, strict=True) if not isfinite(one)]
+        return [(Place(*place), isnan(one)) for place, one in zip(self.places, sums, strict=True) if not isfinite(one)]
 
 
 def _stacked(sums: Sequence[Tensor]) -> Tensor:
@@ -160,10 +161,5 @@ def _sum(tensor: Tensor) -> Tensor:
     return tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
 
 
-def _tensors(output: object, *, with_gradient: bool) -> list[Tensor]:
-    """The tensors in an output that have a gradient, or could have one: a mask among them may well be infinite."""
-    leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
-    strided = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    if with_gradient:
-        return [leaf for leaf in strided if leaf.requires_grad]
-    return [one for one in strided if (one.is_floating_point() or one.is_complex()) and one.element_size() > 1]
+def _may_have_gradient(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_hanayo.errors import UnsupportedError
 
 Skeleton = tuple[Any, ...]
+NONE: Skeleton = ("plain", "NoneType", None)
 PLAIN = (type(None), bool, int, float, str)
 
 
@@ -51,8 +52,8 @@ class OutputReference:
     path: tuple[Any, ...]
 
     def __init__(self, path: tuple[Any, ...] = (), block: int = 0) -> None:
-        self.path = path
-        self.block = block
+        object.__setattr__(self, "path", path)  # past that of a proxy, which refuses most names
+        object.__setattr__(self, "block", block)
 
 
 class Flattener:
@@ -72,6 +73,9 @@ class Flattener:
             UnsupportedError: a value in it can't be sent; the message gives its path and type.
         """
         kind = type(tree)
+        if kind in PLAIN:
+            sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
+            return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
         if issubclass(kind, OutputReference):  # one that user code takes for a tensor
             return ("proxy", tree.block, tree.path)
         if isinstance(tree, Tensor):
@@ -82,11 +86,11 @@ class Flattener:
                 self._indices[id(tree)] = len(self.tensors)
                 self.tensors.append(tree)
             return ("tensor", self._indices[id(tree)])
-        if kind in PLAIN:
-            sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
-            return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
         if kind is tuple or kind is list:
-            parts = [self.flatten(item, f"{what}[{i}]", is_argument=is_argument) for i, item in enumerate(tree)]
+            parts = [
+                NONE if item is None else self.flatten(item, f"{what}[{i}]", is_argument=is_argument)
+                for i, item in enumerate(tree)
+            ]
             return (kind.__name__, *parts)
         if isinstance(tree, dict) and kind.__module__ in ("builtins", "collections"):
             items = [
@@ -179,7 +183,6 @@ def unflatten(
     return values if kind == "list" else tuple(values)
 
 
-NONE: Skeleton = ("plain", "NoneType", None)
 Paths = tuple[tuple[Any, ...], ...]
 ANYWHERE: Paths = ((),)
 
@@ -219,6 +222,12 @@ def nodes(skeleton: Skeleton) -> Iterator[Skeleton]:
     yield skeleton
     for part in _parts(skeleton):
         yield from nodes(part)
+
+
+@lru_cache(maxsize=256)
+def has_proxies(skeleton: Skeleton) -> bool:
+    """Whether there are output references in it."""
+    return any(node[0] == "proxy" for node in nodes(skeleton))
 
 
 def map_leaves(skeleton: Skeleton, change: Callable[[Skeleton], Skeleton]) -> Skeleton:
@@ -279,11 +288,12 @@ class ObjectKind:
 def is_cache(value: Any) -> bool:
     """Whether it is a key/value cache of transformers."""
     kind: Any = type(value)
-    return _is_cache_class(kind)
+    return is_cache_class(kind)
 
 
 @lru_cache(maxsize=1024)
-def _is_cache_class(kind: type) -> bool:
+def is_cache_class(kind: type) -> bool:
+    """Whether it is the class of such caches."""
     return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in kind.__mro__)
 
 

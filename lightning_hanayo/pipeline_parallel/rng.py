@@ -18,7 +18,7 @@ import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -131,7 +131,16 @@ class RandomStreams:
 
         With `repeats` the step may call the block several times, each with a stream of its own.
         """
-        return _BlockStream(self, index, repeats) if self.is_active else nullcontext()
+        return _Stream(self, self._seed_of(index, repeats)) if self.is_active else nullcontext()
+
+    def pass_block(self) -> None:
+        """Called for a block that runs elsewhere: its caller's stream advances as if it ran here."""
+        if self.is_active:
+            _draw()
+
+    def kept(self) -> AbstractContextManager[Any]:
+        """Other code runs inside it; then the caller continues its own stream."""
+        return _Stream(self) if self.is_active else nullcontext()
 
     def _seed_of(self, index: int, repeats: bool) -> int:
         """Return the seed of a block's stream, for its first call or for a later one.
@@ -139,11 +148,11 @@ class RandomStreams:
         Each call draws a number from the caller's stream. An activation checkpoint restores that stream before it runs
         the block again, so the number identifies the call; an unknown number means the first call.
         """
-        number = int(torch.randint(1 << 62, (), device="cpu"))
-        seed = mix(self._seed, index)
+        drawn, seed = _draw(), mix(self._seed, index)
         if not repeats:
             return seed
         assert self._microbatch is not None
+        number = int(drawn)
         calls = self._calls.setdefault((self._microbatch, index), [])
         if self._in_forward and number not in calls:
             calls.append(number)
@@ -168,19 +177,25 @@ class RandomStreams:
             generator.set_state(state)
 
 
+def _draw() -> Tensor:
+    return torch.randint(1 << 62, (), device="cpu")
+
+
 @dataclass(slots=True)
-class _BlockStream:
-    """One call of a block. A generator-based context manager would take as long as the work itself."""
+class _Stream:
+    """Another stream, of this seed, or of code that starts its own; then the earlier one continues.
+
+    A generator-based context manager would take as long as the work itself.
+    """
 
     streams: RandomStreams
-    index: int
-    repeats: bool
+    seed: int | None = None
     states: Sequence[Tensor] = ()
 
     def __enter__(self) -> None:
-        seed = self.streams._seed_of(self.index, self.repeats)
         self.states = self.streams._states()
-        self.streams._start(seed)
+        if self.seed is not None:
+            self.streams._start(self.seed)
 
     def __exit__(self, *_: object) -> None:
         self.streams._restore(self.states)
@@ -226,7 +241,7 @@ def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
         numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), int(position), int(has_gauss), gauss))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SharedGenerators:
     """Gives all ranks that train one copy of the model the generators of the rank that reads its data.
 
@@ -234,21 +249,27 @@ class SharedGenerators:
 
         rank that reads data    reads a batch: draws    --states-->    a hook: draws 0.3
         other ranks                                                    a hook: draws 0.3
+
+    States that are those shared before aren't sent again: the other ranks have kept them.
     """
 
     relay: Relay
     """over these ranks, of which the first reads the data"""
     device: torch.device
     """of this rank"""
+    _shared: bytes = field(default=b"", init=False, repr=False)
+    """the states that were shared last"""
 
     def share(self) -> None:
         """Called by all these ranks, where the first may have drawn numbers that the others haven't."""
         if self.relay.transport.num_ranks == 1:
             return
         if self.relay.transport.rank == 0:
-            self.relay.broadcast("random", base64.b64encode(self.packed()).decode())
+            before, self._shared = self._shared, self.packed()
+            self.relay.broadcast("random", "" if self._shared == before else base64.b64encode(self._shared).decode())
         else:
-            self.take(base64.b64decode(self.relay.broadcast("random")))
+            self._shared = base64.b64decode(self.relay.broadcast("random")) or self._shared
+            self.take(self._shared)
 
     def packed(self) -> bytes:
         """The states of this rank. A rank can't know whether others have them: any code may seed and restore."""

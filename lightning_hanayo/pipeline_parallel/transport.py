@@ -75,19 +75,19 @@ class Transfer(NamedTuple):
     """of the transfers to or from that peer with this tag, from 1 on"""
 
 
-@dataclass(slots=True)
-class ReportingWork:
-    """A transfer whose errors go to `on_failure`."""
+class ReportingWork(Waiting):
+    """A transfer whose errors go to `on_failure`. It states the wait for itself, inside that for its message."""
 
-    work: dist.Work
-    on_failure: OnFailure
-    transfer: Transfer
-    """for reports of runs in which nothing moves"""
+    __slots__ = ("on_failure", "work")
+
+    def __init__(self, work: dist.Work, on_failure: OnFailure, transfer: Transfer) -> None:
+        self.what, self.whom = None, transfer
+        self.work, self.on_failure = work, on_failure
 
     def wait(self) -> None:
         """Block until the buffer is sent, or filled."""
         try:
-            with Waiting(None, self.transfer):
+            with self:
                 self.work.wait()
         except RuntimeError as error:
             self.on_failure(error)

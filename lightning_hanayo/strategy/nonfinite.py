@@ -323,8 +323,8 @@ class NonFiniteCheck:
 
     def _look(self, optimizer: Optimizer) -> GradientLook:
         """Gradients of parameters that the optimizer doesn't have harm nothing; nobody sets them to zero."""
-        steps = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return GradientLook.at({name: p for name, p in self.parameters.items() if p in steps}, self.norms.device)
+        steps = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return GradientLook.at({name: p for name, p in self.parameters.items() if id(p) in steps}, self.norms.device)
 
     def _agreed(self, flag: Tensor) -> Tensor:
         """The flag of any rank, on all of them."""

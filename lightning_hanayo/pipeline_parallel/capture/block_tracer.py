@@ -46,7 +46,8 @@ from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, St
 from lightning_hanayo.pipeline_parallel.capture.threads import autocast_state, suspend
 from lightning_hanayo.pipeline_parallel.graph_boundary import as_now, current_sequence_number, edges_of
 from lightning_hanayo.pipeline_parallel.p2p import Message
-from lightning_hanayo.versions import version_of
+from lightning_hanayo.pipeline_parallel.rng import RandomStreams
+from lightning_hanayo.versions import versions_of
 
 MOST_CALLS = 1 << 24
 """of blocks and functions in one pass"""
@@ -72,6 +73,7 @@ class TracedStack:
     def __post_init__(self) -> None:
         self.num_blocks = len(self.blocks)
         self.index_of = {id(block): i for i, block in enumerate(self.blocks)}
+        self.has_one_class = len(set(map(type, self.blocks))) == 1
         self.first_numbers = count(0, MOST_CALLS)
         """of the outputs of each pass, so that a proxy from another step or pass is known as such"""
 
@@ -147,7 +149,7 @@ class BlockTracer:
 
         Called once during each suspension: the tensors are kept here no longer, so that they go when they are sent.
         """
-        if self._versions != [version_of(tensor) for tensor in self._flattener.tensors[: len(self._versions)]]:
+        if self._versions != versions_of(self._flattener.tensors[: len(self._versions)]):
             raise UnsupportedError(
                 f"the step changes a tensor in place that it has passed to a block of {self._stack.name} before, or "
                 f"has used between two blocks, which run later, on other ranks. Change a copy of it."
@@ -176,31 +178,33 @@ class BlockTracer:
         self.num_called += 1
         position = self._of_last_block = self._position
         self._position += 1
-        with patch_of(block).stream_of_call():  # also of one on another rank: the caller's stream advances everywhere
-            for cache in filter(pytree.is_cache, (*args, *kwargs.values())):
-                self._caches.setdefault(id(cache), CacheArgument(cache, self.pass_number)).check(self.pass_number)
-            if index < self._stack.num_local:
-                output = self._output = run_original(block, *args, **kwargs)
-                self._structures[type(block)] = _without_tensors(output)
-            else:
-                self._record_block(block, index, args, kwargs)
-                if index == 0:
-                    self._output = self._suspend()
-                    self._structures[type(block)] = _without_tensors(self._output)
-                if self.num_called < self._stack.num_blocks:
-                    output = self._output_of(block, position)
+        for value in (*args, *kwargs.values()):
+            if pytree.is_cache_class(type(value)):  # type: ignore[arg-type]
+                self._caches.setdefault(id(value), CacheArgument(value, self.pass_number)).check(self.pass_number)
+        patch = patch_of(block)
+        if index < self._stack.num_local:
+            with patch.stream_of_call():
+                output = run_original(block, *args, **kwargs)
+            self._note_output(block, output)
+        else:
+            patch.streams.pass_block()
+            self._record_block(block, index, args, kwargs)
+            if index == 0:
+                self._note_output(block, self._suspend(patch.streams))
             if self.num_called < self._stack.num_blocks:
-                return output
-            kept = self._keep(position)
-            self._described.clear()
-            self._values.clear()
-            self.sequence_number = current_sequence_number()
-            made = self._suspend()
-            if not kept:
-                return made
-            made, *values = made
-            self.kept.update(zip(kept, values, strict=True))
+                output = self._output_of(block, position)
+        if self.num_called < self._stack.num_blocks:
+            return output
+        kept = self._keep(position)
+        self._described.clear()
+        self._values.clear()
+        self.sequence_number = current_sequence_number()
+        made = self._suspend(patch.streams)
+        if not kept:
             return made
+        made, *values = made
+        self.kept.update(zip(kept, values, strict=True))
+        return made
 
     def _check_call(self, index: int) -> None:
         if index == 0 and self.is_between_passes:
@@ -224,9 +228,9 @@ class BlockTracer:
         name = f"{self._stack.name}[{index}]"
         call = (
             "tuple",
-            ("tuple", *(self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args))),
-            ("dict", *((("plain", "str", key), self._argument(index, arg, f"argument {key!r} of {name}"))
-                       for key, arg in kwargs.items())),
+            ("tuple", *[self._argument(index, arg, f"argument {i} of {name}") for i, arg in enumerate(args)]),
+            ("dict", *[(("plain", "str", key), self._argument(index, arg, f"argument {key!r} of {name}"))
+                       for key, arg in kwargs.items()]),
         )  # fmt: skip
         self._record(call)
         self._described[self._of_last_block] = block, call, self._flattener.tensors
@@ -244,18 +248,30 @@ class BlockTracer:
 
     def _record(self, call: pytree.Skeleton) -> None:
         self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
-        self._versions += map(version_of, self._flattener.tensors[len(self._versions) :])
+        self._versions += versions_of(self._flattener.tensors[len(self._versions) :])
+
+    def _note_output(self, block: nn.Module, output: Any) -> None:
+        """Note what a block returns that is here."""
+        self._output = output
+        self._note_structure(block, output)
+        if self._stack.has_one_class:
+            self._returned = pytree.value_paths(output)
+
+    def _note_structure(self, block: nn.Module, output: Any) -> None:
+        """Note how outputs of the block's class look; not where they have plain values, which may differ."""
+        leaves = () if isinstance(output, Tensor) else tree_leaves(output)
+        has_plain = any(type(leaf) in pytree.PLAIN[1:] for leaf in leaves)
+        self._structures[type(block)] = None if has_plain else _without_tensors(output)
 
     def _output_of(self, block: nn.Module, position: int) -> Any:
         """Proxies for the output of a block: as of one of its class that is here, else as it is without values."""
         structure = self._structures.get(type(block))
-        if structure is None or any(type(leaf) in pytree.PLAIN[1:] for leaf in tree_leaves(structure)):
+        if structure is None:
             try:
-                structure = self._structures[type(block)] = self._values_at(position)
+                structure = self._values_at(position)
+                self._note_structure(block, structure)
             except UnsupportedError:
                 structure = proxies_like(self._output, 0)
-        one_class = len({type(one) for one in self._stack.blocks}) == 1
-        self._returned = pytree.value_paths(self._output) if one_class else pytree.ANYWHERE
         return self._proxies_for(structure, position)
 
     def _proxies_for(self, structure: Any, position: int) -> Any:
@@ -263,7 +279,8 @@ class BlockTracer:
         number = self._first_number + position
         plain = pytree.PLAIN
         made = pytree.map_tree(structure, lambda leaf, path: leaf if type(leaf) in plain else Proxy(path, number))
-        self._proxies += [weakref.ref(one) for one in tree_leaves(made) if type(one) is Proxy]
+        leaves = (made,) if type(made) is Proxy else tree_leaves(made)
+        self._proxies += [weakref.ref(one) for one in leaves if type(one) is Proxy]
         return made
 
     def _values_at(self, position: int) -> Any:
@@ -342,20 +359,21 @@ class BlockTracer:
                 if is_view and min(other.position, value.position) <= self._of_last_block:
                     proxy.refuse(f"{shown}, which changes something in place that other values are views of")
 
-    def _suspend(self) -> Any:
+    def _suspend(self, streams: RandomStreams) -> Any:
         """Suspend the step; return the output with which the main thread resumes it. Carried trees come with it."""
         begins_pass, self._has_left = not self._has_left, True
         pairs = zip(self.carriers, self.delivered or (None,) * len(self.carriers), strict=True)
         left = [carrier.leave(earlier, begins_pass=begins_pass) for carrier, earlier in pairs]
         self._trees = tuple([tree for tree, _ in left])
         self._nested += self._flattener.nested
-        output, trees = suspend()
+        with streams.kept():
+            output, trees = suspend()
         rows = zip(self.carriers, trees, left, strict=True)
         self.delivered = tuple([carrier.deliver(tree, own) for carrier, tree, (_, own) in rows])
         return pytree.with_ragged_dims_of(self._nested, output) if self._nested else output
 
     def _argument(self, index: int, value: Any, what: str) -> pytree.Skeleton:
-        if pytree.is_cache(value):
+        if id(value) in self._caches:
             value = self._caches[id(value)].sent_to(self._stack.blocks[index])
         skeleton = self._flattener.flatten(value, what, is_argument=True)
         position = self._position - 1
@@ -366,7 +384,7 @@ class BlockTracer:
                 f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
                 f"samples or features than the step. Pass tensors, or set cube=1, or cube_outside='share' if it can."
             )
-        if skeleton[0] in ("tensor", "plain"):
+        if skeleton[0] != "proxy" and not pytree.has_proxies(skeleton):
             return skeleton
         return pytree.map_leaves(skeleton, partial(self._relative, position, what))
 

@@ -226,9 +226,9 @@ class RecordedOutputs(Carrier):
 
     def end_blocks(self, tree: Tree | None, run: BlockRun, begun: Any) -> Tree | None:
         """Add the outputs."""
-        self.abandon_blocks(begun)
         if tree is None:
             return None
+        self.abandon_blocks(begun)
         collector, _ = begun
         if run.is_last:  # the step's own call of the last block records this block's output once more
             outputs = (run.output, *(run.output if isinstance(run.output, tuple) else ()))

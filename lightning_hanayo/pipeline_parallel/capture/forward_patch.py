@@ -104,10 +104,9 @@ def unpatch_blocks(blocks: Sequence[nn.Module]) -> None:
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The patched forward: asks the step's tracer, if there is one. Pickle needs the name `forward`."""
     patch: BlockPatch = getattr(block, _PATCH)
-    if torch.compiler.is_dynamo_compiling() and (patch.compiled is not None or patch.single_stage):
+    may_be_compiled = patch.compiled is not None or patch.single_stage
+    if may_be_compiled and (torch.compiler.is_dynamo_compiling() or threading.get_ident() in patch.in_compiled):
         return _original(block)(*args, **kwargs)  # the tracer has been asked already, or the whole step is compiled
-    if patch.compiled is not None and threading.get_ident() in patch.in_compiled:
-        return _original(block)(*args, **kwargs)
     tracer = None if patch.single_stage else current_tracer()
     if tracer is None:
         return run_block(block, *args, **kwargs)

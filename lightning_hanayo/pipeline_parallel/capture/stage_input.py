@@ -95,9 +95,9 @@ class StageInput(NamedTuple):
                 call = next(calls)
                 if not is_block(call):
                     begin_code_before(block)
-                while not is_block(call):
-                    outputs.append(self._run_function(call, outputs))
-                    call = next(calls)
+                    while not is_block(call):
+                        outputs.append(self._run_function(call, outputs))
+                        call = next(calls)
                 args, kwargs = pytree.unflatten(call, self.tensors, partial(_output, outputs), shared)
                 watch = shared.watch(block, (*args, *kwargs.values()), outputs) if _changeable(call) else None
                 with watch or _UNCHECKED:

@@ -23,7 +23,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_hanayo.versions import version_of
+from lightning_hanayo.versions import version_of, versions_of
 
 Key = tuple[str, str]
 """The name of a holder, and that of an attribute; `CONTENT` for the whole of a list or set."""
@@ -120,18 +120,14 @@ class Holder:
     @property
     def is_unchanged(self) -> bool:
         """Whether `changes` would be empty, if all values are the same objects: much faster than to list them."""
-        if len(self.container) != len(self.copy) or self.is_mutated:
+        is_mutated = any(version_of(tensor) != version for tensor, version in self.tensors)
+        if is_mutated or len(self.container) != len(self.copy):
             return False
         try:
             values = self.values(self.container)
         except KeyError:  # one attribute has been deleted, and another one added
             return False
         return all(map(is_, values, self.values(self.copy)))
-
-    @property
-    def is_mutated(self) -> bool:
-        """Whether a tensor in it was changed in place since the last look."""
-        return any(version_of(tensor) != version for tensor, version in self.tensors)
 
     def get(self, key: str) -> Any:
         """The value of an attribute, or a copy of the content."""
@@ -159,8 +155,9 @@ class Holder:
         self.clock.time += 1
         old, self.copy = self.copy, self.container.copy()
         if isinstance(self.copy, dict) and (old is None or old.keys() != self.copy.keys()):
-            keys = self.copy.keys() - INTERNAL if self.has_attributes else self.copy.keys()
-            self.values = itemgetter(*keys) if len(keys) > 1 else lambda container: tuple(container[k] for k in keys)
+            keys = [*(self.copy.keys() - INTERNAL if self.has_attributes else self.copy)]
+            keys *= 1 + (len(keys) == 1)  # with one key alone, the getter would return the bare value
+            self.values = itemgetter(*keys) if keys else tuple
         values = self.copy.values() if isinstance(self.copy, dict) else self.copy
         tensors = [one for one in values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
         self.tensors = [(tensor, version_of(tensor)) for tensor in tensors]
@@ -199,17 +196,21 @@ class Scanner:
         if list(map(len, self._containers)) != self._lengths:
             return False
         try:
-            values = chain.from_iterable([holder.values(holder.container) for holder in self.holders])
+            values = chain.from_iterable([values_in(container) for values_in, container in self._getters])
         except KeyError:
             return False
-        return all(map(is_, values, self._values)) and not any(holder.is_mutated for holder in self._with_tensors)
+        if not all(map(is_, values, self._values)):
+            return False
+        return not self._tensors or versions_of(self._tensors) == self._versions
 
     def _remember(self) -> None:
         """Copy the holders' values of their last look: one list is compared faster than many."""
         self._time = self._clock.time
         self._lengths = [len(holder.copy) for holder in self.holders]
+        self._getters = [(holder.values, holder.container) for holder in self.holders]
         self._values = [value for holder in self.holders for value in holder.values(holder.copy)]
-        self._with_tensors = [holder for holder in self.holders if holder.tensors]
+        tensors = [pair for holder in self.holders for pair in holder.tensors]
+        self._tensors, self._versions = [tensor for tensor, _ in tensors], [version for _, version in tensors]
 
 
 def _same_content(content: Any, other: Any) -> bool:

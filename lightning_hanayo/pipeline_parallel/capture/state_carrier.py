@@ -134,6 +134,9 @@ class StateCarrier(Carrier):
                 f"{_named(key)} is replaced while the stack is called (functional_call), but steps of other "
                 f"micro-batches run in between. Call it outside the stack, or in a block."
             )
+        if not (changes or earlier or self._early or self._others_changes or self._shared):
+            self._num_started += 1
+            return None, Left(number=self._num_started)
         left = earlier or Left()
         if earlier is not None and begins_pass and left.number < self._num_started:
             self._check_order(left._replace(has_passed=True), changes)
@@ -155,8 +158,7 @@ class StateCarrier(Carrier):
         has_passed = left.has_passed or (begins_pass and earlier is not None)
         modes = {key: not value for key, value in changes.items() if self._is_mode(key)}
         modes |= {key: value for key, value in left.before.items() if self._is_mode(key)}
-        if modes:
-            self._set(modes)
+        self._set(modes)
         return tree, Left(left.values | values, left.changed | changes.keys(), number, has_passed)
 
     def begin_blocks(self, tree: Tree | None, run: BlockRun) -> tuple[Scanner, dict[Key, Any], dict[str, Any]]:
@@ -167,7 +169,7 @@ class StateCarrier(Carrier):
             holders = ((key, self._holder(key)) for key in tree)
             # a key without a holder belongs to an object that another value brings
             read = {key: tree[key] for key, holder in holders if holder is None or holder.blocks & indices}
-            before = self._set(self._decode(read)) if read else {}
+            before = self._set(self._decode(read))
         scanner = self._scanner(indices)
         scanner.scan()  # changes until now are not by these blocks
         return scanner, before, {holder.name: holder.copy for holder in scanner.shared}
@@ -188,9 +190,7 @@ class StateCarrier(Carrier):
         old = {key: copy if key[1] == CONTENT else copy.get(key[1], REMOVED) for key, copy in copies.items()}
         modes = {key for key in before if given[key][0] == "mode"}
         own = before if self._local is not None else {key: before[key] for key in self._is_shared(before) | modes}
-        restored = old | own
-        if restored:
-            self._set(restored)
+        self._set(old | own)
         return tree
 
     def of_batch(self, trees: Sequence[Tree | None]) -> Sequence[Tree | None]:
@@ -209,6 +209,8 @@ class StateCarrier(Carrier):
 
     def deliver(self, tree: Tree | None, left: Left) -> Left:
         """Set the step's own values, and those that blocks have set."""
+        if not tree and not left.values:
+            return left
         self._shared |= self._is_shared(tree or {})
         return left._replace(before=self._set(left.values | self._decode(tree or {})))
 
@@ -227,8 +229,7 @@ class StateCarrier(Carrier):
                 continue  # the latest step's own values stay
             if holder.blocks & self._own or not (holder.blocks or is_latest):
                 restored[key] = delivered.before[key]
-        if restored:
-            self._set(restored)
+        self._set(restored)
 
     def now(self, tree: Tree | None) -> Tree | None:
         """The values of the same keys."""
@@ -259,6 +260,8 @@ class StateCarrier(Carrier):
 
     def _set(self, values: dict[Key, Any]) -> dict[Key, Any]:
         """Set attributes, then the contents of their new values; return all old values."""
+        if not values:
+            return {}
         before = self.state.get(values)
         for is_content in (False, True):
             part = {key: value for key, value in values.items() if (key[1] == CONTENT) is is_content}

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -37,12 +38,12 @@ _CUDA = torch.backends.cuda
 def _matmul_precision() -> tuple[str, ...]:
     # get_float32_matmul_precision raises if one of these newer settings is set without the older one
     chosen = (_CUDA.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
-    return tuple("ieee" if one == "none" else one for one in chosen)  # "none": not chosen yet
+    return tuple(["ieee" if one == "none" else one for one in chosen])  # "none": not chosen yet
 
 
 def autocast_state() -> Autocast:
     """The calling thread's."""
-    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+    return tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES])
 
 
 def _default_device() -> str:
@@ -50,30 +51,26 @@ def _default_device() -> str:
     return "cpu" if torch._C._len_torch_function_stack() == 0 else str(torch.get_default_device())
 
 
-_FACTS: dict[str, Callable[[], Any]] = {
-    "grad mode": torch.is_grad_enabled,
-    "inference mode": torch.is_inference_mode_enabled,
-    "autocast": autocast_state,
-    "autocast cache": torch.is_autocast_cache_enabled,
-    "sdpa kernels": lambda: (_CUDA.flash_sdp_enabled(), _CUDA.mem_efficient_sdp_enabled(), _CUDA.math_sdp_enabled()),
-    "matmul precision": _matmul_precision,
-    "default dtype": torch.get_default_dtype,
-    "default device": _default_device,
-    "deterministic": torch.are_deterministic_algorithms_enabled,
-    "torch func level": lambda: torch._C._functorch.maybe_current_level() or 0,
-    "forward ad level": lambda: forward_ad._current_level,
-    "stream": lambda: torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
-}
-"""of the calling thread and of the process, under the names that errors print"""
-
-
 class ThreadState(dict[str, Any]):
-    """The facts at one time."""
+    """The facts at one time, of the calling thread and of the process, under the names that errors print."""
 
     @staticmethod
     def current() -> "ThreadState":
         """The state of the calling thread and of the process."""
-        return ThreadState({name: tell() for name, tell in _FACTS.items()})
+        return ThreadState({
+            "grad mode": torch.is_grad_enabled(),
+            "inference mode": torch.is_inference_mode_enabled(),
+            "autocast": autocast_state(),
+            "autocast cache": torch.is_autocast_cache_enabled(),
+            "sdpa kernels": (_CUDA.flash_sdp_enabled(), _CUDA.mem_efficient_sdp_enabled(), _CUDA.math_sdp_enabled()),
+            "matmul precision": _matmul_precision(),
+            "default dtype": torch.get_default_dtype(),
+            "default device": _default_device(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "torch func level": torch._C._functorch.maybe_current_level() or 0,
+            "forward ad level": forward_ad._current_level,
+            "stream": torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+        })  # fmt: skip
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -100,7 +97,7 @@ class ThreadState(dict[str, Any]):
         now = ThreadState.current()
         if now == self:
             return
-        changed = [name for name in _FACTS if self[name] != now[name]]
+        changed = [name for name in self if self[name] != now[name]]
         if self["grad mode"] and changed == ["grad mode"]:
             return
         hint = " For a pass without gradients use torch.no_grad()." if "inference mode" in changed else ""
@@ -142,39 +139,40 @@ class CallThread(threading.Thread):
         """the next call, or None to end; while a call is suspended, the value that it is resumed with"""
         self.outbox: SimpleQueue[BaseException | None] = SimpleQueue()
         """an entry for each suspension and each end of a call: its error, if it has failed"""
-        self.call: SuspendedCall | None = None
-        """the one that runs, or is suspended"""
         self.start()
 
     def run(self) -> None:
         """Run calls until one is None."""
         while (call := self.inbox.get()) is not None:
-            self.call, error = call, None
+            _calls[get_ident()], error = call, None
             try:
                 with call.state.applied():
                     call.result = call.context.run(call.function)
             except BaseException as raised:  # raised again in the main thread
                 error = raised
-            self.call, call.done = None, True
+            _calls.pop(get_ident()).done = True
             del call  # the main thread is to free the step's result
             self.outbox.put(error)
             del error
 
 
+_calls: "dict[int, SuspendedCall]" = {}
+"""by the identity of a thread: the call that runs there, or is suspended"""
+
+
 def current_tracer() -> Any:
     """The tracer of the step that runs in the calling thread; None outside a step."""
-    thread = threading.current_thread()
-    return thread.call.tracer if isinstance(thread, CallThread) and thread.call is not None else None
+    call = _calls.get(get_ident())
+    return None if call is None else call.tracer
 
 
 def suspend() -> Any:
     """Called inside a step: let the main thread continue, and return the value it resumes the step with."""
-    thread = threading.current_thread()
-    assert isinstance(thread, CallThread) and thread.call is not None
-    thread.call.state.check_unchanged()
-    thread.call.changed_variables(copy_context())
-    thread.outbox.put(None)
-    value = thread.inbox.get()
+    call = _calls[get_ident()]
+    call.state.check_unchanged()
+    call.changed_variables(copy_context())
+    call.thread.outbox.put(None)
+    value = call.thread.inbox.get()
     if isinstance(value, _Abandoned):
         raise value
     return value
@@ -194,6 +192,7 @@ class SuspendedCall:
     """entered in the main thread while it runs"""
     result: Any = None
     done: bool = False
+    _has_begun: bool = False
 
     def __post_init__(self) -> None:
         self._before = self.calls.context or copy_context()
@@ -205,7 +204,8 @@ class SuspendedCall:
     def resume(self, value: Any = None) -> None:
         """Start the function, or continue it with `value`, until it suspends or ends. Raises its error."""
         with self.around():
-            self.thread.inbox.put(value if self.thread.call is self else self)
+            self.thread.inbox.put(value if self._has_begun else self)
+            self._has_begun = True
             error = self.thread.outbox.get()
             if self.done:
                 self._release()

@@ -26,6 +26,7 @@ from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrie
 from lightning_hanayo.pipeline_parallel.capture.user_step import missing_values_error
 from lightning_hanayo.pipeline_parallel.object_collectives import from_text, to_text
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
+from lightning_hanayo.strategy.lightning.state import current_results
 from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
@@ -329,7 +330,7 @@ class BlockLogs(Carrier):
     def begin_blocks(self, tree: list[Call] | None, run: BlockRun) -> tuple[Any, list[Call]]:
         """Keep what the blocks log, in the list that is returned with the Trainer's results."""
         calls: list[Call] = []
-        results: Any = self._module.trainer._results
+        results = current_results(self._module.trainer)
         if results is not None:  # predict logs nothing
             results.log = lambda hook, name, value, **options: calls.append(self._call(hook, name, value, options))
         return results, calls

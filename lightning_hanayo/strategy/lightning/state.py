@@ -50,7 +50,7 @@ from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dt
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
@@ -94,6 +94,12 @@ def batch_key(trainer: "pl.Trainer") -> str:
         return f"{stage.value} {trainer.global_step} {batch_idx(trainer) % trainer.accumulate_grad_batches}"
     loop: Any = trainer._active_loop
     return f"{stage.value} {trainer.global_step} {loop.batch_progress.current.ready - 1}"
+
+
+def current_results(trainer: "pl.Trainer") -> Any:
+    """Where Lightning collects what is logged now; None in predict. In training found without asking for the loop."""
+    is_fit = trainer.state.stage is RunningStage.TRAINING
+    return trainer.fit_loop.epoch_loop._results if is_fit else trainer._results
 
 
 def continues_accumulation(trainer: "pl.Trainer") -> bool:

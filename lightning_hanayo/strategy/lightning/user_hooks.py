@@ -59,12 +59,11 @@ def user_defines(trainer: "pl.Trainer", *hooks: str) -> bool:
 
 def defines(owner: Any, *hooks: str) -> bool:
     """Whether the user defines one of the hooks in the owner's class, or on the instance, where it may be anything."""
-    return any(_is_users(owner, hook) for hook in hooks)
-
-
-def _is_users(owner: Any, hook: str) -> bool:
-    of_class = getattr(type(owner), hook, None)
-    return hook in vars(owner) or (of_class is not None and not is_lightnings(of_class))
+    for hook in hooks:
+        of_class = getattr(type(owner), hook, None)
+        if hook in vars(owner) or (of_class is not None and not is_lightnings(of_class)):
+            return True
+    return False
 
 
 def is_lightnings(one: Callable[..., Any]) -> bool:

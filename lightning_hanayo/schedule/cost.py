@@ -10,6 +10,7 @@ and the device changes hands wherever an action waits.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lightning_hanayo.errors import HanayoError
@@ -148,9 +149,10 @@ class CostModel:
     def _check_segments(self) -> None:
         given = tuple((kind, tuple(Segment(*one) for one in segments)) for kind, segments in self.segments)
         object.__setattr__(self, "segments", given)  # of lists, where they come from a file
-        kinds = {kind for kind, segments in given if segments and run_alone(segments) > 0}
+        kinds = {kind for kind, segments in given if _is_action(segments)}
         if len(kinds) < len(given) or not kinds <= {"F", "B", "I"}:
-            raise HanayoError(f"CostModel: segments={given}; expected some that take time, of F, B and I, each once")
+            expected = "some that take time and wait for what has started, of F, B and I, each once"
+            raise HanayoError(f"CostModel: segments={given}; expected {expected}")
 
     def pair(self, table: Table, first: Action, second: Action) -> tuple[float, ...]:
         """How long each of two actions of a rank takes if it begins both at once."""
@@ -234,6 +236,13 @@ class CostModel:
             given = f"CostModel: {name} has {len(values)} values, schedule {table.name!r} {wanted} stages"
             raise HanayoError(f"{given}; give one value per stage, or one number for a rank's whole share")
         return values[stage] if stage < len(values) else 0.0
+
+
+def _is_action(segments: Segments) -> bool:
+    """Whether they wait for collectives that have started, and take time."""
+    started = accumulate(one.start is not None for one in segments)
+    waits = all(one.wait is None or 0 <= one.wait < number for one, number in zip(segments, started, strict=True))
+    return waits and bool(segments) and run_alone(segments) > 0
 
 
 def _merged(name: str, value: Any, num_stages: int) -> Any:

@@ -1,11 +1,14 @@
 """The time of two actions that take turns: one device, one link."""
 
 from random import Random
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hanayo.schedule.cost import Segment, Segments, run_alone, run_by_turns
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule.cost import CostModel, Segment, Segments, run_alone, run_by_turns
 from tests.schedule.samples import unhurried
 
 GATHERS = [Segment(start=1.0), Segment(wait=0), Segment(1.0, start=1.0), Segment(wait=1)]
@@ -60,3 +63,19 @@ def test_pairs_are_between_the_bound_and_one_after_the_other(seed: int) -> None:
     compute, link = (sum(one[part] or 0.0 for own in both for one in own) for part in (0, 1))
     alone = sum(run_by_turns(own).length for own in both)
     assert max(compute, link) - 1e-9 <= run_by_turns(*both).length <= alone + 1e-9
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        (("F", ()),),
+        (("W", GATHERS),),
+        (("F", GATHERS), ("F", GATHERS)),
+        (("F", [Segment(1.0, wait=0)]),),
+        (("F", [Segment(1.0, start=1.0), Segment(wait=-1)]),),
+    ],
+    ids=["no time", "a weight gradient", "twice", "a wait for nothing", "a negative number"],
+)
+def test_segments_are_refused_that_no_action_has(segments: Any) -> None:
+    with pytest.raises(HanayoError, match="expected some that take time and wait for what has started"):
+        CostModel(segments=segments)

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.pipeline_parallel.batch import Batch
+from lightning_hanayo.pipeline_parallel.capture.threads import ThreadState
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.p2p import Message, MessageKey, PointToPointChannel
-from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, action_range, is_profiling
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.stages import Stage
@@ -65,21 +66,11 @@ class Program:
     steps: tuple[Compute | Pair | Communicate | Action, ...]
     is_whole: bool
     """whether it has forward and backward of each micro-batch"""
-    edges: frozenset[Action] = frozenset()
-    """each stage's first forward, and the action that makes its last gradients: with weights that are kept for a batch
-    they do what others don't"""
-
-    @property
-    def pairs(self) -> list[tuple[Action, Action]]:
-        """The actions that run at once."""
-        pairs = (step for step in self.steps if isinstance(step, Pair) and step.may_run_at_once)
-        return [(pair.first.action, pair.second.action) for pair in pairs]
 
     @staticmethod
     def from_schedule(schedule: Schedule, rank: int) -> "Program":
         """The program of pipeline rank `rank` in `schedule`."""
         own = schedule.actions[rank]
-        first = {action.stage: action for action in reversed(own) if action.kind is Kind.F}
         last = {action.stage: action for action in own if action.kind in _MAKES_GRADIENTS}
         steps: list[Compute | Pair | Communicate | Action] = []
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
@@ -92,7 +83,7 @@ class Program:
             {(action.stage, action.microbatch) for action in own if action.kind in kinds}
             for kinds in ((Kind.F,), (Kind.B, Kind.I))
         )
-        return Program(tuple(steps), forwards == backwards != set(), frozenset((*first.values(), *last.values())))
+        return Program(tuple(steps), forwards == backwards != set())
 
 
 _MAKES_GRADIENTS = (Kind.B, Kind.W)
@@ -157,8 +148,8 @@ class Engine:
     """the random streams of steps and blocks"""
     values: MadeValues = field(default_factory=MadeValues, kw_only=True)
     """notes what stages make; it is off unless somebody turns it on"""
-    pairs: Pairs | None = field(default=None, kw_only=True)
-    """runs pairs of actions; None: their actions run one after the other"""
+    turns: DeviceTurns | None = field(default=None, kw_only=True)
+    """of the actions of a pair; None: they run one after the other"""
     _messages: dict[MessageKey, Message] = field(default_factory=dict, init=False)
     """made on this rank, and not yet sent or used by another stage of this rank"""
     num_steps: int = field(default=0, init=False)
@@ -181,10 +172,6 @@ class Engine:
         self.channel.begin_batch(mix(batch.signature, number) if number else batch.signature)
         if not continues:
             self.trace.begin()
-        if self.pairs is not None:
-            keeps_weights = any(stage.hooks.keeps_weights for stage in self.stages.values())
-            edges = program.edges if keeps_weights else frozenset()
-            self.pairs.begin_batch(mix(batch.signature, number), program.pairs, edges)
         clock = self.trace.clock
         # Backwards run in the calling thread: to hand each entry over to a device's takes up to 0.2 ms of a GPU's host.
         with torch.autograd.set_multithreading_enabled(False):
@@ -198,8 +185,8 @@ class Engine:
                     if batch.reduce_gradients:
                         self._copy_waiting_gradients()
                         self.reduce_gradients(step.stage)
-                elif isinstance(step, Pair) and self.pairs is not None and step.may_run_at_once:
-                    self._run_pair(step, batch)
+                elif isinstance(step, Pair) and self.turns is not None and step.may_run_at_once:
+                    self._run_pair(step, batch, self.turns)
                 else:
                     for one in (step.first, step.second) if isinstance(step, Pair) else (step,):
                         # an event takes the host as long as a kernel
@@ -221,18 +208,19 @@ class Engine:
             if key.direction == "backward":
                 self._messages[key] = Message(message.skeleton, tuple(tensor.clone() for tensor in message.tensors))
 
-    def _run_pair(self, pair: Pair, batch: Batch) -> None:
-        assert self.pairs is not None
-        first, second = pair.first, pair.second
-        reached = self.trace.clock.mark()
-        received = [self._receive(one) for one in (first, second)]
-        ran = self.pairs.run(
-            first.action,
-            lambda: self._run_action(first, batch, received[0]),
-            second.action,
-            lambda: self._run_action(second, batch, received[1]),
-        )
-        for step, marks in zip((first, second), ran, strict=True):
+    def _run_pair(self, pair: Pair, batch: Batch, turns: DeviceTurns) -> None:
+        steps, reached, state = (pair.first, pair.second), self.trace.clock.mark(), ThreadState.current()
+        first, second = [self._receive(step) for step in steps]
+
+        def act(step: Compute, received: Message | None) -> tuple[Any, Any]:
+            with torch.autograd.set_multithreading_enabled(False):  # a device's thread would run one of both at a time
+                return self._run_action(step, batch, received)
+
+        def act_second() -> tuple[Any, Any]:
+            with state.applied():
+                return act(pair.second, second)
+
+        for step, marks in zip(steps, turns.run(lambda: act(pair.first, first), act_second), strict=True):
             self.trace.add(step.action, reached, *marks)
 
     def _receive(self, step: Compute) -> Message | None:

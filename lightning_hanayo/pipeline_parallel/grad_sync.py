@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.monitor.waiting import Waiting
-from lightning_hanayo.pipeline_parallel.transport import Work
+from lightning_hanayo.overlap.link_queue import Work
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]

@@ -46,8 +46,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.monitor.waiting import Waiting
+from lightning_hanayo.overlap.link_queue import Work
 from lightning_hanayo.pipeline_parallel.pytree import Skeleton
-from lightning_hanayo.pipeline_parallel.transport import Transport, Work
+from lightning_hanayo.pipeline_parallel.transport import Transport
 
 
 class MessageKey(NamedTuple):

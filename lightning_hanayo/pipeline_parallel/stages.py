@@ -59,9 +59,6 @@ class NoHooks:
     `finish_gradients`    when the last one has been made: sums that are under way must end
     """
 
-    keeps_weights = False
-    """whether layers gather their weights once a batch, so that its first and last actions differ from others"""
-
     def before_forward(self, *sequence_lengths: int) -> None:
         """Do nothing."""
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,7 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.waiting import Waiting
-
-
-class Work(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> object:
-        """Block until the buffer is sent, or filled."""
+from lightning_hanayo.overlap.link_queue import Work
 
 
 class Transport(ABC):

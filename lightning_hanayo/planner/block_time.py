@@ -22,9 +22,9 @@ MAX_AT_ONCE = 2
 _BACKWARD_CALLS = 2.1
 """operations of a backward for each of its forward: Llama blocks have 82 for 38, 87 for 40 (docs/benchmarks/h100.md)"""
 _PAIR_OVERHEAD = 1.03
-"""measured time of a pair over its simulated one: 0.99 to 1.04, once 1.07 (docs/benchmarks/pairs.md)"""
+"""measured time of a pair over its simulated one (docs/benchmarks/pairs.md)"""
 _NOT_HIDDEN = 0.2
-"""part of the shorter of compute and communication that a pair doesn't hide; simulated pairs have 0 to 0.5"""
+"""part of the shorter of compute and communication that a pair doesn't hide; simulated ones: 0 to 0.58, mean 0.18"""
 
 
 class Clock:

@@ -1,11 +1,19 @@
-"""CostModel: how long actions and messages take. The unit of time is the caller's (T_F, or seconds)."""
+"""CostModel: how long actions and messages take. The unit of time is the caller's (T_F, or seconds).
 
+Also of two actions of a rank that run at once: one device computes, one link carries collectives one after the other,
+and the device changes hands wherever an action waits.
+
+    F    start |compute| wait ...                |compute|
+    B                  start |compute| wait ...            |compute|
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.overlap.pair_time import Segment, Segments, best_order, run_alone
 from lightning_hanayo.schedule.number_checks import check_numbers, is_number, is_size
 from lightning_hanayo.schedule.table import Action, Kind, Table
 
@@ -17,8 +25,73 @@ _PARTS = {
     Kind.W: ("backward_weight",),
     Kind.B: ("backward_input", "backward_weight"),
 }
-_TRIES = 200
-"""orders of a pair's collectives that are tried, where only its time matters"""
+
+
+class Segment(NamedTuple):
+    """A part of an action: compute for a while, then start a collective, or wait for one, or neither."""
+
+    compute: float = 0.0
+    """how long it takes the device"""
+    start: float | None = None
+    """how long the collective takes the link which starts then; the first one that starts has number 0"""
+    wait: int | None = None
+    """the number of the collective whose result is needed then"""
+
+    def scaled(self, factor: float) -> "Segment":
+        """The same in another unit of time."""
+        start = None if self.start is None else factor * self.start
+        return self._replace(compute=factor * self.compute, start=start)
+
+
+Segments = Sequence[Segment]
+"""All of an action, in order."""
+
+
+@dataclass(frozen=True)
+class PairRun:
+    """Actions that have taken turns."""
+
+    ends: tuple[float, ...]
+    """the time until each has ended"""
+    link_end: float
+    """the time until the link has carried everything: collectives that nothing waits for, such as sums of weights'
+    gradients, may still be under way when all actions have ended"""
+
+    @property
+    def length(self) -> float:
+        """Until all have ended and the link is free: the next action begins with collectives, which queue up."""
+        return max(*self.ends, self.link_end)
+
+
+def run_by_turns(*actions: Segments) -> PairRun:
+    """One action alone, or two at once as `DeviceTurns` runs them; all are ready at 0, and the first one begins."""
+    now = link_end = 0.0
+    ends, ended = [0.0 for _ in actions], object()
+
+    def run(number: int, segments: Segments) -> Iterator[None]:
+        nonlocal now, link_end
+        carried: list[float] = []
+        for compute, start, wait in segments:
+            now += compute
+            if start is not None:
+                link_end = max(now, link_end) + start
+                carried.append(link_end)
+            if wait is not None:
+                yield  # the other one has the device
+                now = max(now, carried[wait])
+        ends[number] = now
+
+    waiting = deque(run(*numbered) for numbered in enumerate(actions))
+    while waiting:
+        turn = waiting.popleft()
+        if next(turn, ended) is not ended:
+            waiting.append(turn)
+    return PairRun(tuple(ends), link_end)
+
+
+def run_alone(segments: Segments) -> float:
+    """How long an action takes that has device and link to itself."""
+    return run_by_turns(segments).ends[0]
 
 
 def gather_compute_scatter(link: float = 1.0) -> tuple[tuple[str, Segments], ...]:
@@ -76,13 +149,14 @@ class CostModel:
     def _check_segments(self) -> None:
         given = tuple((kind, tuple(Segment(*one) for one in segments)) for kind, segments in self.segments)
         object.__setattr__(self, "segments", given)  # of lists, where they come from a file
-        kinds = {kind for kind, segments in given if segments and run_alone(segments) > 0}
+        kinds = {kind for kind, segments in given if _is_action(segments)}
         if len(kinds) < len(given) or not kinds <= {"F", "B", "I"}:
-            raise HanayoError(f"CostModel: segments={given}; expected some that take time, of F, B and I, each once")
+            expected = "some that take time and wait for what has started, of F, B and I, each once"
+            raise HanayoError(f"CostModel: segments={given}; expected {expected}")
 
-    def pair(self, table: Table, first: Action, second: Action) -> tuple[float, float]:
+    def pair(self, table: Table, first: Action, second: Action) -> tuple[float, ...]:
         """How long each of two actions of a rank takes if it begins both at once."""
-        return _ends(self.segments_of(table, first), self.segments_of(table, second))
+        return run_by_turns(self.segments_of(table, first), self.segments_of(table, second)).ends
 
     def segments_of(self, table: Table, action: Action) -> tuple[Segment, ...]:
         """When an action computes and when it uses the link, in the unit of the costs."""
@@ -164,10 +238,11 @@ class CostModel:
         return values[stage] if stage < len(values) else 0.0
 
 
-@lru_cache(maxsize=10_000)
-def _ends(first: tuple[Segment, ...], second: tuple[Segment, ...]) -> tuple[float, float]:
-    """When two actions end that begin at once; many stages are alike."""
-    return best_order(first, second, _TRIES).ends
+def _is_action(segments: Segments) -> bool:
+    """Whether they wait for collectives that have started, and take time."""
+    started = accumulate(one.start is not None for one in segments)
+    waits = all(one.wait is None or 0 <= one.wait < number for one, number in zip(segments, started, strict=True))
+    return waits and bool(segments) and run_alone(segments) > 0
 
 
 def _merged(name: str, value: Any, num_stages: int) -> Any:

@@ -268,15 +268,11 @@ class Pipeline:
     def close(self) -> None:
         """End the threads, once the other ranks have received this one's messages."""
         self.engine.channel.finish()
-        if self.engine.pairs is not None:
-            self.engine.pairs.close()
         self._leave_user_code()
 
     def abandon(self) -> None:
         """After a failure: drop everything under way, without waiting for other ranks, and close the connections."""
         self.engine.channel.forget()
-        if self.engine.pairs is not None:
-            self.engine.pairs.abandon()
         self.gradients.forget()
         self.step_state.forget()
         self.engine.channel.transport.close()

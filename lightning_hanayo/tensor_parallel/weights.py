@@ -231,7 +231,7 @@ class StageWeights:
 
     All ranks of the cube keep the same, since they run the same actions. In a batch, the last reduce-scatters of a
     backward are also under way while the next actions run, until the next backward makes its own, or
-    `finish_gradients` is called. Of two actions that run at once, each waits for its own only, as planned.
+    `finish_gradients` is called. Of two actions that run at once, one at most makes gradients of the stage's weights.
 
     Args:
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
@@ -249,10 +249,9 @@ class StageWeights:
         """with the versions and the dtype that were gathered; by weight, and the slot of the action that may use it"""
         self._sums: dict[ShardedWeight, tuple[list[Tensor], list[bool]]] = {}
         """this rank's gradients of a weight's gathered matrices, and whether each of its parameters has any"""
-        self._last_action: tuple[int, int] | None = None
-        """the action whose gradients are the last ones"""
-        self._pending: dict[tuple[int, int], deque[_Sum]] = {}
-        """by the pair and the slot of the action that has made them, in their order"""
+        self._are_last = False
+        """whether no later action makes gradients in this batch"""
+        self._pending: deque[_Sum] = deque()
         self._has_callback = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -277,14 +276,14 @@ class StageWeights:
 
     def drop_transfers(self) -> None:
         """After a failure, when the process groups have been left: free what was under way, which keeps connections."""
-        self.is_in_batch, self._has_callback, self._last_action = False, False, None
+        self.is_in_batch, self._has_callback, self._are_last = False, False, False
         self._gathered.clear()
         self._sums.clear()
         self._pending.clear()
 
     def expect_last_gradients(self) -> None:
-        """The action that runs next makes the stage's last weight gradients in this batch."""
-        self._last_action = self._action
+        """The next gradients of the stage's weights are the last ones in this batch."""
+        self._are_last = True
 
     def keeps(self, weight: ShardedWeight) -> bool:
         """Whether micro-batches share its gathered matrices, and add up their gradients before ranks do."""
@@ -332,32 +331,22 @@ class StageWeights:
                 before, was_trained = self._sums.pop(weight)
                 total = [old.add_(one) for old, one in zip(before, total, strict=True)]
                 trained = [a or b for a, b in zip(was_trained, trained, strict=True)]
-            if self._last_action != self._action:
+            if not self._are_last:
                 self._sums[weight] = total, trained
                 return
         if not self._has_callback and not self.is_in_batch:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish_gradients)
             self._has_callback = True
-        own_sum = _start_sum(weight, total, trained)
-        for earlier in [one for one in self._pending if one[0] != self.turns.number]:
-            _finish(self._pending.pop(earlier, deque()))  # the other action finishes some while this one waits
-        own = self._pending.setdefault(self._action, deque())
-        own.append(own_sum)
-        _finish(own, leave=_MAX_PENDING)
+        self._pending.append(_start_sum(weight, total, trained))
+        _finish(self._pending, leave=_MAX_PENDING)
 
     def finish_gradients(self) -> None:
         """The stage's gradients are complete once this returns: the last sums have arrived."""
         self._has_callback = False
-        sums, self._sums, self._last_action = self._sums, {}, None
-        if sums:
-            self._pending[-1, 0] = deque(_start_sum(weight, *total) for weight, total in sums.items())
-        while self._pending:
-            _finish(self._pending.pop(next(iter(self._pending))))
-
-    @property
-    def _action(self) -> tuple[int, int]:
-        return self.turns.number, self.turns.slot
+        sums, self._sums, self._are_last = self._sums, {}, False
+        self._pending.extend(_start_sum(weight, *total) for weight, total in sums.items())
+        _finish(self._pending)
 
     def _key(self, weight: ShardedWeight) -> tuple[ShardedWeight, int | None]:
         return weight, None if self.keeps(weight) else self.turns.slot

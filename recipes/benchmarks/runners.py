@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from typing_extensions import override
 
+from lightning_hanayo.overlap.link_queue import Work
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Communicate, Compute, Engine, Program
 from lightning_hanayo.pipeline_parallel.graph_boundary import run_backward
@@ -27,7 +28,7 @@ from lightning_hanayo.pipeline_parallel.p2p import MessageKey, PointToPointChann
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage
-from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transport, Work
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transport
 from lightning_hanayo.schedule import Action, Kind, Schedule
 from recipes.benchmarks.case import TORCHS, Candidate, Case
 from recipes.benchmarks.emulated import EmulatedStage, StageTimes, WithLoss, inputs, loss_of

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Work
+from lightning_hanayo.overlap.link_queue import Work
+from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.schedule import build
 from tests.harness import models
 from tests.harness.fake_groups import channels_over_gloo

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.pipeline_parallel.transport import Work
+from lightning_hanayo.overlap.link_queue import Work
 from tests.harness.lanes import Lane, StreamLane, ThreadLane
 from tests.harness.loopback import Hub, LoopbackTransport
 

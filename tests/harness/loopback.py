@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.pipeline_parallel.transport import Transport, Work
+from lightning_hanayo.overlap.link_queue import Work
+from lightning_hanayo.pipeline_parallel.transport import Transport
 
 
 class Hub:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.link_queue import DeviceLink, LinkQueue
 from lightning_hanayo.overlap.turns import DeviceTurns
 
@@ -46,91 +45,63 @@ def action(queue: LinkQueue, name: str, wire: list[str], count: int, seconds: fl
 def test_by_turns_the_order_is_that_of_the_program(queue: LinkQueue) -> None:
     for _ in range(20):
         wire: list[str] = []
-        queue.begin_pair(None)
         assert queue.turns.run(action(queue, "a", wire, 3, 0.001), action(queue, "b", wire, 2)) == ("a", "b")
-        queue.end_pair()
         assert wire == ["a0", "b0", "a1", "b1", "a2"]
 
 
-def test_the_wire_keeps_to_the_plan(queue: LinkQueue) -> None:
-    plan = [(1, 0), (1, 1), (0, 0), (0, 1), (0, 2)]
-    wire: list[str] = []
-    queue.begin_pair(plan)
-    queue.turns.run(action(queue, "a", wire, 3), action(queue, "b", wire, 2), by_turns=False)
-    queue.end_pair()
-    assert wire == ["b0", "b1", "a0", "a1", "a2"]
-
-
-@pytest.mark.parametrize(("counts", "words"), [((3, 2), "3 and 2"), ((1, 2), "1 and 2"), ((2, 1), "2 and 1")])
-def test_other_collectives_than_planned_are_an_error_and_no_hang(
-    queue: LinkQueue, counts: tuple[int, int], words: str
+def test_the_device_stays_where_it_is_while_an_action_waits_for_what_an_earlier_one_has_started(
+    queue: LinkQueue,
 ) -> None:
-    plan = [(0, 0), (1, 0), (1, 1), (0, 1)]
     wire: list[str] = []
+    earlier = queue.start(Transfer("earlier", wire, 0.01))
 
-    def checked(slot: int, run: Any) -> Any:
-        def act() -> Any:
-            result = run()
-            queue.check_action(slot)
-            return result
+    def first() -> None:
+        earlier.wait()
+        action(queue, "a", wire, 2)()
 
-        return act
-
-    first, second = (checked(slot, action(queue, name, wire, counts[slot])) for slot, name in enumerate("ab"))
-    queue.begin_pair(plan)
-    with pytest.raises(HanayoError, match=r"planned with \[2, 2\] collectives"):
-        queue.turns.run(first, second, by_turns=False)
-    queue.end_pair()
+    queue.turns.run(first, action(queue, "b", wire, 2))
+    assert wire == ["earlier", "a0", "b0", "a1", "b1"]
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_what_waits_behind_a_collective_that_never_starts_is_an_error_and_no_hang(queue: LinkQueue, ends: bool) -> None:
-    """The second action waits for b1, which the plan puts behind b2; the first one has ended, or waits for a1."""
-    plan = [(0, 0), (1, 0), (1, 2), (1, 1), *([] if ends else [(0, 1)])]
-    first, second = (action(queue, name, [], count) for name, count in (("a", 1 if ends else 2), ("b", 3)))
+@pytest.fixture
+def alarm() -> Any:
+    """A signal's handler that raises, soon."""
 
-    def checked() -> None:
-        first()
-        queue.check_action(0)
-
-    queue.begin_pair(plan)
-    with pytest.raises(HanayoError, match="collectives in an order, and started"):
-        queue.turns.run(checked, second, by_turns=False)
-    queue.end_pair()
-    assert action(queue, "again", [], 2)() == "again"
-
-
-def test_an_error_that_reaches_an_action_while_it_waits_for_its_turn_unwinds_the_other(queue: LinkQueue) -> None:
     def interrupt(*_: Any) -> None:
         raise TimeoutError("of a signal's handler")
 
-    has_begun = threading.Event()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
-    def first() -> None:
-        queue.start(Transfer("a", [])).wait()
+
+@pytest.mark.usefixtures("alarm")
+def test_an_error_that_reaches_an_action_while_it_waits_for_its_turn_unwinds_the_other(queue: LinkQueue) -> None:
+    has_begun = threading.Event()
 
     def second() -> None:
         has_begun.set()
         time.sleep(0.2)  # the first one waits for the device meanwhile
         queue.start(Transfer("b", [])).wait()
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        queue.begin_pair(None)
-        with pytest.raises(TimeoutError, match="handler"):
-            queue.turns.run(first, second)
-        queue.end_pair()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(TimeoutError, match="handler"):
+        queue.turns.run(action(queue, "a", [], 1), second)
     assert has_begun.is_set()
     assert action(queue, "again", [], 2)() == "again"
 
 
-@pytest.mark.parametrize("by_turns", [True, False])
+@pytest.mark.usefixtures("alarm")
+def test_an_error_wakes_the_other_action_from_a_collective_that_never_ends(queue: LinkQueue) -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="handler"):
+        queue.turns.run(action(queue, "a", [], 2), lambda: queue.start(lambda: never).wait())
+    never.set()
+
+
 @pytest.mark.parametrize("fails", [0, 1])
-def test_an_error_of_one_action_unwinds_the_other(queue: LinkQueue, fails: int, by_turns: bool) -> None:
+def test_an_error_of_one_action_unwinds_the_other(queue: LinkQueue, fails: int) -> None:
     wire: list[str] = []
     unwound: list[str] = []
 
@@ -145,10 +116,8 @@ def test_an_error_of_one_action_unwinds_the_other(queue: LinkQueue, fails: int, 
             unwound.append("w")
 
     actions = (failing, waiting) if fails == 0 else (waiting, failing)
-    queue.begin_pair(None)
     with pytest.raises(ValueError, match="its own error"):
-        queue.turns.run(*actions, by_turns=by_turns)
-    queue.end_pair()
+        queue.turns.run(*actions)
     assert unwound == ["w"]
     assert action(queue, "again", [], 2)() == "again"
 
@@ -166,9 +135,7 @@ def test_only_one_action_has_the_device(queue: LinkQueue) -> None:
             inside.pop()
             queue.start(Transfer("t", [], 0.0002)).wait()
 
-    queue.begin_pair(None)
-    queue.turns.run(run, run, by_turns=False)
-    queue.end_pair()
+    queue.turns.run(run, run)
     assert most == 1
 
 
@@ -183,8 +150,7 @@ class State:
         self.now = saved
 
 
-@pytest.mark.parametrize("by_turns", [True, False])
-def test_each_action_finds_its_own_state(queue: LinkQueue, by_turns: bool) -> None:
+def test_each_action_finds_its_own_state(queue: LinkQueue) -> None:
     state = State()
     queue.turns.states = [state]
 
@@ -197,24 +163,7 @@ def test_each_action_finds_its_own_state(queue: LinkQueue, by_turns: bool) -> No
 
         return act
 
-    queue.begin_pair(None)
-    queue.turns.run(run("a"), run("b"), by_turns=by_turns)
-    queue.end_pair()
-
-
-def test_a_recording_knows_what_an_action_does(queue: LinkQueue) -> None:
-    recording = queue.record()
-    first = queue.start(Transfer("a", [], 0.01))
-    time.sleep(0.005)
-    second = queue.start(Transfer("b", [], 0.02))
-    second.wait()
-    first.wait()
-    recording.add()
-    segments = recording.segments()
-    assert [(one.start is not None, one.wait) for one in segments] == [
-        (True, None), (True, None), (False, 1), (False, 0), (False, None),
-    ]  # fmt: skip
-    assert segments[0].start == pytest.approx(0.01, abs=0.008) and segments[1].compute >= 0.005
+    queue.turns.run(run("a"), run("b"))
 
 
 def test_a_device_starts_collectives_at_once_and_hosts_take_turns() -> None:
@@ -225,7 +174,6 @@ def test_a_device_starts_collectives_at_once_and_hosts_take_turns() -> None:
 
 
 def test_without_a_pair_nothing_changes_hands() -> None:
-    turns = DeviceTurns()
-    turns.wait(lambda: False, lambda: None)
-    turns.offer()
-    assert turns.slot == 0
+    turns, waited = DeviceTurns(), []
+    turns.wait(lambda: waited.append(turns.slot), turns.action)
+    assert waited == [0]

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
-from lightning_hanayo.overlap.pair_time import Segment, best_order
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Pair, Program
-from lightning_hanayo.pipeline_parallel.pairs import MAX_SIGNATURES, RECORDED, Pairs, kinds_of
 from lightning_hanayo.pipeline_parallel.profiling.trace import Event, Trace, stage_times
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
@@ -74,9 +72,9 @@ def run(way: str, batches: int = 1, paired: bool = True) -> tuple[list[Tensor], 
     streams = RandomStreams(7, 0, torch.device("cpu"))
     blocks = [Block(queue, streams, 0), Block(queue, streams, 1), Loss()]
     stage = SelfContainedSingleStage(blocks=blocks, queue=weights, num_blocks=len(blocks))
-    pairs = Pairs(queue, [weights, streams], lambda plans: plans or {}, is_first=True) if paired else None
+    queue.turns.states = [weights, streams]
     channel: Any = NoChannel()
-    engine = Engine({0: stage}, channel, refuse, Trace(), streams=streams, pairs=pairs)
+    engine = Engine({0: stage}, channel, refuse, Trace(), streams=streams, turns=queue.turns if paired else None)
     program = Program.from_schedule(table_of(way, COUNT), 0)
     for _ in range(batches):
         for block in blocks:
@@ -98,15 +96,13 @@ def refuse(stage: int) -> NoReturn:
     raise AssertionError(f"stage {stage} has no data ranks")
 
 
-@pytest.mark.parametrize("batches", [1, RECORDED, RECORDED + 1, RECORDED + 2])
+@pytest.mark.parametrize("batches", [1, 2])
 def test_pairs_make_the_same_gradients(batches: int) -> None:
-    """By turns, recorded, and by the plan; with random numbers of each micro-batch's own."""
+    """With random numbers of each micro-batch's own."""
     losses, gradients, _ = run(ALONE, paired=False)
-    found_losses, found, engine = run(STEADY, batches)
+    found_losses, found, _ = run(STEADY, batches)
     assert all(torch.equal(one, other) for one, other in zip(found_losses, losses, strict=True))
     torch.testing.assert_close(found, gradients, rtol=0, atol=0)
-    assert engine.pairs is not None
-    assert bool(engine.pairs.plans) == (batches > RECORDED)
 
 
 def test_a_pairs_actions_overlap_in_the_trace() -> None:
@@ -126,77 +122,9 @@ def test_without_pairs_their_actions_run_one_after_the_other() -> None:
     assert all(one.end <= other.start for one, other in zip(events, events[1:], strict=False))
 
 
-def test_a_plan_is_made_for_each_kind_of_pair() -> None:
-    _, _, engine = run(STEADY, RECORDED + 1)
-    assert engine.pairs is not None
-    (plans,) = engine.pairs.plans.values()
-    kinds = kinds_of(Action(0, Kind.F, 1), Action(0, Kind.B, 0))
-    assert set(plans) == {kinds}
-    assert len(plans[kinds].order) == 8
-
-
-class Batches:
-    """Batches whose only pair starts a collective in each of its actions."""
-
-    def __init__(self) -> None:
-        self.queue, self.trained = LinkQueue(), 0
-        self.pairs = Pairs(self.queue, [], lambda plans: plans or {}, trained=lambda: self.trained, is_first=True)
-
-    def run(self, signature: int, count: int = 1) -> int:
-        """How many plans there are then."""
-        actions = Action(0, Kind.F, 1), Action(0, Kind.B, 0)
-        for _ in range(count):
-            self.pairs.begin_batch(signature, [actions])
-            self.pairs.run(actions[0], self._act, actions[1], self._act)
-        return len(self.pairs.plans)
-
-    def _act(self) -> None:
-        self.queue.start(Transfer).wait()
-
-
-@pytest.fixture
-def batches() -> Any:
-    made = Batches()
-    yield made
-    made.pairs.close()
-
-
-def test_parts_of_a_batch_without_pairs_do_not_count(batches: Batches) -> None:
-    """As the forward of micro-batch 0, which runs ahead in an epoch's first batch."""
-    for _ in range(RECORDED):
-        batches.pairs.begin_batch(5, ())
-        batches.run(5)
-    batches.pairs.begin_batch(5, ())
-    assert batches.run(5) == 1
-    (plans,) = batches.pairs.plans.values()
-    assert plans
-
-
-def test_a_plan_is_made_anew_for_other_parameters(batches: Batches) -> None:
-    assert batches.run(5, RECORDED + 1) == 1
-    batches.trained = 1
-    assert batches.run(5, RECORDED) == 1
-    assert batches.run(5) == 2
-
-
-def test_plans_of_the_latest_batches_are_kept(batches: Batches) -> None:
-    for signature in range(MAX_SIGNATURES + 3):
-        batches.run(signature, RECORDED + 1)
-    assert len(batches.pairs.plans) == MAX_SIGNATURES
-    before = batches.pairs.plans.copy()
-    batches.run(MAX_SIGNATURES + 2)
-    assert batches.pairs.plans == before
-    batches.run(0, RECORDED + 1)
-    assert len(batches.pairs.plans) == MAX_SIGNATURES
-
-
-def test_actions_without_collectives_have_an_empty_plan() -> None:
-    assert best_order([Segment(1.0)], [Segment(1.0)]).order == ()
-
-
 def test_a_program_has_pairs_as_steps() -> None:
     program = Program.from_schedule(table_of(STEADY, COUNT), 0)
-    assert sum(isinstance(step, Pair) for step in program.steps) == COUNT - 1 == len(program.pairs)
+    assert sum(isinstance(step, Pair) for step in program.steps) == COUNT - 1
 
 
 def test_stage_times_count_what_ran_alone() -> None:

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.overlap.pair_time import Segment
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, validate, with_loss_stage
+from lightning_hanayo.schedule.cost import Segment
 from lightning_hanayo.schedule.passes.pairing import pair_up
 
 unhurried = settings(deadline=None, max_examples=20)

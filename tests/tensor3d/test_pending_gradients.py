@@ -1,7 +1,5 @@
 """Sums of weight gradients that end late, while one or two other actions run."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -22,25 +20,31 @@ class Weight:
         self._turns = turns
 
     def start_reduce_scatter(self, gradients: list[Tensor]) -> Pending[list[Tensor]]:
+        starter = self._turns.action
+
         def finish() -> list[Tensor]:
-            self._turns.wait(lambda: True, lambda: None)
+            self._turns.wait(lambda: None, starter)
             return list(gradients)
 
         return Pending(None, finish)
 
 
-def test_two_backwards_at_once_finish_those_of_the_pair_before() -> None:
+def test_sums_of_the_pair_before_end_while_a_forward_has_the_device() -> None:
     turns = DeviceTurns()
     stage, weights = StageWeights(None, turns, keeps_weights=False), [Weight(turns) for _ in range(2)]
     stage.begin_batch()
 
-    def backward(slot: int) -> None:
-        weight: Any = weights[slot]
-        stage.add(weight, [torch.ones(SIZE)], [True])
+    def forward() -> None:
+        for _ in range(4):
+            turns.wait(lambda: None, turns.action)
+
+    def backward() -> None:
+        for weight in weights:
+            stage.add(weight, [torch.ones(SIZE)], [True])  # type: ignore[arg-type]
 
     pairs = 3
     for _ in range(pairs):
-        turns.run(lambda: backward(0), lambda: backward(1))
+        turns.run(forward, backward)
     stage.finish_gradients()
     turns.close()
     for weight in weights:

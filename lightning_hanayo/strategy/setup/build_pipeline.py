@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_hanayo.clock import clock_for
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.overlap.turns import ActionState
+from lightning_hanayo.overlap.turns import ActionState, DeviceTurns
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import Load, cut, stage_shares
@@ -33,9 +33,8 @@ from lightning_hanayo.pipeline_parallel.engine import Engine
 from lightning_hanayo.pipeline_parallel.first_batch import FirstBatch
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce, TiedGradients, sparse_weights
 from lightning_hanayo.pipeline_parallel.graph_boundary import recompute
-from lightning_hanayo.pipeline_parallel.object_collectives import ReplicatedTensors, broadcast_object
+from lightning_hanayo.pipeline_parallel.object_collectives import ReplicatedTensors
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from lightning_hanayo.pipeline_parallel.pairs import Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
@@ -144,7 +143,7 @@ def build_pipeline(
         before_forward=gradients.finish_gather,
         streams=streams,
         values=run.values,
-        pairs=builder.pairs(stages),
+        turns=builder.turns(stages),
     )
     splitter = BatchSplitter(run.options.batch_rule, may_run_whole=table.num_stages == 1)
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
@@ -340,21 +339,14 @@ class RankBuilder:
         scatters = not user_hooks.may_see_gradients(trainer)  # else user code may want sums of all rows
         return OptimizerShards(stages, axis, self.cube, whole=frozenset(whole), scatters=scatters)
 
-    def pairs(self, stages: Mapping[int, Stage]) -> Pairs | None:
-        """The runner of two actions of this rank at once, if that is asked for."""
-        groups, cube, run = self.run.groups.cube, self.cube, self.run
-        if groups is None or cube is None or cube.queue is None or not run.options.pairs:
+    def turns(self, stages: Mapping[int, Stage]) -> DeviceTurns | None:
+        """The turns of two actions of this rank that run at once, if that is asked for."""
+        cube, run = self.cube, self.run
+        if cube is None or cube.queue is None or not run.options.pairs:
             return None
-        whole, parameters = groups.whole, list(self.model.parameters())
         states: list[ActionState] = [run.values, *(stage.queue for stage in stages.values()), self.streams]
-        return Pairs(
-            cube.queue,
-            states,
-            lambda plans: broadcast_object(plans, whole),
-            trained=lambda: hash(tuple(parameter.requires_grad for parameter in parameters)),
-            is_first=whole.rank() == 0,
-            is_planned=cube.queue.keeps_plans,
-        )
+        cube.queue.turns.states = states
+        return cube.queue.turns
 
     def step_state(self) -> StepState:
         """Watches the tensors that steps may change here; in a cube some modules run on each rank's own samples."""

@@ -25,7 +25,6 @@ from typing_extensions import override
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.p2p import Message, gradient_message
-from lightning_hanayo.pipeline_parallel.pairs import RECORDED, Pairs
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from recipes.benchmarks.gpu import steps
@@ -33,7 +32,7 @@ from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import COMPILED, EAGER, Candidate, Case, Kind, LlamaStack, Precision, Sizes, build
 from recipes.benchmarks.gpu.steps import CaseFigures, Rounds, Say
 from recipes.benchmarks.harness import Summary
-from recipes.benchmarks.pairs.tables import ALONE, STEADY, WAYS, table_of
+from recipes.benchmarks.pairs.tables import ALONE, STEADY, table_of
 from recipes.benchmarks.self_contained import SelfContainedFirstStage, SelfContainedSingleStage
 from recipes.gpt.module import Block
 
@@ -187,8 +186,7 @@ def measure_pairs(sizes: Sizes, tokens: int, card: Card, rounds: int, say: Say) 
     stack.adds(ALONE)
     compute = [stack.adds(ALONE) for _ in range(rounds)]
     stack.collective = median(compute) / 3 / sizes.num_blocks
-    for _ in range(RECORDED + 1):
-        stack.step(STEADY, MANY)
+    stack.step(STEADY, MANY)
     times: dict[str, list[float]] = {ALONE: [], STEADY: []}
     for _ in range(rounds):
         for way, found in times.items():
@@ -217,11 +215,9 @@ class Stack:
         weights = WeightGradientQueue()
         stage = SelfContainedSingleStage(blocks=[*blocks, _MeanSquare()], queue=weights, num_blocks=len(blocks) + 1)
         self._model = model
-        self._pairs = Pairs(
-            self._queue, [weights], lambda plans: plans or {}, is_first=True, is_planned=self._queue.keeps_plans
-        )
+        self._queue.turns.states = [weights]
         channel: Any = _NoChannel()
-        self._engine = Engine({0: stage}, channel, lambda _: None, Trace(), pairs=self._pairs)
+        self._engine = Engine({0: stage}, channel, lambda _: None, Trace(), turns=self._queue.turns)
 
     def adds(self, way: str) -> float:
         """Seconds that a further micro-batch adds to a step."""
@@ -232,9 +228,7 @@ class Stack:
         """Run a step, and return the seconds that the device takes."""
         program = Program.from_schedule(table_of(way, num_microbatches), 0)
         inputs = [one.detach().requires_grad_() for one in self._inputs[:num_microbatches]]
-        batch = Batch(
-            inputs=inputs, loss_weights=[1.0] * num_microbatches, reduce_gradients=False, signature=WAYS.index(way)
-        )
+        batch = Batch(inputs=inputs, loss_weights=[1.0] * num_microbatches, reduce_gradients=False)
 
         def run() -> None:
             self._engine.begin_batch()
@@ -247,7 +241,7 @@ class Stack:
 
     def close(self) -> None:
         """End the threads."""
-        self._pairs.close()
+        self._queue.close()
 
     def _transfer(self) -> None:
         if self.collective:

@@ -1,7 +1,7 @@
 """What each host runs: a probe of the links, all layouts in turn, then the paper's comparison."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -15,9 +15,7 @@ from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
-from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from lightning_hanayo.pipeline_parallel.pairs import Pairs, Plans
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage
@@ -177,13 +175,12 @@ class LayoutRunner:
             {number: list(stage.parameters()) for number, stage in self.stages.items()}, axes["data"]
         )
         self._engine: Engine | None = None
-        self.pairs: Pairs | None = None
         if candidate.pipe > 1:
             transport = transport_of(topology.group_of(rank, "pipe"), axes["pipe"])
-            self.pairs = None if self._queue is None else self._paired(self._queue, runs, groups)
-            self._engine = Engine(
-                runs, PointToPointChannel(transport), self._reduction.start, Trace(), pairs=self.pairs
-            )
+            turns = None if self._queue is None else self._queue.turns
+            if turns is not None:
+                turns.states = [stage.queue for stage in runs.values()]
+            self._engine = Engine(runs, PointToPointChannel(transport), self._reduction.start, Trace(), turns=turns)
             self._program = Program.from_schedule(self.schedule, self._pipe_rank)
         count = candidate.num_microbatches
         self._batch = Batch(inputs=self._inputs, loss_weights=[1 / count] * count)
@@ -203,23 +200,8 @@ class LayoutRunner:
 
     def close(self) -> None:
         """End the threads of pairs."""
-        if self.pairs is not None:
-            self.pairs.close()
-
-    def _paired(self, queue: LinkQueue, stages: Mapping[int, Stage], groups: Groups) -> Pairs:
-        """What runs two actions of this host at once, in an order that its cube shares."""
-        cube = groups.find([tuple(one) for one in self.topology.groups("x", "y", "z")], "plans")
-
-        def share(plans: Plans | None) -> Plans:
-            shared: Plans = broadcast_object(plans, cube)
-            return shared
-
-        return Pairs(
-            queue,
-            [stage.queue for stage in stages.values()],
-            share,
-            is_first=self.topology.group_of(self.rank, "x", "y", "z")[0] == self.rank,
-        )
+        if self._queue is not None:
+            self._queue.close()
 
     def _micro_batches(self, model: Model, scheme: ThreeD) -> list[Tensor]:
         """This rank's part of each micro-batch of its data rank."""

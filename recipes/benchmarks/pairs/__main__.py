@@ -13,15 +13,25 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.overlap.pair_time import best_order, run_alone
+from lightning_hanayo.schedule.cost import run_alone, run_by_turns
 from recipes.benchmarks.cluster import Cluster, Link
 from recipes.benchmarks.harness import Findings, describe, new_parser, number, run_on_cluster
-from recipes.benchmarks.pairs.rank import PipeResult, Plan, Record, Run, pipe_results_of, pipes_of, work, work_pipes
+from recipes.benchmarks.pairs.rank import (
+    PipeResult,
+    Plan,
+    Record,
+    Run,
+    parts_of,
+    pipe_results_of,
+    pipes_of,
+    predict_pairs,
+    work,
+    work_pipes,
+)
 from recipes.benchmarks.pairs.tables import ALONE, STEADY
-from recipes.benchmarks.schemes.log import segments_of
-from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
-from recipes.benchmarks.tensor3d import BYTES, layer_of, predict, speed_of
-from recipes.benchmarks.tensor3d_rank import Case, dry_run
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, keeps_weights, three_d
+from recipes.benchmarks.tensor3d import layer_of, predict, speed_of
+from recipes.benchmarks.tensor3d_rank import Case
 from recipes.cube.meshes import ranked_meshes
 
 if TYPE_CHECKING:
@@ -61,7 +71,7 @@ class Result:
     """seconds of one micro-batch if compute and link overlapped fully"""
     steps: dict[int, float]
     predicted: dict[int, float]
-    """in the simulation that pairs are planned with; empty one by one"""
+    """in simulation, on an ideal network; empty one by one, and where weights are kept"""
 
     def multiple(self, count: int) -> float:
         """The step of so many micro-batches, as a multiple of its bound."""
@@ -92,7 +102,10 @@ def results_of(plan: Plan, link: Link, records: Sequence[Record]) -> list[Result
             for count in plan.microbatches
         }
         bound = predict(plan.case, run.scheme, link)[0].bound
-        found.append(Result(run.scheme, run.way, run.queue, bound, steps, records[0].predicted[place]))
+        may_predict = run.way == STEADY and not keeps_weights(run.scheme)
+        counts = plan.microbatches if may_predict else ()
+        predicted = {count: predict_pairs(plan.case, run.scheme, link, count) for count in counts}
+        found.append(Result(run.scheme, run.way, run.queue, bound, steps, predicted))
     return found
 
 
@@ -147,8 +160,8 @@ class Forecast:
     paired: dict[str, float]
 
 
-def far_ahead(link: Link, hidden: int = 1024, tries: int = 20_000) -> list[Forecast]:
-    """64 and 512 hosts, in the simulation that the measured pairs are planned with."""
+def far_ahead(link: Link, hidden: int = 1024) -> list[Forecast]:
+    """64 and 512 hosts, in simulation."""
     found = []
     for hosts, cube in ((64, (4, 4, 4)), (512, (8, 8, 8))):
         for tokens in (2 * hidden, 8 * hidden):
@@ -159,10 +172,9 @@ def far_ahead(link: Link, hidden: int = 1024, tries: int = 20_000) -> list[Forec
             for share in (0.5, 0.7):
                 speed = without.computing * share / (1 - share) / without.receiving
                 case = Case("", hosts, tokens, hidden, names, speed, batch=SAMPLES)
-                rate = link.bytes_per_second / BYTES
-                parts = {name: segments_of(dry_run(case, name), rate) for name in names}
+                parts = {name: parts_of(case, name, link) for name in names}
                 alone = {name: run_alone(forward) + run_alone(backward) for name, (forward, backward) in parts.items()}
-                paired = {name: best_order(*both, tries).seconds for name, both in parts.items()}
+                paired = {name: run_by_turns(*both).length for name, both in parts.items()}
                 found.append(Forecast(hosts, tokens, share, alone, paired))
     return found
 

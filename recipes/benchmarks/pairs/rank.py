@@ -4,45 +4,41 @@ A pipeline has two ranks, each a cube of four hosts, and runs with and without p
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from statistics import fmean, median
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
-from lightning_hanayo.overlap.pair_time import Segments, run_alone, run_pair
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
-from lightning_hanayo.pipeline_parallel.object_collectives import broadcast_object
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from lightning_hanayo.pipeline_parallel.pairs import RECORDED, Pairs, kinds_of
 from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.planner.candidates import WHOLE, Candidate
-from lightning_hanayo.schedule import CostModel, Schedule, simulate
+from lightning_hanayo.schedule import CostModel, simulate
+from lightning_hanayo.schedule.cost import Segments, run_alone, run_by_turns
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.harness import in_turn
 from recipes.benchmarks.layouts.cases import BYTES, Model
 from recipes.benchmarks.layouts.rank import LayoutRunner, alternate
-from recipes.benchmarks.pairs.tables import ALONE, table_of
+from recipes.benchmarks.pairs.tables import table_of
 from recipes.benchmarks.rounds import agreed_start
 from recipes.benchmarks.runners import transport_of
 from recipes.benchmarks.schemes.layer import Emulated, shapes
-from recipes.benchmarks.schemes.log import Log
-from recipes.benchmarks.schemes.names import groups, keeps_weights, make
+from recipes.benchmarks.schemes.log import Log, segments_of
+from recipes.benchmarks.schemes.names import groups, make, three_d
 from recipes.benchmarks.self_contained import SelfContainedSingleStage
 from recipes.benchmarks.tensor3d import speed_of
-from recipes.benchmarks.tensor3d_rank import HEAD_START, Case, Groups
+from recipes.benchmarks.tensor3d_rank import HEAD_START, Case, Groups, dry_run
 
 QUIET = 0.03
-WARM = (2, 4, 2)
-"""micro-batches of the steps that come first: they show the order of weights, what a pair does, and how a planned one
-runs"""
+WARM = 2
+"""micro-batches of the step that comes first: it shows the order of weights"""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,6 @@ class Record:
 
     steps: list[dict[int, list[float]]] = field(default_factory=list)
     """by run, by number of micro-batches: seconds from the agreed start, by round"""
-    predicted: list[dict[int, float]] = field(default_factory=list)
-    """by run in pairs, by number of micro-batches: what the first host planned with; empty on other hosts"""
 
 
 def work(rank: int, plan: Plan) -> Record:
@@ -80,14 +74,12 @@ def work(rank: int, plan: Plan) -> Record:
     process_groups = Groups(rank)
     runners = [Runner(plan.case, run, process_groups) for run in plan.runs]
     for runner in runners:
-        for count in WARM[:1] if runner.way == ALONE else WARM:
-            runner.step(count)
+        runner.step(WARM)
     record = Record([{count: [] for count in plan.microbatches} for _ in runners])
     for _, place in in_turn(range(len(runners)), plan.rounds):
         for count in plan.microbatches:
             record.steps[place][count].append(runners[place].step(count))
     for runner in runners:
-        record.predicted.append({count: runner.predict(count) for count in plan.microbatches if runner.can_predict})
         runner.close()
     return record
 
@@ -104,7 +96,6 @@ class Runner:
     def __init__(self, case: Case, run: Run, process_groups: Groups) -> None:
         self.way = run.way
         self._case = case
-        self._keeps_weights = keeps_weights(run.scheme)
         self._queue = LinkQueue()
         rank, queue = process_groups.rank, self._queue if run.queue else None
         for among in groups(run.scheme, case.hosts).values():
@@ -120,9 +111,9 @@ class Runner:
         stage = SelfContainedSingleStage(
             blocks=[*layers, _Loss()], queue=weight_queue, hooks=scheme.hooks, num_blocks=case.layers + 1
         )
-        pairs = self._pairs = Pairs(self._queue, [weight_queue], broadcast_object, is_first=rank == 0)
+        self._queue.turns.states = [weight_queue]
         channel = PointToPointChannel(transport_of([rank]))
-        self._engine = Engine({0: stage}, channel, lambda _: None, Trace(), pairs=pairs)
+        self._engine = Engine({0: stage}, channel, lambda _: None, Trace(), turns=self._queue.turns)
         self._parameters = list(layers.parameters())
 
     def step(self, num_microbatches: int) -> float:
@@ -142,31 +133,21 @@ class Runner:
         time.sleep(QUIET)
         return end
 
-    @property
-    def can_predict(self) -> bool:
-        """Whether this host has recorded what pairs do, and what runs alone does the same."""
-        return bool(self._pairs.segments) and not self._keeps_weights
-
-    def predict(self, num_microbatches: int) -> float:
-        """Seconds of such a step in the simulation that the plans are made with."""
-        (plans,) = self._pairs.plans.values()
-        table, segments = table_of(self.way, num_microbatches), self._pairs.segments
-        seconds = set(table.partner_of.values())
-        total = 0.0
-        for action in table.actions[0]:
-            partner = table.partner_of.get(action)
-            if partner is not None:
-                total += plans[kinds_of(action, partner)].seconds
-            elif action not in seconds:
-                alone = next(
-                    own for kind, own in segments.items() if (kind.stage, kind.kind) == (action.stage, action.kind)
-                )
-                total += run_pair(alone, ()).seconds
-        return total
-
     def close(self) -> None:
         """End the threads."""
         self._queue.close()
+
+
+def parts_of(case: Case, scheme: str, link: Link) -> tuple[Segments, Segments]:
+    """A forward and a backward of the scheme: when a host computes, and when it uses the link."""
+    return segments_of(dry_run(case, scheme), link.bytes_per_second / BYTES)
+
+
+def predict_pairs(case: Case, scheme: str, link: Link, num_microbatches: int) -> float:
+    """Seconds of a step in pairs, on an ideal network; with weights that are gathered for each micro-batch."""
+    forward, backward = parts_of(case, scheme, link)
+    ends = run_by_turns(forward).length + run_by_turns(backward).length
+    return ends + (num_microbatches - 1) * run_by_turns(forward, backward).length
 
 
 class _Loss(nn.Module):
@@ -204,10 +185,6 @@ class PipeRecord:
 
     steps: list[list[float]] = field(default_factory=list)
     """of each candidate without pairs and with them, by round"""
-    segments: list[dict[str, list[Segments]]] = field(default_factory=list)
-    """of each candidate: what its stages do in pairs, by kind; empty where another host of the cube has recorded it"""
-    schedules: list[Schedule] = field(default_factory=list)
-    """of each candidate, in pairs"""
 
 
 def pipes_of(link: Link, hidden: int, rounds: int = 1) -> Pipes:
@@ -225,16 +202,8 @@ def work_pipes(rank: int, pipes: Pipes) -> PipeRecord:
         model = Model(pipes.model.layers, pipes.model.hidden, pipes.model.seq, one.samples_per_step,
                       pipes.model.flops_per_second)  # fmt: skip
         runners += [LayoutRunner(one, model, rank, groups), LayoutRunner(one, model, rank, groups, pairs=True)]
-    for _ in range(RECORDED):  # and one more, which isn't counted either
-        alternate([runner.run for runner in runners], 0)
     record.steps = alternate([runner.run for runner in runners], pipes.rounds)
-    for runner in runners[1::2]:
-        assert runner.pairs is not None
-        kinds: dict[str, list[Segments]] = defaultdict(list)
-        for kind, segments in runner.pairs.segments.items():
-            kinds[kind.kind.value].append(segments)
-        record.segments.append(dict(kinds))
-        record.schedules.append(runner.schedule)
+    for runner in runners:
         runner.close()
     return record
 
@@ -256,33 +225,33 @@ class PipeResult:
 
 
 def pipe_results_of(pipes: Pipes, records: Sequence[PipeRecord], link: Link) -> list[PipeResult]:
-    """Put the hosts' records together, with the simulation of each layout by what its stages were recorded to do."""
+    """Put the hosts' records together, with the simulation of each layout on an ideal network."""
     found = []
-    message = BYTES * pipes.samples * pipes.model.seq * pipes.model.hidden / prod(MESHES[0]) / link.bytes_per_second
     for place, candidate in enumerate(pipes.candidates):
         alone, paired = (
             median(max(record.steps[2 * place + way][turn] for record in records) for turn in range(pipes.rounds))
             for way in (0, 1)
         )
-        costs = _costs([record.segments[place] for record in records], message, 2)
-        schedule = records[0].schedules[place]
-        one_by_one = LayoutRunner.layout_of(candidate, pairs=False).table(candidate.num_microbatches)
-        found.append(
-            PipeResult(
-                str(candidate), alone, paired, simulate(one_by_one, costs).makespan, simulate(schedule, costs).makespan
-            )
-        )
+        tables = [
+            LayoutRunner.layout_of(candidate, pairs=way).table(candidate.num_microbatches) for way in (False, True)
+        ]
+        costs = _costs(pipes, candidate.mesh, tables[0].num_stages, link)
+        simulated = [simulate(table, costs).makespan for table in tables]
+        found.append(PipeResult(str(candidate), alone, paired, *simulated))
     return found
 
 
-def _costs(recorded: Sequence[dict[str, list[Segments]]], message: float, stages_per_rank: int) -> CostModel:
-    """The costs of equal stages, from what was recorded of some of them."""
-    forwards, backwards = ([one for host in recorded for one in host.get(kind, [])] for kind in ("F", "B"))
-    forward, backward = (fmean(map(run_alone, several)) for several in (forwards, backwards))
+def _costs(pipes: Pipes, mesh: tuple[int, int, int], num_stages: int, link: Link) -> CostModel:
+    """The costs of equal stages, each a cube of hosts."""
+    model, samples, stages_per_rank = pipes.model, pipes.samples, num_stages / PIPE
+    tokens, layers = samples * model.seq, model.layers // num_stages
+    case = Case("", prod(mesh), tokens, model.hidden, (), model.flops_per_second, layers, batch=samples)
+    forward, backward = parts_of(case, three_d(mesh), link)
+    half = stages_per_rank * run_alone(backward) / 2
     return CostModel(
-        stages_per_rank * forward,
-        stages_per_rank * backward / 2,
-        stages_per_rank * backward / 2,
-        message=message,
-        segments=(("F", tuple(forwards[0])), ("B", tuple(backwards[0]))),
+        stages_per_rank * run_alone(forward),
+        half,
+        half,
+        message=BYTES * tokens * model.hidden / prod(mesh) / link.bytes_per_second,
+        segments=(("F", tuple(forward)), ("B", tuple(backward))),
     )

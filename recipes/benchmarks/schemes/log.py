@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_hanayo.overlap.pair_time import Segment
 from lightning_hanayo.planner.block_time import Clock
+from lightning_hanayo.schedule.cost import Segment
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.overlap.pair_time import run_alone
 from lightning_hanayo.schedule import Kind
+from lightning_hanayo.schedule.cost import run_alone
 from lightning_hanayo.schedule.passes.validation import validate
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.pairs.__main__ import Outcome, Result, table

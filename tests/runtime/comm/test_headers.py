@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.pipeline_parallel.transport import Work
+from lightning_hanayo.overlap.link_queue import Work
 from lightning_hanayo.schedule import Schedule, build
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub, LoopbackTransport

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_hanayo.overlap.link_queue import Work
 from lightning_hanayo.pipeline_parallel.p2p import (
     Message,
     MessageKey,
@@ -19,7 +20,6 @@ from lightning_hanayo.pipeline_parallel.p2p import (
     unpack_gradients,
 )
 from lightning_hanayo.pipeline_parallel.pytree import Flattener
-from lightning_hanayo.pipeline_parallel.transport import Work
 from recipes.benchmarks.live_bytes import LiveBytes
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub, LoopbackTransport

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 
-from lightning_hanayo.overlap.pair_time import Segment
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, simulate, validate
+from lightning_hanayo.schedule.cost import Segment
 from lightning_hanayo.schedule.passes.pairing import pair_up
 from tests.schedule.samples import LINK, make, paired, row, schedules, table, unhurried
 

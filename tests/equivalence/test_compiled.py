@@ -89,7 +89,7 @@ def test_compiled_blocks_in_a_cube(pool: Pool, backend: str, layout: Layout) -> 
 def llama(backend: str | None) -> LightningModule:
     """Layers that read one input hand their outputs on by an attribute."""
     prepare_inductor()
-    module: Any = models.llama(heads=4, kv_heads=2, blocks=4)
+    module: Any = models.llama(heads=4, kv_heads=2)
     for block in module.model.model.layers if backend is not None else ():
         block.compile(backend=backend, fullgraph=True)
     return cast("LightningModule", module)

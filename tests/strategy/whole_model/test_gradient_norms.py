@@ -5,8 +5,6 @@ rank 0       x       x                  x: has its gradient
 rank 1           x       x
 """
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_
 from lightning_hanayo.strategy import norms as norm_functions
 from lightning_hanayo.strategy.norms import GradientNorms
 from tests.harness.pool import Pool
-from tests.harness.thorough import covered
 
 SHAPES = [(40, 30), (7,), (), (3, 5, 2), (4,)]
 
@@ -50,17 +47,8 @@ def clip(dtype: torch.dtype, poison: float | None, max_norm: float, norm_type: f
     return [total, *(parameter.grad for parameter in found)]
 
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-BOUNDS = ((None, 0.1), (None, 1e6), (math.nan, 0.1), (math.inf, 0.1))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "poison", "max_norm"),
-    covered(
-        [(dtype, *bound) for dtype in DTYPES for bound in BOUNDS],
-        by=[*((dtype, None, 0.1) for dtype in DTYPES), *((torch.float32, *bound) for bound in BOUNDS)],
-    ),
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("poison", "max_norm"), [(None, 0.1), (None, 1e6), (float("nan"), 0.1), (float("inf"), 0.1)])
 def test_bit_equal_to_torch(pool: Pool, dtype: torch.dtype, poison: float | None, max_norm: float) -> None:
     (alone,) = pool.run(1, clip, dtype, poison, max_norm, 2.0)
     ranks = pool.run(2, clip, dtype, poison, max_norm, 2.0)
@@ -71,7 +59,7 @@ def test_bit_equal_to_torch(pool: Pool, dtype: torch.dtype, poison: float | None
         assert ours is None if expected is None else torch.equal(ours.nan_to_num(7), expected.nan_to_num(7)), index
 
 
-@pytest.mark.parametrize("norm_type", covered([0.0, 1.0, 3.0, -1.5, math.inf, -math.inf], by=[0.0, -1.5, math.inf]))
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 3.0, -1.5, float("inf"), -float("inf")])
 def test_other_norms(pool: Pool, norm_type: float) -> None:
     (alone,) = pool.run(1, clip, torch.float64, None, 0.1, norm_type)
     for ours in pool.run(2, clip, torch.float64, None, 0.1, norm_type):

@@ -1,5 +1,6 @@
 """Configures all tests: the pool of workers, the order of tiers, time limits, and a clean process after each test."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[DURATIONS] = Durations()
     config.stash[POOL] = Pool()
     CLOCK.start()
+    gc.disable()  # until all tests are collected, since what is imported for them is no garbage
     os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning 2.6.6 itself calls what 4.53 deprecates
     config.pluginmanager.register(_DurationRecorder(config.stash[DURATIONS]))
     _no_limit_per_example()
@@ -65,7 +67,9 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the pool's fork server import torch and Lightning while the first tier runs."""
+    """Search for garbage again, and let the pool's fork server import torch and Lightning while the first tier runs."""
+    gc.freeze()  # all that was collected stays, so later searches skip it
+    gc.enable()
     needed = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not session.config.option.collectonly:
         session.config.stash[POOL].start()

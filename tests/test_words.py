@@ -90,9 +90,10 @@ class Violation(NamedTuple):
         return f"{self.path}:{self.line}: {self.word!r} in {self.text!r}; write {self.instead}"
 
 
-def words_of(name: str) -> list[str]:
+@cache
+def words_of(name: str) -> tuple[str, ...]:
     """`TorchPlayer` -> torch, player; `num_moves` -> num, moves."""
-    return [word.lower() for word in _WORD.findall(name)]
+    return tuple(word.lower() for word in _WORD.findall(name))
 
 
 def refused_in_name(path: str, line: int, name: str) -> Iterator[Violation]:
@@ -115,9 +116,9 @@ def refused_in_text(path: str, line: int, text: str) -> Iterator[Violation]:
             yield Violation(path, line + before.count("\n"), " ".join(match[0].split()), line_of_text, instead)
 
 
-def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Classes, functions, parameters, and the attributes and variables that are set."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -130,7 +131,7 @@ def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def texts_in(path: Path) -> Iterator[tuple[int, str]]:
     """Docstrings, help texts, messages (all strings with a space), and comments."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
     with path.open("rb") as file:
@@ -150,9 +151,9 @@ def documents() -> list[Path]:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    """The module's syntax tree."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """The nodes of the module's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def refused_names() -> Iterator[Violation]:
@@ -161,7 +162,7 @@ def refused_names() -> Iterator[Violation]:
         where = path.relative_to(ROOT).as_posix()
         for part in Path(where).with_suffix("").parts:
             yield from refused_in_name(where, 1, part)
-        for line, name in names_in(parsed(path)):
+        for line, name in names_in(nodes_of(path)):
             yield from refused_in_name(where, line, name)
 
 
@@ -193,9 +194,9 @@ def test_exceptions_are_still_needed() -> None:
 
 
 def test_names_are_split_into_words() -> None:
-    assert words_of("GPTMailRoute") == ["gpt", "mail", "route"]
-    assert words_of("_num_moves") == ["num", "moves"]
-    assert words_of("display_holepunch") == ["display", "holepunch"]
+    assert words_of("GPTMailRoute") == ("gpt", "mail", "route")
+    assert words_of("_num_moves") == ("num", "moves")
+    assert words_of("display_holepunch") == ("display", "holepunch")
 
 
 def test_each_private_word_is_found() -> None:

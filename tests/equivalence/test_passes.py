@@ -14,6 +14,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Outcome,
@@ -34,7 +35,7 @@ def quietly(training: Training, layout: Layout) -> Outcome:
     return fit(training, layout)
 
 
-@pytest.mark.parametrize("model", [After, ChosenAndRejected, FrozenFeatures])
+@pytest.mark.parametrize("model", covered([After, ChosenAndRejected, FrozenFeatures], by=[ChosenAndRejected]))
 def test_data_ranks_sum_the_gradients_of_all_passes(pool: Pool, model: Any) -> None:
     training = Training(model, partial(models.vectors, (8, 6)), dtype=torch.float64, steps=3)
     outcome = merge(pool.run(DATA.world_size, quietly, training, DATA), DATA)

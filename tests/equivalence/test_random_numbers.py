@@ -159,7 +159,7 @@ def test_streams_are_seeded_by_their_keys(pool: Pool) -> None:
     assert outcome.losses[0] == pytest.approx(loss)
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[:3]), ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[:2]), ids=str)
 def test_masks_do_not_depend_on_the_layout(pool: Pool, layout: Layout) -> None:
     outcome = merge(pool.run(layout.world_size, fit, Dropping, layout), layout)
     assert_close(outcome.weights, reference(pool).weights, 1e-10)
@@ -247,7 +247,7 @@ def saved(path: str, layout: Layout, steps: int, resume: str | None) -> Outcome:
 RESUMED = [(2, ONE_PROCESS), (3, Layout(2, 1, 1)), (2, Layout(2, 1, 1)), (3, ONE_PROCESS)]
 
 
-@pytest.mark.parametrize(("stop", "then"), covered(RESUMED, by=RESUMED[:2]), ids=str)
+@pytest.mark.parametrize(("stop", "then"), covered(RESUMED, by=RESUMED[1:2]), ids=str)
 def test_a_resumed_run_draws_the_same_numbers_as_an_uninterrupted_one(
     pool: Pool, tmp_path: Any, then: Layout, stop: int
 ) -> None:
@@ -340,7 +340,7 @@ def test_a_second_pass_draws_different_numbers(pool: Pool) -> None:
     assert_close(recomputed.gradients, expected.gradients, 1e-12)
 
 
-@pytest.mark.parametrize("model", [TwoViews, TwoViewsCheckpointed, FromTarget])
+@pytest.mark.parametrize("model", covered([TwoViews, TwoViewsCheckpointed, FromTarget], by=[TwoViews, FromTarget]))
 def test_each_pass_draws_the_same_numbers_on_a_pipeline(pool: Pool, model: Any) -> None:
     ((_, expected),) = pool.run(1, views, model, ONE_PROCESS)
     ranks = [outcome for _, outcome in pool.run(2, views, model, WAVES)]

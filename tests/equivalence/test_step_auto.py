@@ -277,7 +277,6 @@ IN_CUBES = [
             ((models.MLP, "samples"), ALONG_X),
             (LOSSES[3], REPLICATE),
             ((whole.Contrastive, ""), SHARE_P2),
-            ((whole.TwoDenominators, ""), SHARE),
         ],
     ),  # fmt: skip
     ids=lambda v: getattr(v[0], "__name__", None) if type(v) is tuple else None,
@@ -323,7 +322,7 @@ def validate(layout: Layout, model: Any = Evaluates, *, fits: bool = True) -> tu
     return found, [str(one.message) for one in caught if "don't add up" in str(one.message)]
 
 
-@pytest.mark.parametrize("layout", [P2, SHARE], ids=["pipeline", "cube"])
+@pytest.mark.parametrize("layout", covered([P2, SHARE], by=[P2]), ids=["pipeline", "cube"])
 def test_metrics_of_an_evaluation(pool: Pool, layout: Layout) -> None:
     (((expected,), _),) = pool.run(1, validate, Layout())
     (((made,), texts), *_) = pool.run(2, validate, layout)
@@ -364,9 +363,7 @@ OF_DATA = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"), covered(product(DATA, OF_DATA), by=[(Ignores, OF_DATA[0]), (whole.Contrastive, OF_DATA[1])])
-)
+@pytest.mark.parametrize(("model", "layout"), covered(product(DATA, OF_DATA), by=[(Ignores, OF_DATA[0])]))
 def test_data_ranks_count_as_in_ddp(pool: Pool, model: Any, layout: Layout) -> None:
     """The mean of both data ranks' losses, whatever they count."""
     training = Training(model, partial(models.vectors, (16, 12, 16)), dtype=torch.float64, steps=3)
@@ -413,7 +410,7 @@ def in_little_memory(training: Training, layout: Layout) -> tuple[Outcome, dict[
         step_choice.StepChoice._fits = fits  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("model", "rule"), covered(RULES, by=RULES[1:5:3]), ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.parametrize(("model", "rule"), covered(RULES, by=RULES[1:2]), ids=lambda v: getattr(v, "__name__", None))
 def test_halves_of_micro_batches_tell_rules(pool: Pool, model: Any, rule: str) -> None:
     is_text = model in (models.gpt2, models.llama)
     batches = partial(models.padded, (8, 8, 6), (8,)) if is_text else partial(models.vectors, (16, 16, 12))
@@ -428,7 +425,7 @@ def test_halves_of_micro_batches_tell_rules(pool: Pool, model: Any, rule: str) -
 LARGE = [one for one in WHOLE if one not in (whole.Counts, Masks)]
 
 
-@pytest.mark.parametrize("model", covered(LARGE, by=LARGE[:2]), ids=lambda v: v.__name__)
+@pytest.mark.parametrize("model", covered(LARGE, by=LARGE[:1]), ids=lambda v: v.__name__)
 def test_where_no_whole_batch_fits_the_difference_is_warned_of(pool: Pool, model: Any) -> None:
     training = Training(model, partial(models.vectors, (16, 16, 12)), dtype=torch.float64, steps=3)
     ((_, found), *_) = pool.run(2, in_little_memory, training, P2)
@@ -439,7 +436,7 @@ def test_where_no_whole_batch_fits_the_difference_is_warned_of(pool: Pool, model
     ("precision", "layout"),
     covered(
         [("32-true", P2), ("bf16-mixed", P2), ("bf16-true", P2), ("bf16-true", P1)],
-        by=[("bf16-mixed", P2), ("bf16-true", P1)],
+        by=[("bf16-mixed", P2)],
     ),
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -520,7 +517,7 @@ def left(layout: Layout) -> Any:
     return module.mean, module.losses, module.count, float(trainer.callback_metrics["accuracy_epoch"])
 
 
-@pytest.mark.parametrize("layout", [P1, P2, REPLICATE], ids=str)
+@pytest.mark.parametrize("layout", covered([P1, P2, REPLICATE], by=[P1, P2]), ids=str)
 def test_a_dry_run_leaves_nothing(pool: Pool, layout: Layout) -> None:
     (expected,) = pool.run(1, left, Layout())
     made = pool.run(layout.world_size, left, layout)[0]

@@ -177,7 +177,7 @@ def train_as_hosts(device: str, case: Case, layout: Layout | None) -> Outcome:
     return train_on(device, layout, case.model, case.batches())
 
 
-@pytest.mark.parametrize(("device", "case"), on_devices(CASES, cpu=[CASES[0], *CASES[len(SHARED) :]]), ids=str)
+@pytest.mark.parametrize(("device", "case"), on_devices(CASES, cpu=[CASES[0], *CASES[len(SHARED) :: 2]]), ids=str)
 def test_ranks_share_a_gpu_if_nccl_lets_them(launch: Launch, device: str, case: Case) -> None:
     (plain,) = launch(device, 1, train_as_hosts, case, None)
     try:

@@ -11,8 +11,8 @@ from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 
 HABITS = [habit for group in GROUPS.values() for habit in group]
-# By default every ninth habit runs on one layout, in turn; two on a cube, whose processes take ten times as long.
-TURNS = (*("pipeline", "waves") * 6, "cube")
+# By default every ninth habit runs on one layout, in turn; one on a cube, whose processes take ten times as long.
+TURNS = (*("pipeline", "waves") * 12, "pipeline", "cube")
 DEFAULT = [(habit, TURNS[index % len(TURNS)]) for index, habit in enumerate(HABITS[::9])]
 
 

@@ -57,7 +57,7 @@ class Install:
             source.write_text(text)
 
 
-@pytest.fixture(scope="module", params=["normal", "editable"])
+@pytest.fixture(scope="module", params=["normal", pytest.param("editable", marks=pytest.mark.thorough)])
 def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Install:
     folder = tmp_path_factory.mktemp(request.param)
     checkout = folder / "checkout"

@@ -66,11 +66,11 @@ def test_a_plan_is_made_again(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_run_does_is_counted() -> None:
-    run = Operations(CASES[RUNS[1]], json.loads(PLANS.read_text())[RUNS[1]])
-    assert run.groups() == {"nccl": 12, "gloo": 6}
-    messages = 8 * 64 * 4 * 2  # batches, micro-batches, a rank's stages in two waves, forward and backward
-    assert run.messages() == (messages, messages * 8192 * 16384 * 4 / 8)
-    assert run.saved == 405_853_388_800 * (4 + 8)
+    run = Operations(CASES[RUNS[0]], json.loads(PLANS.read_text())[RUNS[0]])
+    assert run.groups() == {"nccl": 11, "gloo": 7}
+    messages = 8 * 32 * 4 * 2  # batches, micro-batches, a rank's stages in two waves, forward and backward
+    assert run.messages() == (messages, messages * 2 * 8192 * 8192 * 4 / 8)
+    assert run.saved == 70_553_706_496 * (4 + 8)
     assert run.lost < 0.01
 
 

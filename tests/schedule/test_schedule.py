@@ -39,7 +39,7 @@ def test_a_schedule_stays_a_schedule() -> None:
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_csv_and_back(tmp_path: Path, schedule: Schedule) -> None:
     for communication in (False, True):
         schedule.to_csv(tmp_path / "again.csv", communication=communication)

@@ -93,7 +93,7 @@ CASES = [(Adapters, LAYOUTS[0]), (Said, AUTO), (Adapters, LAYOUTS[1]), (Deeper, 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    covered(CASES, by=[(Adapters, LAYOUTS[0]), (Said, AUTO), (Configured, LAYOUTS[1])]),
+    covered(CASES, by=[(Adapters, LAYOUTS[0]), (Said, AUTO)]),
 )
 def test_they_train_as_in_one_process(pool: Pool, model: type[models.MLP], layout: Layout) -> None:
     training = Training(model, partial(models.vectors, (8, 8, 8)), torch.float64, steps=3)

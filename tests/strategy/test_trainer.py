@@ -309,7 +309,7 @@ RARE = (
     "fast dev run", "clipped by value", "plateau per step", "combined loaders", "validation every other epoch",
     "accumulation by epoch", "checkpoints by step", "limits", "anomalies", "logs in hooks", "reloaded loaders",
     "balance by hand", "a table from a file", "steps counted at set-up", "an odd end while accumulating", "interleaved",
-    "several validation loaders",
+    "several validation loaders", "validation in between",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from recipes.benchmarks import cube_host, large_blocks, nonfinite, random_streams, single, step_once
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 
 SMALL = ["--rounds", "1", "--steps", "2", "--batch-size", "1", "--blocks", "2"]
 
@@ -73,14 +74,15 @@ def test_looking_for_nan_has_a_ratio(tmp_path: Path) -> None:
     assert "| P | gradient_clip_val |" in page
 
 
-def test_blocks_of_large_models_have_times_and_plans(tmp_path: Path) -> None:
-    arguments = ["--toy", "--rounds", "1", "--models", "llama3-8b", "qwen3-30b-a3b"]
+@pytest.mark.parametrize("model", covered(["llama3-8b", "qwen3-30b-a3b"], by=["qwen3-30b-a3b"]))
+def test_blocks_of_large_models_have_times_and_plans(tmp_path: Path, model: str) -> None:
+    arguments = ["--toy", "--rounds", "1", "--models", model]
     data, page = found_by(large_blocks.main, arguments, tmp_path, None)
     assert data["failed"] == {}
-    assert [one["model"] for one in data["blocks"]] == [one["model"] for one in data["fits"]] == arguments[-2:]
+    assert [one["model"] for one in data["blocks"]] == [one["model"] for one in data["fits"]] == [model]
     assert all(one["forward"]["median"] > 0 < one["planned_kept"] for one in data["blocks"])
     assert all(one["seconds"]["median"] > 0 < one["planned_peak"] for one in data["fits"])
-    assert "| `qwen3-30b-a3b` | 8 |" in page
+    assert f"| `{model}` | 8 |" in page
 
 
 def test_the_kept_page_of_large_models_is_that_of_its_figures(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def concatenated(num_ranks: int, num_waves: int, num_microbatches: int) -> Sched
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 16))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_number_of_microbatches(num_ranks: int, num_waves: int, num_microbatches: int) -> None:
     timeline = simulate(make("hanayo", num_ranks, num_microbatches, num_waves))
     assert max(timeline.peak_activations) <= num_ranks
@@ -105,7 +105,7 @@ def test_any_number_of_microbatches(num_ranks: int, num_waves: int, num_microbat
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 12), st.floats(1.0, 6.0), st.sampled_from([0.0, 0.1]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_budget(num_ranks: int, num_waves: int, num_microbatches: int, budget: float, message: float) -> None:
     schedule = build(
         "hanayo",

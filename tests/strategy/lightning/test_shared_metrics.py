@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hanayo.pipeline_parallel.transport import Relay
 from tests.harness import models
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.harness.training import Layout, make_loader, make_trainer
 
 
@@ -59,7 +60,12 @@ def count(kind: str) -> tuple[int, list[float]]:
     return before_epoch_end[0], reader.losses
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("nobody", 5), ("checkpoint", 5 + 2), ("callback", 5 + 4 * 2)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    covered(
+        [("nobody", 5), ("checkpoint", 5 + 2), ("callback", 5 + 4 * 2)], by=[("nobody", 5), ("callback", 5 + 4 * 2)]
+    ),
+)
 def test_only_where_somebody_reads(pool: Pool, kind: str, expected: int) -> None:
     (first, first_losses), (second, second_losses) = pool.run(2, count, kind)
     assert (first, second) == (expected, expected)

@@ -88,7 +88,7 @@ def uses_weights() -> LightningModule:
     ("make", "layout"),
     covered(
         list(product([tied, untied, recipe, uses_weights], LAYOUTS)),
-        by=[(tied, LAYOUTS[0]), (uses_weights, LAYOUTS[0])],
+        by=[(uses_weights, LAYOUTS[0])],
     ),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -151,7 +151,7 @@ OPTIMIZERS, MODELS = (lamb, adafactor), (gpt2, llama, models.MLP)
         case
         for case in covered(
             product(CUBES, OPTIMIZERS, MODELS, (False, True)),
-            by=[(CUBES[1], adafactor, models.MLP, False), (CUBES[5], lamb, models.MLP, True)],
+            by=[(CUBES[5], lamb, models.MLP, True)],
         )
         if case.values[0].topology.cube != (1, 1, 1) or case.values[3]
     ],
@@ -170,13 +170,13 @@ def test_whole_parameters_are_stepped_as_in_one_process(
 def test_owners_share_the_states(pool: Pool) -> None:
     """Of the embedding and the matrices: no rank has more than the largest parameter and its share."""
     layout = Layout(cube=(1, 2, 2))
-    sizes = [size for *_, size in pool.run(4, partial(train, layout, lamb, models.MLP))]
-    ((_, _, whole),) = pool.run(1, partial(train, Layout(), lamb, models.MLP))
+    sizes = [size for *_, size in pool.run(4, partial(train, layout, lamb, models.MLP, epochs=1))]
+    ((_, _, whole),) = pool.run(1, partial(train, Layout(), lamb, models.MLP, epochs=1))
     assert sum(sizes) == whole and max(sizes) < 0.4 * whole
 
 
 WAYS: list[tuple[Layout, Any, float, dict[str, Any]]] = [
-    (Layout(cube=(1, 2, 1)), muon, 2e-2, {}),
+    (Layout(cube=(1, 2, 1)), muon, 2e-2, {"epochs": 1}),
     (Layout(data=2), muon, 2e-2, {"shard_optimizer": True}),
     (Layout(cube=(1, 2, 1)), adafactor, 1e-10, {"offload_optimizer": True}),
     (Layout(cube=(1, 2, 1)), adafactor, 1e-10, {"trainer_options": {"precision": "64-true", "max_steps": 1}}),
@@ -219,7 +219,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("first", "second", "save_full"), covered(RUNS, by=[RUNS[2]]), ids=str)
+@pytest.mark.parametrize(("first", "second", "save_full"), covered(RUNS, by=[RUNS[0]]), ids=str)
 def test_any_layout_reads_its_checkpoints(
     pool: Pool, tmp_path: Any, first: Layout, second: Layout, save_full: bool
 ) -> None:

@@ -60,7 +60,7 @@ PROSE = {
 }
 
 ALLOWED = {
-    ("recipes/cube/model.py", "gate"),  # SwiGLU's third matrix, as Llama names it
+    ("lightning_hanayo/tensor_parallel/layers/linear.py", "gate"),  # SwiGLU's third matrix, as Llama names it
     ("recipes/benchmarks/cluster.py", "bridge"),  # Linux's virtual switch
     ("recipes/benchmarks/cluster.py", "packet"),  # on a network link
     ("recipes/bert/module.py", "dense"),  # BERT's own name of the head's linear layer, and a checkpoint key

@@ -167,7 +167,8 @@ class Storage:
     def replace(self, name: str, new_name: str) -> None:
         """Give a file another name, in place of the file that has it: at once if it is local, else by a copy."""
         with self._fresh(name) as files:
-            files.mv(self._at(name), self._at(new_name))
+            move = os.replace if self.is_local else files.mv
+            move(self._at(name), self._at(new_name))
         self.sync()
 
     def rename(self, path: str) -> None:

@@ -247,7 +247,8 @@ class _BlockRun:
         # a cache would grow, or hold states, from run to run
         values = [None if is_cache(value) else value for value in values]
         self._values: list[Any] = [value.detach() if isinstance(value, Tensor) else value for value in values]
-        floats = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1]
+        tensors = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.ndim > 1 and not v.is_nested]
+        floats = [i for i in tensors if values[i].is_floating_point()]
         self._streams = [i for i in floats if values[i].requires_grad] or floats[:1]
         self._block, self._device, self._is_cube, self._samples = block, device, is_cube, samples
         self._states = generator_states(device)

@@ -74,7 +74,7 @@ class NativeGroup(dist.ProcessGroup):
     def alltoall_base(self, received: Tensor, sent: Tensor, *options: Any) -> dist.Work:
         self._check(received, sent)
         self._count("all_to_all")
-        return self._gloo.alltoall_base(received.view(-1), sent.view(-1), *options)
+        return self._gloo.alltoall_base(received, sent, *options)
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> dist.Work:
         self._check(*tensors)

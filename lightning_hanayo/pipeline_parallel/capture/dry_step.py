@@ -63,12 +63,12 @@ class StandIn:
         flattener = pytree.Flattener()
         skeleton = flattener.flatten(output, "the output of a block")
         calls = others(output)
-        self.calls += call, calls
         given = [one.detach().clone() for one in self.given(len(self.tensors), flattener.tensors)]
         for one in given:
             one.requires_grad_(has_gradients and one.is_floating_point())
         self.tensors += given
         output, stage_input = pytree.unflatten(skeleton, given), StageInput.from_message(calls)
+        self.calls += call, calls
         if stage_input.num_blocks == len(stage_input.call_of_block):
             return output
         blocks = [_Returns(output) for _ in range(stage_input.num_blocks)]  # between them code, after each this output

@@ -228,6 +228,13 @@ def _with_costs(layouts: list[Layout]) -> list[Layout]:
     return fitting
 
 
+_ANSWERS = {
+    "chimera": "it holds two copies of the model, with losses on two ranks at once, but training_step runs on one. A "
+    "wave (schedule='hanayo-zb') has a smaller bubble, and one copy of the weights.",
+    "zero-bubble": "zero-bubble schedules are 'zb-h1', 'zbv', 'interleaved-zb', and as a wave 'hanayo-zb'",
+}
+
+
 def check_schedule(name: str) -> None:
     """Accept the name of a schedule that training can run, `"auto"`, or the path of a CSV table.
 
@@ -238,7 +245,8 @@ def check_schedule(name: str) -> None:
         if not Path(name).is_file():
             raise HanayoError(f"schedule={name!r}: there is no such file")
     elif name not in (*schedule_names(), AUTO):
-        raise HanayoError(f"schedule={name!r} is unknown; {nearest(name, [*schedule_names(), AUTO])}")
+        why = _ANSWERS.get(name.lower().replace("_", "-")) or nearest(name, [*schedule_names(), AUTO])
+        raise HanayoError(f"schedule={name!r} is unknown; {why}")
 
 
 def _is_file(name: str) -> bool:

@@ -107,7 +107,8 @@ def test_a_table_for_other_ranks(tmp_path: Path) -> None:
     ("name", "named"),
     [
         ("hanyo", "did you mean 'hanayo'"),
-        ("chimera", "schedule='chimera' is unknown; Known: "),
+        ("chimera", "two ranks at once"),
+        ("zero_bubble", "'zb-h1', 'zbv'"),
         ("nowhere.csv", "there is no such file"),
     ],
 )

@@ -11,7 +11,7 @@ Prints timelines: in colours in a terminal, as plain text in a pipe.
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.cli.common import CommandGroup, fail, number, print_table
-from lightning_hanayo.errors import HanayoError, counted
+from lightning_hanayo.errors import HanayoError, counted, nearest
 from lightning_hanayo.planner.files import Profile
 from lightning_hanayo.plotting import save_page, save_ranking, save_timeline, save_trace
 from lightning_hanayo.plotting.palette import action_colour, legend_entries, text_colour, wave_legs
@@ -84,6 +84,11 @@ _COSTS = {
     "gradient_reduce": "time to all-reduce a rank's gradients over the data ranks, once per step (default 0)",
 }
 _NUMBERS = ("message_between_nodes", "per_action")
+
+
+def no_such_schedule(name: str, known: Iterable[str]) -> HanayoError:
+    """Returns the error for a name that is neither a known schedule nor a table."""
+    return HanayoError(f"there is no schedule {name!r}: {nearest(name, known)}; or a file ending in .csv")
 
 
 def add_schedule(parser: ArgumentParser) -> None:
@@ -160,17 +165,19 @@ class Options(Namespace):
         Raises:
             HanayoError: there is no such schedule, or it doesn't exist in these sizes.
         """
-        name = self.schedule
+        name, known = self.schedule, (*schedule_names(), "auto")
         if name.endswith(".csv") or Path(name).is_file() or "/" in name:
             given = {"ranks": self.ranks, "microbatches": self.microbatches, "waves": self.waves}
             given["stages-per-rank"] = self.stages_per_rank
             if superfluous := [f"--{option}" for option, value in given.items() if value is not None]:
                 raise HanayoError(f"{name} is a table, which has its own sizes; leave out {', '.join(superfluous)}")
             schedule = Schedule.from_csv(name)
-        else:
+        elif name in known:
             sizes = self.sizes | {"num_stages_per_rank": self.stages_per_rank}
             budget, pairs = self.activation_budget, self.pairs is not None
             schedule = build(name, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
+        else:
+            raise no_such_schedule(name, known)
         return with_loss_stage(schedule) if vars(self).get("loss_stage") else schedule
 
     def simulate(self, schedule: Schedule) -> Timeline:
@@ -231,6 +238,9 @@ def run_compare(options: Options) -> int:
     """
     tables = {name: Schedule.from_csv(name) for name in options.schedules if name.endswith(".csv")}
     names = [name for name in options.schedules if name not in tables] or None
+    for name in names or ():
+        if name not in schedule_names():
+            raise no_such_schedule(name, schedule_names())
     sizes, budget = options.sizes, options.activation_budget
     for table in tables.values():
         if options.ranks is None:

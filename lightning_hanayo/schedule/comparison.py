@@ -9,7 +9,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, MAX_TRIED, check_num_actions
-from lightning_hanayo.schedule.registry import Request, build, registered, schedule_names, sizes_for
+from lightning_hanayo.schedule.registry import Request, build, schedule_names, sizes_for
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.simulate import Timeline, simulate
 
@@ -66,7 +66,7 @@ def compare(
         tell: is called with the name of each schedule before it is built.
 
     Raises:
-        HanayoError: a name is unknown, a size or the budget makes no sense, or a table has another size.
+        HanayoError: a size or the budget makes no sense for any schedule, or a table has another size.
 
     Example:
         >>> [one.name for one in compare(num_ranks=4, num_microbatches=8, names=["1f1b", "hanayo"]).candidates]
@@ -82,9 +82,8 @@ def compare(
     names = tuple(dict.fromkeys(schedule_names() if names is None else names))
     most = MAX_TRIED if len(names) > 1 else MAX_ACTIONS
     for name in names:
-        # Sizes that are wrong for all schedules, and unknown names, raise here, outside of the `try`
+        # Sizes that are wrong for all schedules raise here, outside of the `try`
         Request(name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget)
-        registered(name)
         check_num_actions(num_ranks, num_microbatches, 2 * num_waves, most=most)
         tell(name)
         try:

@@ -105,7 +105,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     """
     choices = list(known)
     if not choices:
-        return "no class_path says which class could have it; add one, or give the --config that has it first"
+        return "there is no class that could have it; class_path names one"
     prefix = name.rpartition(".")[0]
     group = [choice for choice in choices if choice.rpartition(".")[0] == prefix] or choices
     if len(group) <= _MAX_LISTED:

@@ -5,7 +5,8 @@ Only then torch and Lightning are imported, which takes seconds.
 Checks the configuration files of a command before they are parsed: one line says which file is wrong, and where.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def check_configuration(command: str, args: Sequence[str]) -> None:
         if not path.exists() and path.suffix in (".yaml", ".yml", ".json"):
             raise HanayoError(f"--config {path}: there is no such file{_others(path)}")
     check_config_files(args)
+    check_complete(args)
 
 
 def _others(path: Path) -> str:
@@ -49,6 +51,7 @@ def _others(path: Path) -> str:
 
 MAX_BYTES = 16 << 20
 _SECTIONS = ("trainer", "report")
+_WITH_CLASS = ("model", "data")
 
 
 def config_files(args: Sequence[str]) -> list[Path]:
@@ -70,6 +73,41 @@ def check_config_files(args: Sequence[str]) -> None:
     for path in config_files(args):
         if path.is_file():
             check_config_file(path)
+
+
+def check_complete(args: Sequence[str]) -> None:
+    """Check that a file which sets options of the model or the data comes with one that says which class they are.
+
+    Raises:
+        HanayoError: none does.
+    """
+    sections = {path: _sections(path) for path in config_files(args) if path.is_file()}
+    for name in _WITH_CLASS:
+        if any(_names_class(one.get(name)) for one in sections.values()) or any(
+            one.partition("=")[0] == f"--{name}" for one in args
+        ):
+            continue
+        for path, found in sections.items():
+            if isinstance(found.get(name), Mapping):
+                way_out = f"give the configuration that it changes first: --config {_base(path, name)} --config {path}"
+                raise HanayoError(f"{path} sets options of the {name}, but nothing says which class that is; {way_out}")
+
+
+def _base(path: Path, name: str) -> str:
+    """The first configuration in the same folder that names a class, or what it would be."""
+    others = sorted(path.parent.glob("*.yaml"), key=lambda one: (one.stem != "wave", one))
+    return next((str(one) for one in others if _names_class(_sections(one).get(name))), "FILE")
+
+
+def _sections(path: Path) -> Mapping[str, object]:
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _names_class(section: object) -> bool:
+    return isinstance(section, str) or (isinstance(section, Mapping) and "class_path" in section)
 
 
 def check_config_file(path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hanayo.cli.trainer_start import check_config_files
+from lightning_hanayo.cli.trainer_start import check_complete, check_config_files
 from lightning_hanayo.errors import HanayoError
 
 BAD = {
@@ -61,3 +61,17 @@ def test_the_same_key_in_two_sections_and_an_anchor_are_fine() -> None:
 @pytest.mark.parametrize("args", [["--config=nowhere.yaml"], ["--config"], ["--config", "a: 1"], ["--print_config"]])
 def test_the_parser_says_what_is_wrong_with_arguments(args: list[str]) -> None:
     check_config_files(args)
+
+
+def test_a_configuration_that_changes_another_says_so() -> None:
+    Path("a.yaml").write_text("model:\n  init_args:\n    width: 8\n")
+    Path("c.yaml").write_text("model:\n  class_path: my.Model\n")
+    with pytest.raises(HanayoError, match=r"a.yaml sets options of the model.* --config c.yaml --config a.yaml$"):
+        check_complete(["--config", "a.yaml"])
+    check_complete(["--config=c.yaml", "--config=a.yaml"])
+    check_complete(["--config=a.yaml", "--model=my.Model"])
+    Path("c.yaml").write_text("model: my.Model\n")
+    check_complete(["--config=c.yaml", "--config=a.yaml"])
+    Path("c.yaml").unlink()
+    with pytest.raises(HanayoError, match=r"--config FILE --config a.yaml$"):
+        check_complete(["--config", "a.yaml"])

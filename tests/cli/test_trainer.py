@@ -165,10 +165,7 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         (["--ckpt_path=empty.ckpt"], "ckpt_path=empty.ckpt is empty"),
         (["--ckpt_path=damaged.ckpt"], "damaged.ckpt can't be read as a checkpoint"),
         (["--ckpt_path=folder.ckpt"], "folder.ckpt/manifest.json is damaged: its first line is no JSON"),
-        (
-            ["--config=no_class.yaml"],
-            "no class_path says which class could have it; add one, or give the --config that has it first",
-        ),
+        (["--config=no_class.yaml"], "no_class.yaml sets options of the data, but nothing says which class that is"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -69,6 +69,14 @@ class SharedMetrics(_LoggerConnector):
             _ = self.callback_metrics, self.logged_metrics  # reading them brings them up to date
         return self.share(result)
 
+    @property
+    @override
+    def metrics(self) -> Any:
+        with warnings.catch_warnings():
+            if self.run.topology.data == 1:  # there is nothing to sync
+                warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
+            return super().metrics
+
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()

@@ -259,8 +259,6 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         self.set_world_ranks()
         if self.global_rank > 0:  # Lightning runs alike on rank 0, which warns
             warnings.filterwarnings("ignore", module=r"lightning\.")
-        if self.topology.data == 1:  # there is nothing to sync
-            warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
         if self.topology.data > 1:  # as DDP; one data rank goes on with the random numbers of one process
             reset_seed()
         joined_before, timeout = dist.is_initialized(), self.options.transfer_time

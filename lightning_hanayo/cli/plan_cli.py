@@ -252,6 +252,7 @@ class PlanCLI(WaveCLI):
         options, batches = self._options, self._config["accumulate_grad_batches"] * self._data_ranks()
         weights = ALL.cube_weights if options.cube_weights == "auto" else (options.cube_weights,)
         outside = ALL.cube_outside if own.cube_outside == "share" else (own.cube_outside,)
+        pairs, once = _pairs(options.pairs, facts, own), own.step == "batch"
         return make_plan(
             facts,
             self._machine,
@@ -260,7 +261,7 @@ class PlanCLI(WaveCLI):
             memory=options.memory,
             top=options.top,
             model=step_model,
-            choices=Choices(weights, _PAIRS[options.pairs], own.step == "batch", cube_outside=outside),
+            choices=Choices(weights, pairs, once, cube_outside=outside),
         )
 
     def _data_ranks(self) -> int:
@@ -309,6 +310,24 @@ class PlanCLI(WaveCLI):
             print(json.dumps(plain(plan) | {"plan": options.output, "picture": picture}, indent=2))
         else:
             show(plan, (options.output, picture), configs, sets_batch_size=sets_batch_size)
+
+
+def _pairs(given: str, facts: ModelFacts, options: Options) -> tuple[bool, ...]:
+    """Whether layouts may have pairs: what `HanayoStrategy` accepts in a cube.
+
+    Raises:
+        HanayoError: they are asked for, and it would refuse them.
+    """
+    reason = ""
+    if not facts.is_registered:
+        reason = f"the blocks of {facts.stack} aren't registered"
+    elif options.cube_outside == "tokens":
+        reason = "cube_outside='tokens' starts collectives in user code"
+    elif options.step == "batch":
+        reason = "step='batch' runs code outside the stack on whole batches"
+    if reason and given == "on":
+        raise HanayoError(f"--pairs on: {reason}, and HanayoStrategy refuses pairs then; leave --pairs out")
+    return (False,) if reason else _PAIRS[given]
 
 
 def _on_cpu(cls: type[LightningDataModule], *args: Any, **kwargs: Any) -> LightningDataModule:

@@ -197,11 +197,10 @@ def _choose(
     for recompute, sharded in product((False, True), (False, True) if data > 1 else (False,)):
         # recomputed blocks keep the backward in one piece
         schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
-        is_plain = not recompute and not choices.runs_step_once and choices.cube_outside != ("tokens",)
-        may_pair = facts.is_registered and is_plain
+        may_pair = facts.is_registered and not recompute and not choices.runs_step_once
         pairs = [pairs for pairs in choices.pairs if may_pair or not pairs] if in_cube else [False]
         if not pairs:
-            refused["pairs need registered blocks, not recomputed, step='microbatch', cube_outside='share'"] += 1
+            refused["pairs need registered blocks, and no recomputation"] += 1
         for weight, at_once, where, seen in product(weights, pairs, experts, outside):
             if not (at_once and seen == "tokens"):  # user code starts collectives then
                 once = choices.runs_step_once

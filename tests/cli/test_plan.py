@@ -165,13 +165,14 @@ def test_samples_per_step_are_those_of_the_configuration(
         ([], Choices()),
         (["--pairs=on", "--cube-weights=batch"], Choices(("batch",), (True,))),
         (["--pairs=off", "--cube-weights=microbatch"], Choices(("microbatch",), (False,))),
+        (["--model.encoder=false"], Choices(pairs=(False,))),
         (
             [f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.cube_outside=tokens"],
-            Choices(cube_outside=("tokens",)),
+            Choices(pairs=(False,), cube_outside=("tokens",)),
         ),
         (
             [f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.step=batch"],
-            Choices(runs_step_once=True),
+            Choices(pairs=(False,), runs_step_once=True),
         ),
     ],
     ids=str,
@@ -267,6 +268,7 @@ WRONG = {
     "memory": (["--devices=8", "--device=h100", "--memory=lots"], "expected bytes, such as 80GB"),
     "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),
     "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),
+    "pairs": (["--devices=2", "--device=cpu", "--pairs=on"], "--pairs on: the blocks of blocks aren't registered"),
     "given": (["--devices=2", "--device=cpu", "--given"], "--given: trainer.strategy is 'auto'; give HanayoStrategy"),
     "given_batch": (
         ["--devices=2", "--device=cpu", "--given", "--global-batch=8"],

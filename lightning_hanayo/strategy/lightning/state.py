@@ -61,8 +61,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_hanayo.errors import UnsupportedError, available, counted
-from lightning_hanayo.partial_values import plain_alias
+from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.deferred_init import MetaCopy
+from lightning_hanayo.partition.guards import MissingValues
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.pipeline_parallel.profiling.trace import RANGE
@@ -262,8 +263,17 @@ def unguard_states(optimizers: Sequence[Optimizer], shard: Callable[[Tensor, Ten
     """
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            plain = {name: plain_alias(value) for name, value in state.items() if isinstance(value, Tensor)}
-            state.update(plain if shard is None else {n: shard(value, parameter) for n, value in plain.items()})
+            plain = {name: _plain(value) for name, value in state.items()}
+            if shard is not None:
+                plain = {n: shard(v, parameter) if isinstance(v, Tensor) else v for n, v in plain.items()}
+            state.update(plain)
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, PartialValues | MissingValues):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
 
 
 def forward_flops(module: "pl.LightningModule") -> int:

@@ -282,7 +282,8 @@ class StepChoice:
 
     def _tell_of_evaluation(self, stage: str, difference: str, unknown: str) -> None:
         if not difference:
-            _say_unknown(f"the values of {stage}", unknown)
+            what = "they are weighed by samples"
+            rank_zero_info(f"it can't be told how the values of {stage} micro-batches add up ({unknown}), so {what}.")
             return
         warnings.warn(
             f"the values of micro-batches don't add up to those of {self._name}'s {stage} step of the whole batch: "
@@ -338,8 +339,7 @@ class StepChoice:
             self._num_unknown = 0
         can_be_cut = all(one.can_be_cut for one in verdicts)
         if unknown and not can_be_cut:
-            self._give_up()
-            _say_unknown("losses", unknown)
+            self._give_up(f"whether losses of micro-batches add up to that of the whole batch isn't known: {unknown}")
         elif difference and fits and self.may_run_once and can_be_cut:
             self.runs_once = True
             rank_zero_info(
@@ -347,7 +347,7 @@ class StepChoice:
                 "is cut (docs/guides/losses.md). HanayoStrategy(step='microbatch') accepts the difference."
             )
         elif difference:
-            self._give_up()
+            self._give_up("")
             why = self._why_in_parts if can_be_cut else "Blocks get the samples of a whole batch in one sequence"
             warnings.warn(
                 f"{self._differs(difference)}. {why}, so the training depends on num_microbatches.",
@@ -357,7 +357,13 @@ class StepChoice:
             self._num_unknown += 1
             once = fits and self.may_run_once
             if self._num_unknown == MOST_UNKNOWN:
-                _say_unknown("losses", unknown, _ONCE if once else _BY_SAMPLES)
+                what = (
+                    "the step runs once on whole batches. HanayoStrategy(step='microbatch') or loss_weight=... takes "
+                    "less time, if that is right"
+                    if once
+                    else "they are weighed by samples. Set HanayoStrategy(loss_weight=...) if that is wrong"
+                )
+                rank_zero_info(f"it can't be told how losses of micro-batches add up ({unknown}), so {what}.")
             return once, False
         return self.runs_once, bool(self.rules.loss.rules)
 
@@ -391,9 +397,12 @@ class StepChoice:
             stacklevel=2,
         )
 
-    def _give_up(self) -> None:
+    def _give_up(self, why: str) -> None:
         """From now on micro-batches are weighed by samples."""
-        self._has_given_up, self.rules = True, StageRules()
+        self._has_given_up = True
+        self.rules = StageRules()
+        if why:
+            rank_zero_info(f"{why}. They are weighed by samples; set HanayoStrategy(loss_weight=...) if that is wrong.")
 
     def _fits(self, num_bytes: float) -> bool:
         device = self.run.device
@@ -408,14 +417,6 @@ class StepChoice:
         group = self.run.groups.data_control
         of_data = [value] if group is None else all_gather_objects(group, value)
         return [one for row in self.in_cube(of_data) for one in row]
-
-
-_BY_SAMPLES = "they are weighed by samples. Set HanayoStrategy(loss_weight=...) if that is wrong"
-_ONCE = "steps run on whole batches. step='microbatch' or loss_weight=... takes less time, if that is right"
-
-
-def _say_unknown(what: str, why: str, then: str = _BY_SAMPLES) -> None:
-    rank_zero_info(f"it can't be told how {what} of micro-batches add up ({why}), so {then}.")
 
 
 def _is_fixed(number: int) -> bool:

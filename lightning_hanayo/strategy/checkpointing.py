@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hanayo.dist_checkpointing.commit import RankPart
 from lightning_hanayo.dist_checkpointing.plain_file import gather_module_state, gather_optimizer_state
 from lightning_hanayo.errors import HanayoError, UnsupportedError, available
 from lightning_hanayo.partition import guards
@@ -164,7 +164,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
         optimizer, steps = unwrapped(optimizer), self.session.steps
         with self._unguarded(), reading_states(optimizer):
             if self.session.checkpoints.is_sharded:
-                return parts.optimizer_state(optimizer, steps)
+                return parts.optimizer_state(optimizer, self.session.names, steps)
             if steps.all_ranks is not None:
                 return gather_optimizer_state(optimizer, steps.all_ranks, is_here=steps.updates)
             if self.data_rank > 0 and steps.shards is None:  # one pipeline writes the checkpoint
@@ -178,13 +178,15 @@ class CheckpointingStrategy(MeshParallelStrategy):
         with self._unguarded():
             resumes = "optimizer_states" in checkpoint and session.is_running
             state = resume_state(session, session.choice) if resumes else None
+
+            def own_part(content: Mapping[str, Any]) -> RankPart:
+                return parts.rank_part(content, session.steps, session.names, state)
+
             if resumes and session.restarts is not None:
                 session.restarts.note(filepath)
             try:
-                own_part = None
-                if session.has_pipeline:  # else the module isn't cut
-                    own_part = partial(parts.rank_part, steps=session.steps, resume=state)
-                session.checkpoints.save(checkpoint, filepath, own_part, state, storage_options)
+                is_cut = session.has_pipeline  # it isn't before the model is set up
+                session.checkpoints.save(checkpoint, filepath, own_part if is_cut else None, state, storage_options)
                 # no batch may follow, before which an error could be raised
                 if not session.is_running or save.ends_job(filepath):
                     session.checkpoints.finish()
@@ -227,7 +229,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            load_optimizers(checkpoint, self.session.steps)
+            load_optimizers(checkpoint, self.session.names, self.session.steps)
             move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.session, saved_run(checkpoint))
 

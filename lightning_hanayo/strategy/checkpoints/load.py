@@ -139,8 +139,8 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
     return content
 
 
-def load_optimizers(checkpoint: Mapping[str, Any], steps: "OptimizerSteps") -> None:
-    """Load the states of the run's optimizers, by the names of their parameters. Called by all ranks of the world.
+def load_optimizers(checkpoint: Mapping[str, Any], names: Mapping[Tensor, str], steps: "OptimizerSteps") -> None:
+    """Load the states of the run's optimizers, by the `names` of their parameters. Called by all ranks of the world.
 
     Raises:
         CheckpointError: on all ranks, before any state changes: they are another optimizer's, of other parameters, or
@@ -154,7 +154,7 @@ def load_optimizers(checkpoint: Mapping[str, Any], steps: "OptimizerSteps") -> N
             f"{len(optimizers)}. Configure the same ones, or load its weights alone, with init_from."
         )
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
-    check = partial(OptimizerState, names=steps.names, source=source, accept=run.options.load_anyway)
+    check = partial(OptimizerState, names=names, source=source, accept=run.options.load_anyway)
     checked = [
         check(unwrapped(one), state, shapes=shapes if is_elementwise(one) else None)
         for one, state in zip(optimizers, states, strict=True)

@@ -88,13 +88,14 @@ class RankTensors:
 
     Args:
         steps: of this rank's run; the module is cut into stages, and its parameters are not guarded.
+        names: of the parameters.
     """
 
-    def __init__(self, steps: "OptimizerSteps") -> None:
+    def __init__(self, steps: "OptimizerSteps", names: Mapping[Tensor, str]) -> None:
         run, module = steps.run, steps.run.module
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
-        self._parameters: dict[str, Tensor] = {name: one for one, name in steps.names.items()}
+        self._parameters: dict[str, Tensor] = {name: one for one, name in names.items()}
         self._parameters |= dict(module.named_parameters(remove_duplicate=False))
         self._owners = run.pipeline.ownership.rank_by_name(module)
         self._run, self._steps = run, steps
@@ -226,12 +227,15 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.is_meta and other.is_meta or one.data_ptr() == other.data_ptr()
 
 
-def rank_part(checkpoint: Mapping[str, Any], steps: "OptimizerSteps", resume: ResumeState | None) -> RankPart:
+def rank_part(
+    checkpoint: Mapping[str, Any], steps: "OptimizerSteps", names: Mapping[Tensor, str], resume: ResumeState | None
+) -> RankPart:
     """What this rank writes of a checkpoint. Called by all ranks of the world.
 
     Args:
         checkpoint: Lightning's, as hooks have left it, with the state dicts of `module_state` and `optimizer_state`.
         steps: of this rank's run; the module is cut into stages, and its parameters are not guarded.
+        names: of the parameters, also of those that only the optimizers have.
         resume: what this rank adds for a run that goes on from the checkpoint.
 
     Raises:
@@ -240,9 +244,9 @@ def rank_part(checkpoint: Mapping[str, Any], steps: "OptimizerSteps", resume: Re
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: {"run": dict(resume.document)}}
     run = steps.run
     optimizers = map(unwrapped, run.trainer.optimizers)
-    named_optimizers = [(one, named_parameters_of(one, steps.names)) for one in optimizers]
+    named_optimizers = [(one, named_parameters_of(one, names)) for one in optimizers]
     tied, rank = tied_names(run.module, checkpoint[MODEL]), run.rank
-    tensors = RankTensors(steps)
+    tensors = RankTensors(steps, names)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)
@@ -381,23 +385,24 @@ def _guarded_parts(module: nn.Module, sharding: Sharding) -> Iterator[None]:
             vars(one)["_part"] = before
 
 
-def optimizer_state(optimizer: Optimizer, steps: "OptimizerSteps") -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], steps: "OptimizerSteps") -> dict[str, Any]:
     """The optimizer's state dict on this rank: with the states of its own parameters. They are not guarded.
 
     Args:
         optimizer: torch's, not Lightning's.
-        steps: know the names of parameters, and which states are here.
+        names: of the module's parameters.
+        steps: know which states are here.
 
     Raises:
         UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
     """
     sharding = steps.sharding
-    is_cut = sharding is not None or steps.all_ranks is not None or any(parameter.is_meta for parameter in steps.names)
+    is_cut = sharding is not None or steps.all_ranks is not None or any(parameter.is_meta for parameter in names)
     state = numbered_state_dict(optimizer, is_cut=is_cut)
     if not optimizer.param_groups:  # Lightning's, for `configure_optimizers` that returns None
         return state
     own = {}
-    for index, (name, parameter) in enumerate(named_parameters_of(optimizer, steps.names).items()):
+    for index, (name, parameter) in enumerate(named_parameters_of(optimizer, names).items()):
         if index in state["state"] and steps.updates(parameter):  # Adagrad's constructor makes states of placeholders
             own[index] = _as_parts(state["state"][index], parameter, name, sharding)
     return {**state, "state": own}

@@ -40,6 +40,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
         self._session: Session | None = None
         self._resume: Resume | None = None
         self._kept: KeptValues | None = None
+        self._names_in_fit: Mapping[Tensor, str] = {}
 
     @property
     def session(self) -> Session:
@@ -50,6 +51,11 @@ class CheckpointingStrategy(MeshParallelStrategy):
     def pipeline(self) -> Pipeline:
         """This rank's part of the pipeline; it exists while the Trainer runs."""
         return self.session.pipeline
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        """The names of parameters, also of those that the optimizers have: another run may have cut the module anew."""
+        return {**self._names_in_fit, **self.session.names}
 
     @property
     def _prepared_module(self) -> PreparedModel:
@@ -164,7 +170,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
         optimizer, steps = unwrapped(optimizer), self.session.steps
         with self._unguarded(), reading_states(optimizer):
             if self.session.checkpoints.is_sharded:
-                return parts.optimizer_state(optimizer, self.session.names, steps)
+                return parts.optimizer_state(optimizer, self._names, steps)
             if steps.all_ranks is not None:
                 return gather_optimizer_state(optimizer, steps.all_ranks, is_here=steps.updates)
             if self.data_rank > 0 and steps.shards is None:  # one pipeline writes the checkpoint
@@ -180,7 +186,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
             state = resume_state(session, session.choice) if resumes else None
 
             def own_part(content: Mapping[str, Any]) -> RankPart:
-                return parts.rank_part(content, session.steps, session.names, state)
+                return parts.rank_part(content, session.steps, self._names, state)
 
             if resumes and session.restarts is not None:
                 session.restarts.note(filepath)
@@ -229,7 +235,7 @@ class CheckpointingStrategy(MeshParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            load_optimizers(checkpoint, self.session.names, self.session.steps)
+            load_optimizers(checkpoint, self._names, self.session.steps)
             move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.session, saved_run(checkpoint))
 

@@ -176,7 +176,7 @@ class HanayoStrategy(CheckpointingStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out threads, groups and connections of this process and its run: a run makes them anew."""
         state: dict[str, Any] = super().__getstate__()
-        return state | dict.fromkeys(("_groups", "_failures", "_session", "_resume"))
+        return state | dict.fromkeys(("_groups", "_failures", "_session", "_resume")) | {"_names_in_fit": {}}
 
     # set-up
 
@@ -269,6 +269,7 @@ class HanayoStrategy(CheckpointingStrategy):
             move_optimizers(self.optimizers, self._states_device)
             self.session.prepare_steps(list(map(unwrapped, self.optimizers)), self._kept)
             self.session.steps.guard_states(self.optimizers)
+            self._names_in_fit = self.session.names
             check_saving(trainer, self.module, self.session.checkpoints)
             self.session.find_held_bytes(self.module)
         self._kept = None

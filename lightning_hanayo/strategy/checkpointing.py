@@ -137,12 +137,13 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        module, session = self.module, self.session
-        session.saves_on_exception.check()
-        session.guard.check_all_ranks("trainer.save_checkpoint")
+        module, session = self.module, self._session
+        if session is not None:
+            session.saves_on_exception.check()
+            session.guard.check_all_ranks("trainer.save_checkpoint")
         with self._unguarded(), self._master_values():
             self._prepared_module.check(module)
-            if not session.has_pipeline:
+            if session is None or not session.has_pipeline:
                 return module.state_dict()
             if not session.is_running:
                 self._prepared_module.check_loads()
@@ -180,7 +181,10 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        session = self.session
+        session = self._session
+        if session is None:  # before the first run
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         with self._unguarded():
             resumes = "optimizer_states" in checkpoint and session.is_running
             state = resume_state(session, session.choice) if resumes else None
@@ -202,17 +206,22 @@ class CheckpointingStrategy(MeshParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.session.checkpoints.remove(filepath)
-        if self.session.restarts is not None:
-            self.session.restarts.forget(filepath)
+        if self._session is None:  # before the first run
+            super().remove_checkpoint(filepath)
+            return
+        self._session.checkpoints.remove(filepath)
+        if self._session.restarts is not None:
+            self._session.restarts.forget(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self.session.guard.check_all_ranks("load_checkpoint")
+        if self._session is not None:
+            self._session.guard.check_all_ranks("load_checkpoint")
         verify = self.options.verify_checkpoints
         checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
         with self._unguarded():
-            self.session.checkpoints.finish()  # it may be the one that is still being written
+            if self._session is not None:
+                self._session.checkpoints.finish()  # it may be the one that is still being written
             return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
 
     @override

@@ -138,7 +138,7 @@ class Failures:
         self.store = _get_default_store()
         """the one rendezvous all ranks have; torch offers it under no public name"""
         self._over = threading.Event()
-        monitor.answer("position", lambda run: self.position if run == self.run else ())
+        monitor.answer("position", self._position_in)
         self.begin(abort)
 
     def begin(self, abort: Callable[[], object]) -> None:
@@ -319,6 +319,9 @@ class Failures:
         beside = [one for one in self.monitor.members if one.is_beside(self.monitor.member)]
         gone = {one.rank for one in beside if self.monitor.state_of(one.rank) == "ended"} | self._finished
         return [one for one in beside if one.rank not in gone]
+
+    def _position_in(self, run: Any) -> tuple[int, ...]:
+        return self.position if run == self.run else ()
 
     @property
     def _finished(self) -> set[int]:

@@ -292,8 +292,9 @@ class TokenLosses:
         """
         if self.is_required and not self._has_shared:
             raise UnsupportedError(
-                f"{type(self.model).__name__}.training_step has computed its loss from whole logits. Give labels to a "
-                "causal model of transformers with a linear head, use chunked_cross_entropy or cube_outside='share'."
+                f"cube_outside='tokens': {type(self.model).__name__}.training_step has computed its loss from whole "
+                "logits. Use lightning_hanayo.chunked_cross_entropy(hidden, weight, labels), or a causal model of "
+                "transformers that gets the labels and has an nn.Linear head; or set cube_outside='share'."
             )
 
     def _shares(self) -> MeshAxis | None:

@@ -291,8 +291,10 @@ class OptimizerSteps:
             names = {parameter: name for name, parameter in self.run.module.named_parameters()}
             name = names.get(unknown, "which isn't one of the LightningModule's")
             raise UnsupportedError(
-                f"an optimizer has a parameter {list(unknown.shape)}, {name}, that not all ranks know, or late for "
-                "shard_optimizer, master_weights or offload_optimizer. Make it the module's, in __init__ or setup."
+                f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, of which not all ranks "
+                "know, or that was made too late for shard_optimizer, master_weights or offload_optimizer. Make it a "
+                "parameter of the module in __init__ or setup, or without these options in a hook that runs on all "
+                "ranks."
             )
 
     def end_step(self) -> None:

@@ -66,8 +66,9 @@ def plan_at_start(strategy: MeshParallelStrategy, trainer: "pl.Trainer", data: A
     )
     first = plan.first
     rank_zero_info(
-        f"layout='plan' takes {first.candidate}, the fastest of {plan.num_considered}: {first.seconds:.3g} s per step "
-        f"of {plan.global_batch} samples and {bytes_of(first.memory.total)} per device, as predicted for {machine.name}"
+        f"layout='plan' takes {first.candidate}: {first.seconds:.3g} s per step of {plan.global_batch} samples and "
+        f"{bytes_of(first.memory.total)} per device, as predicted for {machine.name}; the fastest of "
+        f"{plan.num_considered} layouts"
     )
     decided = strategy_options(first.candidate)
     return replace(options, layout=None, **{name: decided[name] for name in SIZES})

@@ -215,8 +215,9 @@ class ReplicaCheck:
         )
         return (
             f"after optimizer step {step} the copies of {name} (stage {self.stage_of(name)}) differ. Their hashes are "
-            f"{held}. Look for code that changes weights or gradients on some ranks only, or with its own random "
-            "numbers, and for a faulty device. Go on from a checkpoint that is older than the difference."
+            f"{held}. Ranks that hold the same parameter must update it alike: look for code that changes weights or "
+            f"gradients on some ranks only, or with random numbers of its own, and for a faulty device. Go on from a "
+            f"checkpoint that is older than the difference."
         )
 
 

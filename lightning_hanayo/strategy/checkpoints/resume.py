@@ -323,15 +323,17 @@ def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) ->
     is_whole = size > 0 and loops.can_scale_batches(trainer, before.batch * before.data, size)
     if saved.has_loader_states or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
-            f"an epoch whose {num_batches} batches had {before.batch} samples on {before.data} data ranks can't go on "
-            f"with {now.batch or 'others'} on {now.data}. Resume with the same, or at an epoch's end. {WAY_OUT}"
+            f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
+            f"samples on {before.data} data ranks, which can't go on with {now.batch or 'other'} on {now.data}. Resume "
+            f"with the same sizes, or from a checkpoint of the end of an epoch. {WAY_OUT}"
         )
     if size == before.batch * before.data:
         return None
     loops.scale_batches(trainer, before.batch * before.data, size)
     return (
         f"{num_batches} batches of {before.batch} samples on {before.data} data ranks count as "
-        f"{loops.num_batches(trainer)} of {now.batch} on {now.data}. If shuffled, samples may come twice, or never."
+        f"{loops.num_batches(trainer)} of {now.batch} on {now.data}. A sampler that shuffles has another order "
+        f"on another number of data ranks: in this epoch some samples may come twice, and others not at all."
     )
 
 

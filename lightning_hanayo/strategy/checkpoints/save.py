@@ -253,8 +253,9 @@ def _warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
         listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
         arguments = ", ".join(f"{name}=..." for name in left_out)
         rank_zero_warn(
-            f"Checkpoints will not hold these hyperparameters of {owner}, which need pickle: {listed}. Give them to "
-            f"load_from_checkpoint(path, {arguments}), or leave them out: save_hyperparameters(ignore={[*left_out]})."
+            f"Checkpoints will not hold these hyperparameters of {owner}, as they can't be stored without pickle: "
+            f"{listed}. Give them when you load one, load_from_checkpoint(path, {arguments}), or leave them out: "
+            f"save_hyperparameters(ignore={[*left_out]})."
         )
 
 

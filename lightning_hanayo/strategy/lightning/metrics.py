@@ -176,7 +176,8 @@ class GivenBatchSizes:
             self._has_warned = True
             warnings.warn(
                 f"self.log({key.partition('.')[2]!r}, batch_size={given[0]}) gives one number for {len(given)} "
-                f"micro-batches and for {first}: taken for the size of each. If constant, leave batch_size out.",
+                f"micro-batches and for {first}: it is taken for the size of a micro-batch. If it is a constant, "
+                "leave batch_size out, and Lightning reads the size of the batch.",
                 stacklevel=2,
             )
         return sum(given)

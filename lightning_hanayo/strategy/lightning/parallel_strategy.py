@@ -182,8 +182,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     @property
     def _about_sizes(self) -> str:
         return (
-            f"trainer.world_size, num_devices or torch.distributed.get_world_size(): all {super().world_size} ranks. "
-            f"Learning rates scale with data ranks: self.trainer.strategy.data_parallel_size is {self.topology.data}."
+            f"trainer.world_size, num_devices or torch.distributed.get_world_size(): {super().world_size} ranks, with "
+            f"those of pipelines and cubes. Learning rates and samples per step scale with the number of data ranks, "
+            f"self.trainer.strategy.data_parallel_size, which is {self.topology.data}."
         )
 
     @property

@@ -17,6 +17,7 @@ values when the first pair is compared.
     unfrozen     blocks.1.norm.bias (zeros)    on pipeline rank 1: left out, as in a single process, on both ranks
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache, partial
@@ -41,7 +42,6 @@ from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.prepared_model import Cube
-from lightning_hanayo.versions import hashes_of
 
 StateOf = Callable[[nn.Module, Cube | None], dict[str, Any]]
 """returns the state that is saved of a cut module, given how its parameters are sharded over a cube"""
@@ -230,9 +230,12 @@ def _hashes(names: Mapping[nn.Parameter, str], guard: ParameterGuard, cube: Cube
 
     def of(parameter: nn.Parameter) -> str:
         whole = parameter if cube is None else cube.unshard(parameter, parameter)
-        stored = (one.detach() for one in stored_tensors(whole))
-        values = [one + 0 if one.is_floating_point() and one.itemsize > 1 else one for one in stored]  # -0.0 equals 0.0
-        return f"{parameter.dtype} {tuple(whole.shape)} {hashes_of(values)}"
+        found = hashlib.sha256(f"{parameter.dtype} {tuple(whole.shape)}".encode())
+        for tensor in stored_tensors(whole):
+            values = tensor.detach().cpu()
+            values = values + 0 if values.is_floating_point() and values.itemsize > 1 else values  # -0.0 equals 0.0
+            found.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     own = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     with guard.off():

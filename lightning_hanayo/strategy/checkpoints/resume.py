@@ -41,9 +41,11 @@ from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.state import RUN
 from lightning_hanayo.dist_checkpointing.tensor_file import StoredTensor
 from lightning_hanayo.errors import CheckpointError, HanayoError
+from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy.lightning import loops
 from lightning_hanayo.strategy.lightning.loops import (
     batch_size,
+    generators_of_loaders,
     has_persistent_workers,
     have_more,
     loader_states,
@@ -192,8 +194,9 @@ def resume_state(run: Run, choice: "StepChoice | None") -> ResumeState:
     random: dict[str, dict[str, Tensor]] = {}
     if _reads_data(run):
         states = loader_states(trainer)
+        of_loaders = {name: generator.get_state() for name, generator in generators_of_loaders(trainer).items()}
         before = random_states_before(trainer) if states else {}
-        random = {"now": loops.random_states(trainer), "before": before}
+        random = {"now": generator_states(run.device) | of_loaders, "before": before}
     with run.guard.off():
         accumulates = loops.num_accumulated(trainer) and not loops.was_in_batch(trainer)
         gradients = list(accumulated_gradients(run)) if accumulates else []
@@ -225,7 +228,7 @@ class Resume:
         elif reads_data and run.topology.data == 1:  # a plain Trainer stores those of one process
             document = {"loaders": loops.plain_loader_states(trainer)}
         self._loader_states, self._have_more = document.get("loaders", ()), document.get("have_more", ())
-        self._random = {when: {} if saved is None else saved.random_states(run.data_rank, when) for when in _WHEN}
+        self._set_random = self._random_states(reads_data=reads_data)
         self._is_before_plateau = loops.is_before_plateau(trainer)
         self._is_after_last_batch = loops.is_after_last_batch(trainer)
         loops.correct_loops(trainer)
@@ -252,9 +255,23 @@ class Resume:
             loops.set_metrics(trainer, saved.document.get("metrics", {}))
             if self._is_before_plateau:
                 loops.update_plateau_schedulers(trainer)
-        loops.read_data_anew(trainer, run.attributes, self._loader_states, self._have_more, self._random)
+        loops.read_data_anew(trainer, run.attributes, self._loader_states, self._have_more, self._set_random)
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
+
+    def _random_states(self, *, reads_data: bool) -> Callable[[str], None]:
+        """A function that sets the generators to their states "now" or "before". It holds no more than those."""
+        saved, device, trainer, data_rank = self._saved, self._run.device, self._trainer, self._run.data_rank
+        states = {} if saved is None else {when: saved.random_states(data_rank, when) for when in _WHEN}
+
+        def set_states(when: str) -> None:
+            found = states.get(when, {})
+            set_generators(found, device)
+            of_loaders = generators_of_loaders(trainer) if reads_data else {}
+            for name in of_loaders.keys() & found.keys():
+                of_loaders[name].set_state(found[name])
+
+        return set_states
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, run = self._trainer, self._run

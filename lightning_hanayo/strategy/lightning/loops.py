@@ -55,7 +55,6 @@ from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, available, listed
 from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
-from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy.joining import on_all_ranks
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.patches import TemporaryAttributes
@@ -314,7 +313,7 @@ def read_data_anew(
     attributes: TemporaryAttributes,
     states: Sequence[Any],
     have_more: Sequence[bool],
-    random: Mapping[str, Mapping[str, Tensor]],
+    set_generators: Callable[[str], None],
 ) -> None:
     """Let the first epoch make the iterator of the training loader anew. Called by all ranks in `on_train_start`.
 
@@ -323,8 +322,8 @@ def read_data_anew(
         attributes: restored at the end of the run.
         states: of the loaders that have one; none on a rank that reads no data.
         have_more: for each of them, whether it could have given more batches in its epoch.
-        random: the states of the random generators when the checkpoint was saved ("now"), and "before" the batch that
-            had been read ahead.
+        set_generators: sets the random generators to the states that they had when the checkpoint was saved ("now"), or
+            "before" the batch that had been read ahead.
     """
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     original, in_epoch = epoch_loop.on_run_start, is_in_epoch(trainer)
@@ -333,18 +332,18 @@ def read_data_anew(
         attributes.set(epoch_loop, "on_run_start", original)
         load_loader_states(trainer, states, skip=() if in_epoch else have_more)
         if in_epoch:
-            set_random_states(trainer, random["before"])
+            set_generators("before")
         elif any(have_more):  # batches that were skipped have been read
-            set_random_states(trainer, random["now"])
+            set_generators("now")
         iter(fetcher)
         if in_epoch:  # these numbers were drawn before the checkpoint was saved
-            set_random_states(trainer, random["now"])
+            set_generators("now")
         original(fetcher)
         if in_epoch:
             _end_as_any_epoch(trainer, attributes)
             _catch_up(epoch_loop, fetcher)
 
-    set_random_states(trainer, random["now"])
+    set_generators("now")
     attributes.set(epoch_loop, "on_run_start", on_run_start)
 
 
@@ -456,21 +455,7 @@ def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any], skip: Seque
                 loader.skip_rest()
 
 
-def random_states(trainer: "pl.Trainer") -> dict[str, Tensor]:
-    """The states of all random generators now, also of those that the user has given to training loaders."""
-    of_loaders = {name: generator.get_state() for name, generator in _generators_of_loaders(trainer).items()}
-    return generator_states(trainer.strategy.root_device) | of_loaders
-
-
-def set_random_states(trainer: "pl.Trainer", states: Mapping[str, Tensor]) -> None:
-    """Set the generators that there are states of."""
-    set_generators(states, trainer.strategy.root_device)
-    for name, generator in _generators_of_loaders(trainer).items():
-        if name in states:
-            generator.set_state(states[name])
-
-
-def _generators_of_loaders(trainer: "pl.Trainer") -> dict[str, torch.Generator]:
+def generators_of_loaders(trainer: "pl.Trainer") -> dict[str, torch.Generator]:
     """The generators that the user has given to loaders and their samplers, by a name."""
     found: dict[str, torch.Generator] = {}
     for i, loader in enumerate(_training_loaders(trainer)):

@@ -26,17 +26,18 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.strategy import stopping
 from lightning_hanayo.strategy.joining import on_all_ranks
-from lightning_hanayo.strategy.lightning.loops import random_states, set_random_states
+from lightning_hanayo.strategy.lightning.loops import generators_of_loaders
 from lightning_hanayo.strategy.patches import TemporaryAttributes
 from lightning_hanayo.strategy.run import Run
-from lightning_hanayo.versions import hashes_of
 
 AGAIN = 1.0
 """seconds after which a signal that comes again is meant to end the run at once: torchrun and SLURM forward what a
@@ -192,10 +193,11 @@ class StopsOnSignal:
     """
 
     def __init__(self, run: Run, finish: Callable[[], object]) -> None:
-        self._trainer, self._failures, self._finish = run.trainer, run.failures, finish
+        self._trainer, self._failures, self._device, self._finish = run.trainer, run.failures, run.device, finish
         self._is_evaluating = False
         self._random_before: dict[str, Tensor] = {}
-        self._weights_before: list[int] = []
+        self._loaders_before: list[tuple[torch.Generator, Tensor]] = []
+        self._weights_before: list[Tensor] = []
         self._is_epoch_start = False
         self._goes_on: bool | None = None
         self._stop = stopping.StopTogether(run.failures)
@@ -227,7 +229,7 @@ class StopsOnSignal:
         epoch of which no batch was trained begins anew, too: its loader draws the order of samples again.
         """
         if self._is_epoch_start or self._is_evaluating:
-            set_random_states(self._trainer, self._random_before)
+            self._rewind_random()
         if not self._is_evaluating:
             yield
             return
@@ -242,14 +244,26 @@ class StopsOnSignal:
             validated.load_state_dict(before)
 
     def _begin_epoch(self) -> None:
-        self._random_before, self._is_epoch_start = random_states(self._trainer), True
+        self._remember_random()
+        self._is_epoch_start = True
 
     def _train(self) -> None:
         self._begin((self._failures.position[0] + 1, 0))
         self._is_epoch_start = False
 
+    def _remember_random(self) -> None:
+        of_loaders = generators_of_loaders(self._trainer)
+        self._random_before = generator_states(self._device)
+        self._loaders_before = [(one, one.get_state()) for one in of_loaders.values()]
+
+    def _rewind_random(self) -> None:
+        set_generators(self._random_before, self._device)
+        for generator, state in self._loaders_before:
+            generator.set_state(state)
+
     def _begin_validation(self) -> None:
-        self._random_before, self._weights_before = random_states(self._trainer), self._weights()
+        self._remember_random()
+        self._weights_before = self._weights()
 
     def _evaluate(self) -> None:
         trained, evaluated, *_ = self._failures.position
@@ -276,14 +290,17 @@ class StopsOnSignal:
         if not self._is_evaluating or not can_save or decision.last is None:
             return False
         if self._goes_on is None:  # all ranks stop here for the first time
-            changed = self._weights() != self._weights_before
+            current = self._weights()
+            same = [torch.equal(*pair) for pair in zip(self._weights_before, current, strict=False)]
+            changed = len(self._weights_before) != len(current) or not all(same)
             self._goes_on = any(on_all_ranks(lambda: changed))
         return self._goes_on
 
-    def _weights(self) -> list[int]:
-        """The hash of each parameter of this rank."""
+    def _weights(self) -> list[Tensor]:
+        """A figure for each parameter of this rank, which stays on its device."""
         with self._trainer.strategy._unguarded():  # type: ignore[attr-defined]
-            return hashes_of(one for one in self._trainer.lightning_module.parameters() if not one.is_meta)
+            own = [one for one in self._trainer.lightning_module.parameters() if not one.is_meta]
+            return [torch.linalg.vector_norm(one.detach()) for one in own if one.is_floating_point()]
 
     def _end(self, decision: stopping.Decision) -> None:
         trainer = self._trainer

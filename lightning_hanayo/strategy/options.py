@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import wraps
 from os import PathLike, fspath
 from pathlib import Path
@@ -32,26 +33,52 @@ LOAD_ANYWAY = ("nan", "dtype", "optimizer_state", "samples")
 """problems for which a checkpoint is refused unless `load_anyway` accepts them"""
 
 
+_INSTEAD = {
+    "tensor_parallel_size|tensor_model_parallel_size|tp_size": "use cube=(1, n, 1)",
+    "pipeline_model_parallel_size|pipeline_parallel|pp_size|num_stages": "use pipeline_parallel_size=n",
+    "virtual_pipeline_model_parallel_size|num_model_chunks": "use num_waves=n, which makes 2 n stages on each rank",
+    "micro_batch_size|micro_batches|train_micro_batch_size_per_gpu|n_microbatches": "use num_microbatches=n",
+    "sharding_strategy|stage|zero_stage|use_distributed_optimizer": "use cube=(n, 1, 1) to shard weights, or "
+    "shard_optimizer=True to shard the optimizer's states alone",
+    "cpu_offload|offload_optimizer_device": "use offload_optimizer=True",
+    "activation_checkpointing|activation_checkpointing_policy|recompute_granularity": "use recompute='blocks'",
+    "auto_wrap_policy": "leave it out, as the stack of blocks is found, or name another stack by blocks='...'",
+    "find_unused_parameters|static_graph|gradient_as_bucket_view|bucket_cap_mb": "leave it out: it isn't needed",
+    "process_group_backend": "leave it out: GPUs use NCCL, and CPUs gloo",
+    "measure_memory": "hanayo plan --given predicts each rank's memory, and WaveReport tells its peak",
+}
+"""what to do instead, by options of DDP, FSDP, DeepSpeed and Megatron"""
+
+
+def check_names(strategy: type, names: Iterable[str]) -> None:
+    """Check the names of options that a strategy is to get.
+
+    Raises:
+        HanayoError: it has no such option.
+    """
+    parameters = inspect.signature(strategy.__init__).parameters  # type: ignore[misc]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return  # a subclass takes more
+    for name in (name for name in names if name not in parameters):
+        instead = next((advice for others, advice in _INSTEAD.items() if name in others.split("|")), None)
+        close = get_close_matches(name, list(parameters)[1:], n=1)
+        hint = instead or (f"did you mean {close[0]!r}?" if close else "help(HanayoStrategy) lists those it has")
+        raise HanayoError(f"{strategy.__name__} has no option {name!r}: {hint}")
+
+
 _P = ParamSpec("_P")
 
 
 def takes(
     options: Callable[_P, "Options"],
 ) -> Callable[[Callable[[Any, dict[str, Any]], None]], Callable[Concatenate[Any, _P], None]]:
-    """Give a constructor the parameters of `options`, which it gets as a dictionary of all arguments.
-
-    Raises:
-        HanayoError: by the constructor, if there is no option of a given name; the message names the most similar one.
-    """
+    """Give a constructor the parameters of `options`, which it gets as a dictionary of all arguments."""
 
     def decorate(constructor: Callable[[Any, dict[str, Any]], None]) -> Callable[Concatenate[Any, _P], None]:
         parameters = inspect.signature(options)
 
         @wraps(constructor)
         def __init__(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            for name in kwargs.keys() - parameters.parameters.keys():
-                hint = f"{nearest(name, parameters.parameters)}. Those of other strategies: docs/guides/migrating.md"
-                raise HanayoError(f"{type(self).__name__} has no option {name!r}: {hint}")
             given = parameters.bind(*args, **kwargs)
             given.apply_defaults()
             constructor(self, given.arguments)

@@ -13,7 +13,10 @@ from lightning_hanayo.errors import HanayoError
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_wave": 2}, "HanayoStrategy has no option 'num_wave': did you mean 'num_waves'?"),
-    ({"sharding_strategy": "FULL_SHARD"}, "Those of other strategies: docs/guides/migrating.md"),
+    ({"measure_memory": True}, "HanayoStrategy has no option 'measure_memory': hanayo plan --given predicts"),
+    ({"sharding_strategy": "FULL_SHARD"}, "'sharding_strategy': use cube=(n, 1, 1)"),
+    ({"pipeline_model_parallel_size": 2}, "use pipeline_parallel_size=n"),
+    ({"find_unused_parameters": True}, "leave it out: it isn't needed"),
     ({"num_waves": 0}, "num_waves=0: expected 'auto' or a whole number"),
     ({"num_waves": True}, "num_waves=True"),
     ({"pipeline_parallel_size": "two"}, "pipeline_parallel_size='two'"),

@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -30,7 +30,7 @@ from lightning_hanayo.strategy.failure import Failures, leave_at_exit, leave_gro
 from lightning_hanayo.strategy.groups import AllGather, ProcessGroups, backend_for, forget_groups, group_factory
 from lightning_hanayo.strategy.joining import close_monitor, monitor_of_world, store_of_start
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
-from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.options import Options, check_names
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives, world_size_watched
 from lightning_hanayo.topology import Topology, resolve
 
@@ -42,6 +42,15 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     Decisions are agreed over all ranks; metrics are reduced over the data ranks.
     """
+
+    def __new__(cls, *_: Any, **named: Any) -> Self:
+        """Answer unknown options before Python's bare TypeError does.
+
+        Raises:
+            HanayoError: there is no such option; the message names the most similar one, or what takes its place.
+        """
+        check_names(cls, named)
+        return super().__new__(cls)
 
     def __init__(self, options: Options) -> None:
         super().__init__()

@@ -22,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[DURATIONS] = Durations()
     config.stash[POOL] = Pool()
     CLOCK.start()
-    gc.disable()  # until all tests are collected, since what is imported for them is no garbage
+    if not config.getoption("numprocesses", None):  # a process that collects tests
+        gc.disable()  # until all are collected, since what is imported for them is no garbage
     os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning 2.6.6 itself calls what 4.53 deprecates
     config.pluginmanager.register(_DurationRecorder(config.stash[DURATIONS]))
     _no_limit_per_example()

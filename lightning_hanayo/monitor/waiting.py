@@ -4,7 +4,7 @@
         work.wait()
     stated([thread])                                 read by the monitor's thread while the wait lasts
 
-Threads belong to the process, so the statements do, too. A statement keeps no tensor and no process group alive.
+Threads belong to the process, so the statements do, too. A transfer's statement holds its work while it waits.
 """
 
 from collections.abc import Iterable

@@ -45,7 +45,8 @@ class DeviceTurns:
         """called when an action has failed, so that nothing that it has begun holds up the other one"""
         self._running: set[int] = set()
         """the actions of a pair that haven't ended"""
-        self._changed = threading.Condition()
+        self._turn: tuple[SimpleQueue[None], ...] = ()
+        """for each action: an entry when it is its turn. No signal's handler can leave a queue locked"""
         self._failed = False
         self._partner = Worker("hanayo-pair")
 
@@ -59,7 +60,9 @@ class DeviceTurns:
         Raises:
             BaseException: of an action; the other one is unwound.
         """
-        self._running, self._failed = {0, 1}, False
+        self._running, self._failed, self.slot = {0, 1}, False, 0
+        self._turn = SimpleQueue(), SimpleQueue()
+        self._turn[0].put(None)
         self._number += 1
         results: dict[int, T] = {}
         errors: list[BaseException] = []
@@ -115,15 +118,15 @@ class DeviceTurns:
 
     def _give_away(self, slot: int, *, ends: bool = False) -> None:
         """The other action has the device next, unless it has ended."""
-        with self._changed:
-            self._running -= {slot} if ends else set()
-            if 1 - slot in self._running:
-                self.slot = 1 - slot
-                self._changed.notify_all()
+        self._running -= {slot} if ends else set()
+        if 1 - slot in self._running:
+            self.slot = 1 - slot
+            self._turn[1 - slot].put(None)
+        elif not ends:
+            self._turn[slot].put(None)
 
     def _take(self, slot: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.slot == slot)
+        self._turn[slot].get()
         if self._failed:
             raise _OtherFailed
 

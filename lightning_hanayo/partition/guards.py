@@ -189,7 +189,7 @@ class ParameterGuard:
 
 @dataclass(slots=True)
 class _During:
-    """A class, as generators take longer: each step is entered twice. `then` is called unless it has failed."""
+    """A class, as generators take longer: each step is entered twice. `then` is called unless the code inside fails."""
 
     guard: ParameterGuard
     scope: Scope

@@ -55,7 +55,10 @@ class Pair:
 
     @property
     def may_run_at_once(self) -> bool:
-        """Whether it is a forward and a backward: user code would see two forwards, and two backwards add anyhow."""
+        """Whether it is a forward and a backward.
+
+        User code would see two forwards, and two backwards would add in another order than that of micro-batches.
+        """
         return (self.first.action.kind is Kind.F) != (self.second.action.kind is Kind.F)
 
 
@@ -173,7 +176,7 @@ class Engine:
         if not continues:
             self.trace.begin()
         clock = self.trace.clock
-        # Backwards run in the calling thread: to hand each entry over to a device's takes up to 0.2 ms of a GPU's host.
+        # Backwards run in the calling thread: handing each entry to a device's takes up to 0.2 ms of a GPU's host.
         with torch.autograd.set_multithreading_enabled(False):
             for step in program.steps:
                 self.num_steps += 1

@@ -52,7 +52,7 @@ class OutputReference:
     path: tuple[Any, ...]
 
     def __init__(self, path: tuple[Any, ...] = (), block: int = 0) -> None:
-        object.__setattr__(self, "path", path)  # past that of a proxy, which refuses most names
+        object.__setattr__(self, "path", path)  # past a proxy's own `__setattr__`, which refuses most names
         object.__setattr__(self, "block", block)
 
 

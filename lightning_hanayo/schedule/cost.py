@@ -1,7 +1,7 @@
 """CostModel: how long actions and messages take. The unit of time is the caller's (T_F, or seconds).
 
-Also of two actions of a rank that run at once: one device computes, one link carries collectives one after the other,
-and the device changes hands wherever an action waits.
+Also how long two actions of a rank take that run at once: one device computes, one link carries collectives one after
+the other, and the device changes hands wherever an action waits.
 
     F    start |compute| wait ...                |compute|
     B                  start |compute| wait ...            |compute|

@@ -231,7 +231,7 @@ class StageWeights:
 
     All ranks of the cube keep the same, since they run the same actions. In a batch, the last reduce-scatters of a
     backward are also under way while the next actions run, until the next backward makes its own, or
-    `finish_gradients` is called. Of two actions that run at once, one at most makes gradients of the stage's weights.
+    `finish_gradients` is called. Of two actions that run at once, at most one makes gradients of the stage's weights.
 
     Args:
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.

@@ -100,6 +100,16 @@ def test_an_error_wakes_the_other_action_from_a_collective_that_never_ends(queue
     never.set()
 
 
+@pytest.mark.usefixtures("alarm")
+def test_a_pair_after_one_that_was_left_begins_with_action_0(queue: LinkQueue) -> None:
+    goes_on, order = threading.Event(), list[int]()
+    with pytest.raises(TimeoutError, match="handler"):
+        queue.turns.run(lambda: None, goes_on.wait)
+    goes_on.set()
+    queue.turns.run(lambda: order.append(0), lambda: order.append(1))
+    assert order == [0, 1]
+
+
 @pytest.mark.parametrize("fails", [0, 1])
 def test_an_error_of_one_action_unwinds_the_other(queue: LinkQueue, fails: int) -> None:
     wire: list[str] = []

@@ -259,8 +259,9 @@ class BlockTracer:
 
     def _note_structure(self, block: nn.Module, output: Any) -> None:
         """Note how outputs of the block's class look; not where they have plain values, which may differ."""
-        leaves = () if isinstance(output, Tensor) else tree_leaves(output)
-        has_plain = any(type(leaf) in pytree.PLAIN[1:] for leaf in leaves)
+        kinds: set[type] = set()  # also of what is in subclasses of containers, which torch takes for leaves
+        pytree.map_tree(output, lambda leaf, _: kinds.add(type(leaf)))
+        has_plain = not kinds.isdisjoint(pytree.PLAIN[1:])
         self._structures[type(block)] = None if has_plain else _without_tensors(output)
 
     def _output_of(self, block: nn.Module, position: int) -> Any:

@@ -168,7 +168,8 @@ def parallelize_group(module: Any, group: ProjectionGroup, style: ParallelStyle,
         set_attribute(module, name, attrgetter(name)(module) // ranks)
     if shared_input is not None or group.dropout is not None:
         names = list(signature(type(module).forward).parameters)[1:]
-        wrapper = GatheredForward(context, shared_input, group.input, names, group.dropout)
+        index = names.index(group.input) if group.input else 0
+        wrapper = GatheredForward(context, shared_input, group.input or "", index, group.dropout)
         vars(module).update(_gathered_forward=wrapper, forward=MethodType(forward, module))  # class, names, repr stay
 
 
@@ -176,15 +177,15 @@ def parallelize_group(module: Any, group: ProjectionGroup, style: ParallelStyle,
 class GatheredForward:
     """The wrapper of a module's own forward.
 
-    `shared_input` gathers the argument `input`, and multiplies it. None: linear layers gather it. `names` are those of
-    the forward's arguments.
+    `shared_input` gathers the argument `input`, which may be given at position `index`, and multiplies it. None: linear
+    layers gather it.
     `dropout` is the attribute with the forward's own dropout probability. None: it drops nothing itself.
     """
 
     context: StageContext
     shared_input: SharedInput | None
-    input: str | None
-    names: list[str]
+    input: str
+    index: int
     dropout: str | None
 
 
@@ -199,11 +200,11 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper: Any = module._gathered_forward
     if wrapper.shared_input is None:
         return type(module).forward(module, *args, **kwargs)
-    kwargs |= dict(zip(wrapper.names[: len(args)], args, strict=True))
-    x = as_autocast(kwargs[wrapper.input])  # cast once, not by each linear layer that reads it
-    kwargs[wrapper.input] = wrapper.shared_input.all_gather(x)
+    given: Any = list(args)
+    at, key = (kwargs, wrapper.input) if wrapper.input in kwargs else (given, wrapper.index)
+    at[key] = wrapper.shared_input.all_gather(as_autocast(at[key]))  # cast once, not by each linear layer that reads it
     try:
-        return type(module).forward(module, **kwargs)
+        return type(module).forward(module, *given, **kwargs)
     finally:
         wrapper.shared_input.clear()
 

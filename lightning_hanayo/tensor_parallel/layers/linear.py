@@ -190,8 +190,9 @@ class LinearSharding:
     def attach(self, module: nn.Module) -> None:
         """Shard the layer's parameters, and make it compute with this."""
         transposed = not isinstance(module, nn.Linear)
-        is_plain = type(module) is nn.Linear or isinstance(module, Linear3D)
-        kind = Linear3D if is_plain else sharded_class(ShardedLinear, type(module))  # type: ignore[arg-type]
+        kind: Any = Linear3D if type(module) is nn.Linear else type(module)
+        if not issubclass(kind, ShardedLinear):  # else it is converted once more
+            kind = sharded_class(ShardedLinear, kind)
         matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
         shard_module(module, kind, {"weight": matrix, "bias": self.vector}, self.context.mesh, sharding=self)
         part = StoredWeight(module, self.gathered_shape, transposed)

@@ -222,8 +222,10 @@ def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | 
     if isinstance(module, nn.RMSNorm):
         parallelize_norm(module, context)
         return
+    norm_sizes(module)  # before its epsilon: what isn't a norm has none
+    epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type]
     _shard(module, context, sharded_class(_HuggingFaceRMSNorm, type(module)))  # type: ignore[arg-type]
-    module.epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type, assignment]
+    module.epsilon = epsilon  # type: ignore[assignment]
 
 
 def norm_sizes(module: Any) -> Sizes:
@@ -235,10 +237,11 @@ def norm_sizes(module: Any) -> Sizes:
     is_torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm)
     shape: Any = module.normalized_shape if is_torchs else getattr(module._parameters.get("weight"), "shape", ())
     if len(shape) != 1:
-        problem = (
-            f"normalizes over the last {len(shape)} dimensions {tuple(shape)}" if shape else "has no parameter `weight`"
+        several = (
+            f"normalizes over the last {len(shape)} dimensions {tuple(shape)}; over a cube only the last one can be"
         )
-        raise UnsupportedError(f"{type(module).__name__} {problem}; leave it out of the cube")
+        problem = several if shape else "has no parameter `weight`; leave it out of the cube"
+        raise UnsupportedError(f"{type(module).__name__} {problem}")
     return (("features", shape[0], "z"),)
 
 

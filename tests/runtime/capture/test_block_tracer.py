@@ -1,4 +1,4 @@
-"""What the block tracer refuses.
+"""What the block tracer refuses, and that plain values are those of their block.
 
 checkpoint(block, x, use_reentrant=True)      runs the block without gradients, and again in the backward
 Reversible.apply(x, block)                    likewise
@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer, TracedStack
+from lightning_hanayo.schedule import build
+from tests.runtime.loopback_pipeline import LoopbackPipeline
 
 
 class Reversible(torch.autograd.Function):
@@ -38,3 +40,36 @@ def test_a_block_isnt_called_where_its_gradients_would_be_missing(within: Any, s
     tracer = BlockTracer(TracedStack(blocks, 1, "blocks"))
     with pytest.raises(UnsupportedError, match=rf"blocks\[0\] .*{said}"):
         within(lambda y: tracer.on_call(blocks[0], (y,), {}), torch.ones(1, 2, requires_grad=True))
+
+
+class Named(dict[str, Any]):
+    """Torch takes it for a leaf, as it isn't a dictionary itself."""
+
+
+class NumberedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return Named(x=super().forward(x), number=float(self.weight.detach()[0, 0]))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, number: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * number
+
+
+def test_numbers_in_the_output_of_a_block_are_its_own() -> None:
+    """Not those of another block of its class, which is here."""
+    blocks: list[nn.Module] = [kind(4, 4) for _ in range(4) for kind in (NumberedLinear, Scaled)]
+    samples = torch.randn(2, 3, 4)
+
+    def step(microbatch: int) -> Tensor:
+        x = samples[microbatch]
+        for numbered, scaled in zip(blocks[::2], blocks[1::2], strict=True):
+            x = scaled(**numbered(x))
+        return x.pow(2).mean()
+
+    expected = [step(microbatch).item() for microbatch in range(2)]
+    pipeline = LoopbackPipeline(blocks, build("hanayo", num_ranks=2, num_microbatches=2))
+    try:
+        assert [result.item() for result in pipeline.run(step, [0.5, 0.5])] == pytest.approx(expected)
+    finally:
+        pipeline.close()

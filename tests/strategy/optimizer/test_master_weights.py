@@ -127,7 +127,7 @@ WAYS: list[Any] = [(Descent, None, 1), (Descent, 0.1, 2), (Fused, 0.1, 1), (Tied
 
 @pytest.mark.parametrize(
     ("layout", "how"),
-    covered(product(PIPELINES, WAYS), by=[(PIPELINES[3], WAYS[1])]),
+    covered(product(PIPELINES, WAYS), by=[(PIPELINES[1], WAYS[3]), (PIPELINES[3], WAYS[1])]),
     ids=str,
 )
 def test_bit_equal(pool: Pool, layout: Layout, how: Any) -> None:

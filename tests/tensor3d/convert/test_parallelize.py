@@ -22,6 +22,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.tensor_parallel import BlockSpec, ProjectionGroup, elementwise, register_block, register_layer
 from lightning_hanayo.tensor_parallel.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor_parallel.convert.registered_block import parallelize_group
+from lightning_hanayo.tensor_parallel.layers.linear import ShardedLinear, parallelize_linear
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, Keep
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
@@ -443,3 +444,34 @@ def test_a_users_block_is_registered_in_two_lines() -> None:
     )
     register_layer(Swish, elementwise)
     assert planned([Mine()]).is_registered
+
+
+class Positional(nn.Module):
+    """Its forward takes what names can't pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, /, *factors: float) -> Tensor:
+        out: Tensor = self.q(x) + sum(factors) * self.k(x)
+        return out
+
+
+def test_a_forward_whose_input_is_gathered_keeps_its_signature() -> None:
+    module, x, context = Positional(), torch.randn(2, 4, 8), StageContext(Mesh.single())
+    expected = module(x, 1.0, 2.0)
+    parallelize_group(module, ProjectionGroup("", ("q", "k"), "x"), SEQUENCE, context)
+    torch.testing.assert_close(module(x, 1.0, 2.0), expected)
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+def test_a_layer_of_a_users_class_is_converted_once_more() -> None:
+    layer = OwnLinear(8, 8)
+    for _ in range(2):
+        parallelize_linear(layer, StageContext(Mesh.single()), SEQUENCE)
+    assert isinstance(layer, OwnLinear)
+    assert isinstance(layer, ShardedLinear)

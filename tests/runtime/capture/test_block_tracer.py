@@ -47,8 +47,10 @@ class Named(dict[str, Any]):
 
 
 class NumberedLinear(nn.Linear):
+    number = 1.0
+
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-        return Named(x=super().forward(x), number=float(self.weight.detach()[0, 0]))
+        return Named(x=super().forward(x), number=self.number)
 
 
 class Scaled(nn.Linear):
@@ -59,12 +61,15 @@ class Scaled(nn.Linear):
 def test_numbers_in_the_output_of_a_block_are_its_own() -> None:
     """Not those of another block of its class, which is here."""
     blocks: list[nn.Module] = [kind(4, 4) for _ in range(4) for kind in (NumberedLinear, Scaled)]
+    for i, block in enumerate(blocks):
+        block.number = i + 1.5
     samples = torch.randn(2, 3, 4)
 
     def step(microbatch: int) -> Tensor:
         x = samples[microbatch]
         for numbered, scaled in zip(blocks[::2], blocks[1::2], strict=True):
-            x = scaled(**numbered(x))
+            made = numbered(x)
+            x = scaled(made["x"], made["number"])
         return x.pow(2).mean()
 
     expected = [step(microbatch).item() for microbatch in range(2)]

@@ -49,7 +49,8 @@ def _hash(tensor: Tensor) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for stored in (one.detach() for one in stored_tensors(tensor) if one.numel()):
-        real: Any = torch.view_as_real(stored) if stored.is_complex() else stored
+        plain = stored.int_repr() if stored.is_quantized else stored.resolve_conj()
+        real: Any = torch.view_as_real(plain) if plain.is_complex() else plain
         integers = real.reshape(-1).view(_BITS[real.element_size()])
         for bits in integers.split(_CHUNK if total.device.type == "cpu" else _CHUNK_ON_DEVICE):
             numbers = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)

@@ -1,8 +1,8 @@
-"""Changes in place are counted, also where a tensor has no count of its own."""
+"""Changes in place are counted, also where a tensor has no count of its own, and equal values have equal hashes."""
 
 import torch
 
-from lightning_hanayo.versions import identity_of, version_of, versions_of
+from lightning_hanayo.versions import hashes_of, identity_of, version_of, versions_of
 
 
 def test_a_change_in_place_and_another_tensor_are_seen() -> None:
@@ -24,3 +24,10 @@ def test_versions_of_many_tensors_count_those_of_inference_mode_as_0() -> None:
     assert versions_of([changed, torch.zeros(2)]) == [1, 0]
     with torch.inference_mode():
         assert versions_of([changed, torch.zeros(2).add_(1)]) == [1, 0]
+
+
+def test_the_hash_of_a_lazy_conjugate_is_that_of_its_values() -> None:
+    """Read as it is stored, it would crash."""
+    values = torch.randn(3, dtype=torch.complex64)
+    lazy, resolved, own = hashes_of([values.conj(), values.conj().resolve_conj(), values])
+    assert lazy == resolved != own

@@ -309,7 +309,9 @@ SMALLEST_FONT = 2.8
 """points; a number that would have to be smaller is left out"""
 
 
-def draw_actions(timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = ()) -> None:
+def draw_actions(
+    timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = (), numbers: bool = True
+) -> None:
     """Draw the actions between the two times of `window`, counted from the timeline's first start. No title."""
     first, last = window
     begin, legs = timeline.begin, palette.wave_legs(timeline)
@@ -318,7 +320,8 @@ def draw_actions(timeline: Timeline, axes: "Axes", *, window: tuple[float, float
     spans = [span for span in drawn if span.end > begin + first and span.start < begin + last]
     _draw_background(timeline, axes, window)
     _draw_boxes(spans, heights, begin, axes, legs)
-    _draw_numbers(spans, heights, timeline, axes, legs)
+    if numbers:
+        _draw_numbers(spans, heights, timeline, axes, legs)
     for step in timeline.steps if follow else ():
         for microbatch in follow:
             _draw_path(axes, step.spans, heights, begin, microbatch)

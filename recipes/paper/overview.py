@@ -38,7 +38,7 @@ def draw(path: Path) -> None:
     until = max(one.makespan for one in found)
     for number, (timeline, (_, _, title)) in enumerate(zip(found, ROWS, strict=True)):
         axes = figure.add_axes((0.075, 0.72 - 0.3 * number, 0.905, 0.2))
-        draw_actions(timeline, axes, window=(0.0, until))
+        draw_actions(timeline, axes, window=(0.0, until), numbers=False)
         axes.tick_params(axis="y", labelsize=9, length=0)
         axes.set_xticks([])
         axes.spines["bottom"].set_visible(False)

@@ -372,6 +372,10 @@ class Logits(Tensor):
         args, kwargs = tree_map(_made, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Describe it: a debugger that shows variables makes no logits."""
+        return f"Logits({tuple(self.shape)}, made when they are used)"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy is a plain tensor."""
         return self.whole().detach().clone()

@@ -33,6 +33,7 @@ def test_loss_gradients_and_logits_are_the_models_own(make: Callable[[], Lightni
     own, chunked = build(make, None), build(make, 5)
     expected, found = own(**batch()), chunked(**batch())
     assert isinstance(found.logits, Logits) and not found.logits.is_made
+    assert "made when they are used" in repr(found.logits) and not found.logits.is_made
     assert found.logits.shape == expected.logits.shape and found.logits.dtype is torch.float32
     assert found.logits.device == expected.logits.device
     assert found.logits.contiguous() is found.logits and not found.logits.is_made

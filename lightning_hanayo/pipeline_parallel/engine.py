@@ -215,16 +215,14 @@ class Engine:
         steps, reached, state = (pair.first, pair.second), self.trace.clock.mark(), ThreadState.current()
         first, second = [self._receive(step) for step in steps]
 
-        def act(step: Compute, received: Message | None) -> tuple[Any, Any]:
-            with torch.autograd.set_multithreading_enabled(False):  # a device's thread would run one of both at a time
-                return self._run_action(step, batch, received)
-
         def act_second() -> tuple[Any, Any]:
-            with state.applied():
-                return act(pair.second, second)
+            # as in the first one's thread: a device's own would run one of both backwards at a time
+            with state.applied(), torch.autograd.set_multithreading_enabled(False):
+                return self._run_action(pair.second, batch, second)
 
-        for step, marks in zip(steps, turns.run(lambda: act(pair.first, first), act_second), strict=True):
-            self.trace.add(step.action, reached, *marks)
+        marks = turns.run(lambda: self._run_action(pair.first, batch, first), act_second)
+        for step, own in zip(steps, marks, strict=True):
+            self.trace.add(step.action, reached, *own)
 
     def _receive(self, step: Compute) -> Message | None:
         """The message that the action needs."""

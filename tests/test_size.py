@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
-MAX_LINES = 34_520
+MAX_LINES = 34_517
 """of code: without blank lines, comments and docstrings"""
-MAX_FILES = 226
+MAX_FILES = 225
 
 
 def docstrings(tree: ast.Module) -> Iterator[int]:

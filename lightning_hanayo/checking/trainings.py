@@ -41,7 +41,7 @@ from lightning_hanayo.errors import HanayoError, PeerFailed, UnsupportedError
 from lightning_hanayo.notebook import RankProcess, Ranks
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.stack import find_stack, modules_outside
-from lightning_hanayo.pipeline_parallel.capture.between import user_line
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import user_line
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch

@@ -113,7 +113,7 @@ def run_export(options: Namespace) -> int:
     Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it doesn't fit the format, or the target exists.
     """
     # imports torch: seconds, which --help needn't wait for
-    from lightning_hanayo.dist_checkpointing.convert import export_checkpoint
+    from lightning_hanayo.dist_checkpointing.export import export_checkpoint
 
     source = existing(options.checkpoint)
     with showing(f"exporting {source}"):

@@ -17,9 +17,9 @@ from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.capture.threads import ThreadState
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
 from lightning_hanayo.pipeline_parallel.p2p import Message, MessageKey, PointToPointChannel
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, action_range, is_profiling
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.stages import Stage
+from lightning_hanayo.pipeline_parallel.trace import Trace, action_range, is_profiling
 from lightning_hanayo.schedule import Action, Kind, Schedule, complete
 from lightning_hanayo.schedule.table import source_stage, target_stage
 from lightning_hanayo.seeds import mix

@@ -15,15 +15,8 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.microbatches import (
-    ONE_LOADER,
-    BatchPlan,
-    BatchRule,
-    BatchSource,
-    HostNumbers,
-    PieceSizes,
-    leaves,
-)
+from lightning_hanayo.pipeline_parallel.batches.merge import HostNumbers, PieceSizes, merge
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchPlan, BatchRule, BatchSource
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader, named_arrays
 from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.tensor_parallel.boundary import (
@@ -116,7 +109,7 @@ class SplitBatch:
             return None
         found, in_mean, in_loss = ([of[i] for i in kept] for of in (results, weights.in_mean, weights.in_loss))
         sizes = self.sizes.of(kept)
-        return microbatches.merge(found, sizes, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=numbers)
+        return merge(found, sizes, in_mean, in_loss=in_loss, has_loss=has_loss, numbers=numbers)
 
 
 class BatchSplitter:
@@ -199,7 +192,7 @@ class BatchSplitter:
         total = self._part_sizes(batch, source)[0]
         return PieceSizes([counts], self.rule.batch_dim, are_known=0 < total == sum(counts))
 
-    def num_samples(self, batch: Any, source: BatchSource = ONE_LOADER) -> int:
+    def num_samples(self, batch: Any, source: BatchSource = microbatches.ONE_LOADER) -> int:
         """The samples of a batch, of its largest part, whether it is cut or not; 0 if they can't be counted."""
         return max(self._part_sizes(batch, source))
 
@@ -379,7 +372,7 @@ def _shared_check(batch: Any, plan: BatchPlan, num_microbatches: int) -> Callabl
 
 def _tensors(piece: Any) -> list[Tensor]:
     """The tensors of a piece that count their own changes: a micro-batch's, or one rank's share of it."""
-    return [leaf for leaf in leaves(piece) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    return [leaf for leaf in microbatches.leaves(piece) if isinstance(leaf, Tensor) and not leaf.requires_grad]
 
 
 def _rows(parts: Sequence[Sequence[int]]) -> list[list[range]]:

@@ -23,7 +23,7 @@ from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state, s
 from lightning_hanayo.strategy.joining import is_lost_connection
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.state import move_optimizers, unwrapped
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_shards import OptimizerShards
 from lightning_hanayo.strategy.optimizer_steps import reading_states
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline

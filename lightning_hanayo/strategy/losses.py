@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.chunked_loss import cross_entropy, token_shares
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 
 LossWeight = Literal["samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float]

@@ -36,7 +36,7 @@ from lightning_hanayo.dist_checkpointing.load_state import Sharding
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partial_values import PartialValues, plain_alias
 from lightning_hanayo.pipeline_parallel.transport import Relay
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_shards import OptimizerShards
 from lightning_hanayo.strategy.patches import PatchedFunction, PatchedInRuns
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.topology import AXES

@@ -43,7 +43,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.strategy.lightning import state, user_hooks
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards, set_values
+from lightning_hanayo.strategy.optimizer_shards import OptimizerShards, set_values
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
 from lightning_hanayo.strategy.setup.prepared_model import Cube

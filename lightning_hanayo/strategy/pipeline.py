@@ -39,7 +39,7 @@ from lightning_hanayo.pipeline_parallel.transport import Relay
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Schedule, forward_only, last_backward_only, reduction_order, without_forwards
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_shards import OptimizerShards
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor_parallel.boundary import AllGatherObject
 from lightning_hanayo.tensor_parallel.outside_parameters import OutsideParameters

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, counted
 from lightning_hanayo.pipeline_parallel.object_collectives import gather_objects
-from lightning_hanayo.pipeline_parallel.profiling.trace import (
+from lightning_hanayo.pipeline_parallel.trace import (
     BatchTrace,
     RecordedBatch,
     costs_of,

@@ -19,10 +19,11 @@ import torch
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.microbatches import HostNumbers, children
+from lightning_hanayo.pipeline_parallel.batches.merge import HostNumbers
+from lightning_hanayo.pipeline_parallel.batches.microbatches import children
 from lightning_hanayo.pipeline_parallel.grad_sync import DeferredGradients
-from lightning_hanayo.pipeline_parallel.profiling.trace import is_profiling
 from lightning_hanayo.pipeline_parallel.stages import find_loss, loss_of
+from lightning_hanayo.pipeline_parallel.trace import is_profiling
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_hanayo.partition import guards
 from lightning_hanayo.partition.stack import is_ambiguous, modules_outside
-from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource, PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource
 from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams, next_number
 from lightning_hanayo.planner.layout import Layout

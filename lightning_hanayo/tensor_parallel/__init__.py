@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_hanayo.tensor_parallel.convert.block_specs import BlockSpec, ProjectionGroup, register_block
     from lightning_hanayo.tensor_parallel.convert.layer_specs import elementwise, register_layer
     from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
-    from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, register_block
     from lightning_hanayo.tensor_parallel.layers.attention import MultiheadAttention3D
     from lightning_hanayo.tensor_parallel.layers.embedding import Embedding3D, Head3D, cross_entropy3d
     from lightning_hanayo.tensor_parallel.layers.linear import FeedForward3D, Linear3D, SwiGLU3D
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 _MODULES = (
-    "convert.specs",  # first: the only one that imports no torch
+    "convert.block_specs",  # first: the only one that imports no torch
     "convert.parallelize", "convert.layer_specs", "layers.attention", "layers.embedding",
     "layers.linear", "layers.norm", "mesh", "product", "sharding", "stage_context",
 )  # fmt: skip

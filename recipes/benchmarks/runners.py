@@ -25,9 +25,9 @@ from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Communicate, Compute, Engine, Program
 from lightning_hanayo.pipeline_parallel.graph_boundary import run_backward
 from lightning_hanayo.pipeline_parallel.p2p import MessageKey, PointToPointChannel
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage
+from lightning_hanayo.pipeline_parallel.trace import Trace
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport, Transport
 from lightning_hanayo.schedule import Action, Kind, Schedule
 from recipes.benchmarks.case import TORCHS, Candidate, Case

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.capture.between import Proxy
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import Proxy
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.p2p import Message, gradient_message
 from lightning_hanayo.pipeline_parallel.pytree import Flattener

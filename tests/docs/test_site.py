@@ -14,7 +14,7 @@ import yaml
 
 import lightning_hanayo
 from lightning_hanayo import tensor_parallel
-from lightning_hanayo.tensor_parallel.convert import specs
+from lightning_hanayo.tensor_parallel.convert import block_specs
 from tests.test_words import ROOT
 
 DOCS = ROOT / "docs"
@@ -86,7 +86,7 @@ def test_the_api_has_the_public_names() -> None:
 
 def test_the_table_of_models_names_every_registered_block() -> None:
     page = (DOCS / "supported" / "README.md").read_text(encoding="utf-8").lower().replace("-", "")
-    for name in specs._BLOCKS:
+    for name in block_specs._BLOCKS:
         if name.startswith("tests."):  # one that a test before has registered
             continue
         family = name.split(".")[2] if name.startswith("transformers.") else name.rpartition(".")[2].lower()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.dist_checkpointing.convert import export_checkpoint
+from lightning_hanayo.dist_checkpointing.export import export_checkpoint
 from lightning_hanayo.dist_checkpointing.state import RUN
 from tests.equivalence.test_checkpoints import ALONE, assert_same, train
 from tests.harness import models

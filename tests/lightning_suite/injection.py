@@ -11,8 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_hanayo import HanayoStrategy
-from lightning_hanayo.pipeline_parallel.batches import microbatches
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes, merge
 from lightning_hanayo.pipeline_parallel.engine import Engine
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 
@@ -73,7 +72,7 @@ class _Doubled(SplitBatch):
     """One sample, run as two micro-batches. What the steps return stays that of one sample; losses are averaged."""
 
     def merge(self, results: Any, weights: Any, *, in_loss: Any, has_loss: bool) -> Any:
-        return microbatches.merge(results, PieceSizes([[0, 0]]), weights, in_loss=in_loss, has_loss=has_loss)
+        return merge(results, PieceSizes([[0, 0]]), weights, in_loss=in_loss, has_loss=has_loss)
 
 
 def _double_single_samples() -> None:

@@ -1,6 +1,6 @@
 """Makes batches of trace events: one event at a time, or from a simulation."""
 
-from lightning_hanayo.pipeline_parallel.profiling.trace import BatchTrace, Event
+from lightning_hanayo.pipeline_parallel.trace import BatchTrace, Event
 from lightning_hanayo.schedule import Action, CostModel, Schedule, simulate
 
 

@@ -16,9 +16,9 @@ from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.grad_sync import TiedGradients
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import FirstStage, LastStage, MiddleStage, Stage
+from lightning_hanayo.pipeline_parallel.trace import Trace
 from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hanayo.pipeline_parallel.p2p import MAX_SPARE_BUFFERS
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
+from lightning_hanayo.pipeline_parallel.trace import Trace
 from lightning_hanayo.schedule import Action, Schedule, build, simulate
 from tests.harness.live_bytes import Live
 from tests.harness.thorough import covered

@@ -18,8 +18,9 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchRule, PieceSizes, signature, sizes
-from lightning_hanayo.pipeline_parallel.batches.microbatches import merge as merge_pieces
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.merge import merge as merge_pieces
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchRule, signature, sizes
 from lightning_hanayo.pipeline_parallel.batches.reader import BatchReader
 
 Pair = namedtuple("Pair", "x y")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Pair, Program
-from lightning_hanayo.pipeline_parallel.profiling.trace import Event, Trace, stage_times
 from lightning_hanayo.pipeline_parallel.rng import RandomStreams
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.trace import Event, Trace, stage_times
 from lightning_hanayo.schedule import Action, Kind
 from recipes.benchmarks.pairs.tables import ALONE, STEADY, table_of
 from recipes.benchmarks.self_contained import SelfContainedSingleStage

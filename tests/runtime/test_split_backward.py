@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.pipeline_parallel.p2p import HEADER
-from lightning_hanayo.pipeline_parallel.profiling.trace import costs_of, timeline_of
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.trace import costs_of, timeline_of
 from lightning_hanayo.schedule import Kind, Schedule, build, simulate
 from tests.runtime.queued_bytes import queued_bytes
 from tests.runtime.test_engine import Model, batches, expected, pipeline

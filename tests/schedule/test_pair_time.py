@@ -57,12 +57,12 @@ def test_the_device_changes_hands_at_every_wait_and_an_action_holds_it_while_it_
 
 @unhurried
 @given(st.integers(0, 10**6))
-def test_pairs_are_between_the_bound_and_one_after_the_other(seed: int) -> None:
+def test_device_and_link_never_idle_together(seed: int) -> None:
+    """Mostly a pair takes less than one after the other; an unlucky order of the link can make it take more."""
     random = Random(seed)
     both = [actions(random, random.randint(0, 6)) for _ in range(2)]
     compute, link = (sum(one[part] or 0.0 for own in both for one in own) for part in (0, 1))
-    alone = sum(run_by_turns(own).length for own in both)
-    assert max(compute, link) - 1e-9 <= run_by_turns(*both).length <= alone + 1e-9
+    assert max(compute, link) - 1e-9 <= run_by_turns(*both).length <= compute + link + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_the_host_waits_only_where_the_guide_says_so(pool: Pool, tmp_path: Path,
     rule: Any = "tokens" if batches is TEXTS else "sum" if model is Reports else "samples"
     training = Training(model, batches, steps=5, accumulate=2, clip=0.5, loss_weight=rule)
     counts: list[Counter[str]] = pool.run(layout.world_size, recorded, training, layout, str(tmp_path))
-    assert all(of_rank["pipeline_parallel/batches/microbatches.py:__call__"] <= NUM_RECORDED for of_rank in counts)
+    assert all(of_rank["pipeline_parallel/batches/merge.py:__call__"] <= NUM_RECORDED for of_rank in counts)
     places = set().union(*counts)
     assert places - ON_CPUS_ONLY <= ALLOWED
     assert places & ALLOWED, "the recorder sees what is allowed"

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
-from lightning_hanayo.pipeline_parallel.capture import between
-from lightning_hanayo.pipeline_parallel.capture.between import (
+from lightning_hanayo.pipeline_parallel.capture import code_between_blocks
+from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import (
     SKIPPED_BLOCKS,
     Proxy,
     StandIns,
@@ -40,7 +41,6 @@ from lightning_hanayo.pipeline_parallel.capture.between import (
     subtree,
     user_line,
 )
-from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import patch_of, run_block, run_original
 from lightning_hanayo.pipeline_parallel.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import autocast_state, suspend
@@ -242,7 +242,7 @@ class BlockTracer:
         alive = [found for one in self._proxies if (found := one()) is not None]
         kept = list(dict.fromkeys((one.block, one.path) for one in alive))
         values = (Proxy((), self._first_number + position), *(Proxy(path, block) for block, path in kept))
-        call = self._flattener.flatten((values, {}, between.KEPT, None))
+        call = self._flattener.flatten((values, {}, code_between_blocks.KEPT, None))
         self._record(pytree.map_leaves(call, partial(self._relative, position + 1, "")))
         return kept
 
@@ -307,7 +307,7 @@ class BlockTracer:
         """
         if self.is_between_passes:
             return function(*tree_map(self._from_kept, args), **tree_map(self._from_kept, kwargs))
-        name, grad = between.name_of(function), torch.is_grad_enabled()
+        name, grad = code_between_blocks.name_of(function), torch.is_grad_enabled()
         shown = getattr(function, "__name__", str(function)) if name is None else name.removeprefix("torch.")
         if name is None or not self._stack.sends_objects:
             return proxy.refuse(shown)
@@ -316,10 +316,10 @@ class BlockTracer:
         tensors = self._flattener.tensors
         call = asked = self._function_call(position, (tuple(args), kwargs, name, modes))
         if name in ("torch.Tensor.__getitem__", "torch.Tensor.__setitem__"):
-            asked = self._function_call(position, (between.with_indices(args), kwargs, name, modes))
+            asked = self._function_call(position, (code_between_blocks.with_indices(args), kwargs, name, modes))
         try:
             made, given = self._stack.stand_ins.run(None, asked, tensors, partial(self._value, position))
-        except between.NEEDS_VALUES:
+        except code_between_blocks.NEEDS_VALUES:
             proxy.refuse(shown)
         changed = [(given[i], spec) for i, spec in made.changed]
         for value, spec in changed:
@@ -350,7 +350,7 @@ class BlockTracer:
         Raises:
             UnsupportedError: it is of a tensor that the step has, or of which there may be a view on another rank.
         """
-        if value.storage is between.OF_STEP:
+        if value.storage is code_between_blocks.OF_STEP:
             proxy.refuse(f"{shown}, which changes a tensor of the step in place")
         for position in range(self._position):
             if position not in self._described and position not in self._values:

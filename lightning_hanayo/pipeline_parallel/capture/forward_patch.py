@@ -17,8 +17,8 @@ from torch import nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.capture.threads import current_tracer
 from lightning_hanayo.pipeline_parallel.nan import MadeValues
-from lightning_hanayo.pipeline_parallel.profiling.trace import block_range, is_profiling
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
+from lightning_hanayo.pipeline_parallel.trace import block_range, is_profiling
 
 _ORIGINAL = "_hanayo_original_forward"
 _PATCH = "_hanayo_patch"

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel import pytree
-from lightning_hanayo.pipeline_parallel.capture import between
-from lightning_hanayo.pipeline_parallel.capture.between import subtree
+from lightning_hanayo.pipeline_parallel.capture import code_between_blocks
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, BlockRun, Carriers
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import subtree
 from lightning_hanayo.pipeline_parallel.capture.forward_patch import begin_code_before
 from lightning_hanayo.pipeline_parallel.p2p import Message
 
@@ -120,7 +120,7 @@ class StageInput(NamedTuple):
         return self.after(outputs, len(outputs) - 1, trees)
 
     def _run_function(self, call: pytree.Skeleton, outputs: Sequence[Any]) -> Any:
-        return between.run(*pytree.unflatten(call, self.tensors, partial(_output, outputs)))
+        return code_between_blocks.run(*pytree.unflatten(call, self.tensors, partial(_output, outputs)))
 
     def after(self, outputs: Sequence[Any], num_calls: int, trees: tuple[Any, ...]) -> "StageInput":
         """The input of the stage after the next `num_calls`, which have returned the last of these `outputs`."""

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter, PartialValues
-from lightning_hanayo.pipeline_parallel.capture.between import Unavailable, Valueless
 from lightning_hanayo.pipeline_parallel.capture.carriers import BlockRun, Carrier
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import Unavailable, Valueless
 from lightning_hanayo.pipeline_parallel.capture.state import (
     BUFFERS,
     CONTENT,

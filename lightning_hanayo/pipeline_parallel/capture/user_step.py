@@ -29,9 +29,10 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.pipeline_parallel import graph_boundary
 from lightning_hanayo.pipeline_parallel.batch import Batch, StepFunction
-from lightning_hanayo.pipeline_parallel.capture.between import SKIPPED_BLOCKS, Proxy, functions_on_proxies, user_line
+from lightning_hanayo.pipeline_parallel.capture import code_between_blocks
 from lightning_hanayo.pipeline_parallel.capture.block_tracer import BlockTracer, TracedStack
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import Proxy, functions_on_proxies, user_line
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.capture.threads import (
     SuspendedCall,
@@ -433,7 +434,7 @@ class UserStep(TracedStack):
             f"or of other methods than forward.{self.other_lists()}"
         )
         if tracer.num_called:
-            way_out = SKIPPED_BLOCKS
+            way_out = code_between_blocks.SKIPPED_BLOCKS
         elif result is None:
             way_out = f"It returned None, but {NONE_SKIPPED}"
         raise UnsupportedError(

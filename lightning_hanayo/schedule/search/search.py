@@ -34,7 +34,8 @@ from itertools import accumulate
 from math import inf
 from random import Random
 
-from lightning_hanayo.schedule.search.evaluator import ActionTimes, Budget, CodeRows, Evaluator, SchedulingProblem
+from lightning_hanayo.schedule.search.activation_budget import Budget
+from lightning_hanayo.schedule.search.evaluator import ActionTimes, CodeRows, Evaluator, SchedulingProblem
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ from lightning_hanayo.partition.guards import MissingValues, Owner, without_valu
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, with_resume
 from lightning_hanayo.strategy.joining import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.state import unwrapped
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_shards import OptimizerShards
 from lightning_hanayo.strategy.run import Run
 
 if TYPE_CHECKING:

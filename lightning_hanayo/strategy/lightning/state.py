@@ -66,7 +66,7 @@ from lightning_hanayo.partition.deferred_init import MetaCopy
 from lightning_hanayo.partition.guards import MissingValues
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.partition.stack import Stack
-from lightning_hanayo.pipeline_parallel.profiling.trace import RANGE
+from lightning_hanayo.pipeline_parallel.trace import RANGE
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.ranking import bytes_of
 from lightning_hanayo.strategy.lightning.loops import batch_size

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource, PieceSizes, children, with_children
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.microbatches import BatchSource, children, with_children
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps, Ran
 from lightning_hanayo.pipeline_parallel.rng import generator_states, set_generators
 from lightning_hanayo.pipeline_parallel.stages import find_loss

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hanayo.partition.stack import modules_outside
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes
 from lightning_hanayo.pipeline_parallel.capture.dry_step import DrySteps
 from lightning_hanayo.pipeline_parallel.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import SplitBatch

@@ -23,8 +23,8 @@ from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside, other_lists
 from lightning_hanayo.pipeline_parallel import split_backward
 from lightning_hanayo.pipeline_parallel.capture import forward_patch
-from lightning_hanayo.pipeline_parallel.capture.between import StandIns
 from lightning_hanayo.pipeline_parallel.capture.carriers import NO_CARRIERS, Carriers, FilledArguments, RecordedOutputs
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import StandIns
 from lightning_hanayo.pipeline_parallel.capture.state import ModuleState, kept_parameters
 from lightning_hanayo.pipeline_parallel.capture.state_carrier import StateCarrier
 from lightning_hanayo.pipeline_parallel.capture.user_step import UserStep
@@ -35,7 +35,6 @@ from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce, Tied
 from lightning_hanayo.pipeline_parallel.graph_boundary import recompute
 from lightning_hanayo.pipeline_parallel.object_collectives import ReplicatedTensors
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.rng import NO_STREAMS, RandomStreams
 from lightning_hanayo.pipeline_parallel.shared_weights import SharedWeights
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
@@ -49,6 +48,7 @@ from lightning_hanayo.pipeline_parallel.stages import (
     Stage,
     TensorParallelFirstStage,
 )
+from lightning_hanayo.pipeline_parallel.trace import Trace
 from lightning_hanayo.pipeline_parallel.transport import ProcessGroupTransport
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.schedule import Kind
@@ -56,7 +56,7 @@ from lightning_hanayo.schedule.communication import message_pairs
 from lightning_hanayo.strategy.batch_split import BatchSplitter
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.lightning.metrics import BlockLogs
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_shards import OptimizerShards
 from lightning_hanayo.strategy.pipeline import OUTSIDE, Ends, GradientSync, Pipeline
 from lightning_hanayo.strategy.run import Run
 from lightning_hanayo.strategy.setup.plan import ModelPlan, recomputed_modules

@@ -30,17 +30,10 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, listed
 from lightning_hanayo.partition.guards import MissingValues
-from lightning_hanayo.pipeline_parallel.batches.microbatches import (
-    Array,
-    Attribute,
-    HostNumbers,
-    PieceSizes,
-    children,
-    leaves,
-    with_children,
-)
+from lightning_hanayo.pipeline_parallel.batches.merge import HostNumbers, PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.microbatches import Array, Attribute, children, leaves, with_children
 from lightning_hanayo.pipeline_parallel.batches.reader import step_to
-from lightning_hanayo.pipeline_parallel.capture.between import Valueless, user_line
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import Valueless, user_line
 from lightning_hanayo.pipeline_parallel.capture.state import INTERNAL, LIBRARIES, MAX_LENGTH, PLAIN, is_metric
 from lightning_hanayo.pipeline_parallel.stages import detach_tree, find_loss
 from lightning_hanayo.strategy.batch_split import SplitBatch

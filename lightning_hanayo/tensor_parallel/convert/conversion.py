@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.linear_modules import has_gradient_hooks
-from lightning_hanayo.tensor_parallel.convert.specs import class_name, joined
+from lightning_hanayo.tensor_parallel.convert.block_specs import class_name, joined
 from lightning_hanayo.tensor_parallel.layers.linear import features
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 

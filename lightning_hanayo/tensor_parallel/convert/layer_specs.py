@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_hanayo.tensor_parallel.convert.specs import RMS_NORMS, class_name
+from lightning_hanayo.tensor_parallel.convert.block_specs import RMS_NORMS, class_name
 from lightning_hanayo.tensor_parallel.layers.attention import attention_sizes, parallelize_attention
 from lightning_hanayo.tensor_parallel.layers.norm import (
     Sizes,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_hanayo.divisibility import Divisibility, MeshSizes, check_divisibility
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.tensor_parallel.convert import conversion
+from lightning_hanayo.tensor_parallel.convert.block_specs import BlockSpec, block_spec
 from lightning_hanayo.tensor_parallel.convert.generic_block import SHARED_EXPERTS, Experts, plan_generic
 from lightning_hanayo.tensor_parallel.convert.registered_block import RegisteredBlock, SpecMismatch, is_batch_first
-from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, block_spec
 from lightning_hanayo.tensor_parallel.stage_context import StageContext
 
 DEFAULT_TOKENS = 2048

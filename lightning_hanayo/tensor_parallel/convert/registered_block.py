@@ -22,7 +22,7 @@ from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor_parallel.convert import conversion, layer_specs
-from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, joined, set_attribute
+from lightning_hanayo.tensor_parallel.convert.block_specs import BlockSpec, ProjectionGroup, joined, set_attribute
 from lightning_hanayo.tensor_parallel.layers.linear import SharedInput, features, parallelize_linear
 from lightning_hanayo.tensor_parallel.layers.norm import rank_random_stream, replicate_norm
 from lightning_hanayo.tensor_parallel.product import SEQUENCE, SEQUENCE_FIRST, ParallelStyle

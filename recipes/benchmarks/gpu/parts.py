@@ -25,8 +25,8 @@ from typing_extensions import override
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.p2p import Message, gradient_message
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.trace import Trace
 from recipes.benchmarks.gpu import steps
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import COMPILED, EAGER, Candidate, Case, Kind, LlamaStack, Precision, Sizes, build

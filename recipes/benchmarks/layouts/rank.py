@@ -16,9 +16,9 @@ from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
 from lightning_hanayo.pipeline_parallel.stages import MiddleStage, Stage
+from lightning_hanayo.pipeline_parallel.trace import Trace
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.layout import COSTS, PAIR_SEGMENTS, Layout
 from lightning_hanayo.tensor_parallel.mesh import Mesh

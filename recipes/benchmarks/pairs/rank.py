@@ -17,8 +17,8 @@ from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.pipeline_parallel.batch import Batch
 from lightning_hanayo.pipeline_parallel.engine import Engine, Program
 from lightning_hanayo.pipeline_parallel.p2p import PointToPointChannel
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.pipeline_parallel.trace import Trace
 from lightning_hanayo.planner.candidates import WHOLE, Candidate
 from lightning_hanayo.schedule import CostModel, simulate
 from lightning_hanayo.schedule.cost import Segments, run_alone, run_by_turns

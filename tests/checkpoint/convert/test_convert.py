@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hanayo.dist_checkpointing.commit import RankPart, SavingRanks, TensorPart
-from lightning_hanayo.dist_checkpointing.convert import export_checkpoint
-from lightning_hanayo.dist_checkpointing.export import Format, write_weights
+from lightning_hanayo.dist_checkpointing.export import Format, export_checkpoint, write_weights
 from lightning_hanayo.dist_checkpointing.folder import CheckpointFolder
 from lightning_hanayo.dist_checkpointing.region import Region
 from lightning_hanayo.dist_checkpointing.save import Saver

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.capture.between import Proxy, proxies_like, subtree
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import Proxy, proxies_like, subtree
 
 USES: list[Callable[[Any], object]] = [
     lambda h: h + 1, lambda h: 1 + h, lambda h: torch.ones(1) + h, lambda h: h * 2, lambda h: h / 2, lambda h: h // 2,

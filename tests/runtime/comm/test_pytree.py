@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.capture.between import Proxy
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import Proxy
 from lightning_hanayo.pipeline_parallel.pytree import (
     Flattener,
     hidden_part,

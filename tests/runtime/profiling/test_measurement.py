@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from lightning_hanayo.clock import DeviceMark, EventClock
-from lightning_hanayo.pipeline_parallel.profiling.trace import (
+from lightning_hanayo.pipeline_parallel.trace import (
     BatchTrace,
     Event,
     costs_of,

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing_extensions import override
 
 from lightning_hanayo.clock import Clock
-from lightning_hanayo.pipeline_parallel.profiling.trace import Trace, gather_trace, num_microbatches, pack, unpack
+from lightning_hanayo.pipeline_parallel.trace import Trace, gather_trace, num_microbatches, pack, unpack
 from lightning_hanayo.schedule import Action, CostModel, Schedule, build, with_loss_stage
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.pipeline_parallel.batch import Batch
-from lightning_hanayo.pipeline_parallel.capture.between import Proxy
+from lightning_hanayo.pipeline_parallel.capture.code_between_blocks import Proxy
 from lightning_hanayo.pipeline_parallel.capture.stage_input import StageInput
 from lightning_hanayo.pipeline_parallel.p2p import Message, gradient_message, unpack_gradients
 from lightning_hanayo.pipeline_parallel.pytree import Flattener

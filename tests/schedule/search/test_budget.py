@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hanayo.schedule.search.evaluator import Budget
+from lightning_hanayo.schedule.search.activation_budget import Budget
 from tests.schedule.samples import unhurried
 
 

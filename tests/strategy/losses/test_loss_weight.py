@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes
 from lightning_hanayo.strategy.losses import LossWeighting, PieceWeights, for_model
 from tests.harness import models
 

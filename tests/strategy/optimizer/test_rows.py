@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.pipeline_parallel.grad_sync import GradientAllReduce
-from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer_shards import OptimizerShards
 from lightning_hanayo.tensor_parallel.mesh import MeshAxis
 from tests.harness.pool import Pool
 

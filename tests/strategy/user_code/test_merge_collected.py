@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.pipeline_parallel.batches.microbatches import PieceSizes
+from lightning_hanayo.pipeline_parallel.batches.merge import PieceSizes
 from lightning_hanayo.strategy.user_code.collected import MUTATED, CollectedMerge, Left
 
 LIST = ("self", "outputs")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.pipeline_parallel.split_backward import WeightGradientQueue
+from lightning_hanayo.tensor_parallel.convert.block_specs import BlockSpec, ProjectionGroup, register_block
 from lightning_hanayo.tensor_parallel.convert.parallelize import plan_parallelize
-from lightning_hanayo.tensor_parallel.convert.specs import BlockSpec, ProjectionGroup, register_block
 from lightning_hanayo.tensor_parallel.mesh import Mesh
 from lightning_hanayo.tensor_parallel.product import Keep
 from lightning_hanayo.tensor_parallel.stage_context import StageContext

@@ -1,1 +1,0 @@
-"""The values that an optimizer updates: rows of parameters, and fp32 copies of them."""

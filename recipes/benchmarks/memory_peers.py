@@ -69,7 +69,8 @@ def count_outside(model: Llama, samples: int, dtype: torch.dtype) -> Part:
         labels = torch.empty((samples, model.length), dtype=torch.long)
 
     def forward(inputs: Tensor) -> Tensor:
-        return ForCausalLMLoss(head(norm(inputs)), labels, model.vocabulary)
+        loss: Tensor = ForCausalLMLoss(head(norm(inputs)), labels, model.vocabulary)
+        return loss
 
     shape = samples, model.length, model.hidden
     return _count(forward, shape, dtype, [*norm.parameters(), *head.parameters(), labels])

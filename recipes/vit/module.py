@@ -41,7 +41,7 @@ class ViT(L.LightningModule):
             ViTConfig(
                 image_size=image_size,
                 patch_size=patch_size,
-                num_labels=num_classes,  # type: ignore[call-arg]
+                num_labels=num_classes,
                 num_hidden_layers=num_layers,
                 hidden_size=width,
                 intermediate_size=4 * width,

@@ -131,7 +131,6 @@ EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[st
 }
 DEFAULT = [
     "a sharded optimizer, whose gradients are gathered for the check",
-    "data ranks that accumulate and clip",
     "dropout in two passes",
     "tokens in a cube",
     "configure_model on the meta device",

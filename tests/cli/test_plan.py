@@ -142,12 +142,13 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
             + ["--trainer.strategy.pipeline_parallel_size=2", "--trainer.devices=4", "--trainer.num_nodes=2"],
             4 * 16,
         ),
-        (
+        pytest.param(
             ["--trainer.strategy=lightning_hanayo.HanayoStrategy", "--trainer.strategy.batch_dim=1"]
             + ["--data.mode=transposed", "--data.batch_size=16"],
             32,
+            marks=pytest.mark.thorough,
         ),
-        (["--data.mode=values", "--model.item=true"], 16),
+        pytest.param(["--data.mode=values", "--model.item=true"], 16, marks=pytest.mark.thorough),
     ],
     ids=["ddp", "hanayo", "auto", "data ranks", "batch_dim", "values"],
 )

@@ -99,7 +99,7 @@ def llama(backend: str | None) -> LightningModule:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(cube=(1, 2, 1), recompute="blocks"),
+        pytest.param(Layout(cube=(1, 2, 1), recompute="blocks"), marks=pytest.mark.thorough),
         pytest.param(Layout(2, 1, 1, cube=(2, 1, 1), recompute="attention"), marks=pytest.mark.thorough),
     ],
     ids=str,

@@ -159,7 +159,7 @@ def test_streams_are_seeded_by_their_keys(pool: Pool) -> None:
     assert outcome.losses[0] == pytest.approx(loss)
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[:2]), ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[1:2]), ids=str)
 def test_masks_do_not_depend_on_the_layout(pool: Pool, layout: Layout) -> None:
     outcome = merge(pool.run(layout.world_size, fit, Dropping, layout), layout)
     assert_close(outcome.weights, reference(pool).weights, 1e-10)
@@ -178,7 +178,7 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    covered(RECOMPUTED, by=[RECOMPUTED[1], RECOMPUTED[3], RECOMPUTED[4]]),
+    covered(RECOMPUTED, by=[RECOMPUTED[1], RECOMPUTED[3]]),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_masks_do_not_depend_on_recomputation(pool: Pool, model: Any, layout: Layout) -> None:
@@ -340,7 +340,7 @@ def test_a_second_pass_draws_different_numbers(pool: Pool) -> None:
     assert_close(recomputed.gradients, expected.gradients, 1e-12)
 
 
-@pytest.mark.parametrize("model", covered([TwoViews, TwoViewsCheckpointed, FromTarget], by=[TwoViews, FromTarget]))
+@pytest.mark.parametrize("model", covered([TwoViews, TwoViewsCheckpointed, FromTarget], by=[TwoViews]))
 def test_each_pass_draws_the_same_numbers_on_a_pipeline(pool: Pool, model: Any) -> None:
     ((_, expected),) = pool.run(1, views, model, ONE_PROCESS)
     ranks = [outcome for _, outcome in pool.run(2, views, model, WAVES)]

@@ -229,7 +229,7 @@ CASES += [(model, P2) for model in FURTHER]
 CASES += [(model, DATA) for model in (models.MLP, models.Skip, After, ChosenAndRejected)]  # means over samples
 
 
-COVERED = [(Gated, P2), (Scaled, P4), (Before, W2), (BeforeAndAfter, P2), (ChosenAndRejected, W2)]
+COVERED = [(Gated, P2), (BeforeAndAfter, P2), (ChosenAndRejected, W2)]
 COVERED += [
     (hidden, P2),
     (Whitened, CUBE),

@@ -153,3 +153,4 @@ def _restore(environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.stdout.flush()
     gc.collect()
+    gc.freeze()  # what is left stays: modules and caches, which later searches skip

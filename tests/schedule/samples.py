@@ -12,7 +12,7 @@ from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, 
 from lightning_hanayo.schedule.cost import Segment
 from lightning_hanayo.schedule.passes.pairing import pair_up
 
-unhurried = settings(deadline=None, max_examples=10)
+unhurried = settings(deadline=None, max_examples=5)
 """for every property test: no deadline, as the machine may be busy; each run of the tests draws other examples"""
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv", "v-half", "v-min", "hanayo", "hanayo-zb")

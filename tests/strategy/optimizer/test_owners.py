@@ -219,7 +219,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("first", "second", "save_full"), covered(RUNS, by=[RUNS[2]]), ids=str)
+@pytest.mark.parametrize(("first", "second", "save_full"), covered(RUNS, by=[RUNS[0]]), ids=str)
 def test_any_layout_reads_its_checkpoints(
     pool: Pool, tmp_path: Any, first: Layout, second: Layout, save_full: bool
 ) -> None:

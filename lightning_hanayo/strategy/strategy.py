@@ -31,7 +31,7 @@ from lightning_hanayo.strategy.options import Options, takes
 from lightning_hanayo.strategy.planning import AT_START, plan_at_start, with_layout
 from lightning_hanayo.strategy.restarts import write_error_file
 from lightning_hanayo.strategy.session import Session
-from lightning_hanayo.strategy.setup.checks import check_run
+from lightning_hanayo.strategy.setup.checks import check_run, check_shapes
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.stopping import Interrupted, StoppedBySignal
@@ -200,6 +200,7 @@ class HanayoStrategy(CheckpointingStrategy):
                 open_weights(folder)
         elif prepared.fits(self.module, self.topology, self.options):
             with self._unguarded():
+                check_shapes(self.module)
                 if options.stack is None and self.topology.replica_size > 1 and is_ambiguous(self.module):
                     return  # which stack is cut depends on a step's calls, once there is a batch
                 plan_for(trainer, self.module, prepared, options, self.topology)

@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.packed_values import is_packed
@@ -65,6 +66,19 @@ def check_run(
     _check_graph(trainer, module, topology)
     if topology.world_size > 1 and not options.save_full:
         _check_loggers(trainer)
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Reject parameters that get their shapes in the first step.
+
+    Raises:
+        UnsupportedError: there is one, as in a `LazyLinear` that has never run.
+    """
+    if lazy := [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]:
+        raise UnsupportedError(
+            f"these parameters of lazy modules have no shape before they run: {listed(lazy)}. A pipeline is planned "
+            "from all shapes, before the first step. Run the module once on zeros, for example in configure_model()."
+        )
 
 
 def check_not_converted(module: nn.Module) -> None:

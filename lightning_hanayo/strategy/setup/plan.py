@@ -80,6 +80,7 @@ def plan_model(
         HanayoError: no stack, too few blocks, hooks on blocks or parameters, a size that doesn't divide over the
             cube, or a folder of values that doesn't fit.
     """
+    checks.check_shapes(model)
     find = find_stack if topology.replica_size > 1 else find_stack_if_any
     stack = find(model, options.stack)
     if prod(topology.cube) > 1:

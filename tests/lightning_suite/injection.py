@@ -71,8 +71,8 @@ def _record_runs() -> list[str]:
 class _Doubled(SplitBatch):
     """One sample, run as two micro-batches. What the steps return stays that of one sample; losses are averaged."""
 
-    def merge(self, results: Any, weights: Any, *, in_loss: Any, has_loss: bool) -> Any:
-        return merge(results, PieceSizes([[0, 0]]), weights, in_loss=in_loss, has_loss=has_loss)
+    def merge(self, results: Any, weights: Any, **options: Any) -> Any:
+        return merge(results, PieceSizes([[0, 0]]), weights.in_mean, in_loss=weights.in_loss, **options)
 
 
 def _double_single_samples() -> None:

@@ -3,6 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from lightning_hanayo.strategy.batch_split import BatchSplitter
+from tests.harness import models
+from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
+from tests.lightning_suite import injection
 from tests.lightning_suite.comparison import Comparison, Reason, reason_for
 from tests.lightning_suite.page import page
 from tests.lightning_suite.results import SuiteRun, TestResult, by_name
@@ -52,3 +58,14 @@ def test_results_are_read_as_they_were_saved(tmp_path: Path) -> None:
     RUNS[0].save(path)
     assert SuiteRun.load(path) == RUNS[0]
     assert json.loads(path.read_text())["column"] == "hanayo 1"
+
+
+def test_a_single_sample_runs_twice_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for strategy in ("auto", make_strategy(Layout(num_microbatches=2))):
+        trainer = make_trainer(Layout(), max_steps=2, strategy=strategy)
+        trainer.fit(models.build(models.MLP), make_loader(models.vectors((1, 1))))
+        losses.append(trainer.callback_metrics["train_loss"])
+        monkeypatch.setattr(BatchSplitter, "split", BatchSplitter.split)  # restored after the test
+        injection._double_single_samples()
+    assert losses[0] == losses[1]

@@ -97,7 +97,7 @@ class ReportsSamples(Reports):
 
 
 GPT = partial(models.gpt, 2, 2)
-VECTORS, TEXTS = partial(models.vectors, (8,) * 8), partial(models.texts, (8,) * 8)
+VECTORS, TEXTS = partial(models.vectors, (8,) * 10), partial(models.texts, (8,) * 10)
 RUNS = {
     "waves-on-one-rank": (models.MLP, VECTORS, Layout(1, 2)),
     "tied": (models.SharesOutside, VECTORS, Layout(2, 2)),
@@ -114,7 +114,7 @@ RUNS = {
 def test_the_host_waits_only_where_the_guide_says_so(pool: Pool, tmp_path: Path, name: str) -> None:
     model, batches, layout = RUNS[name]
     rule: Any = "tokens" if batches is TEXTS else "sum" if model is Reports else "samples"
-    training = Training(model, batches, steps=4, accumulate=2, clip=0.5, loss_weight=rule)
+    training = Training(model, batches, steps=5, accumulate=2, clip=0.5, loss_weight=rule)
     counts: list[Counter[str]] = pool.run(layout.world_size, recorded, training, layout, str(tmp_path))
     assert all(of_rank["pipeline_parallel/batches/merge.py:__call__"] <= NUM_RECORDED for of_rank in counts)
     places = set().union(*counts)

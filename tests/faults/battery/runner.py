@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import site
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,7 +14,7 @@ from typing import Any
 from lightning_hanayo.monitor.processes import end_with_parent
 from tests.faults.battery.cases import Case
 from tests.faults.battery.judge import Verdict, judge, limit
-from tests.harness.launch import launch
+from tests.harness.launch import ROOT, launch
 
 SCRIPT = Path(__file__).with_name("script.py")
 SPARE = 5.0
@@ -28,8 +30,11 @@ class Result:
     output: str
 
     def document(self) -> dict[str, Any]:
-        """As JSON; of the output the end is kept."""
-        return {"case": asdict(self.case), "verdict": asdict(self.verdict), "output": self.output[-6000:]}
+        """As JSON; of the output the end is kept, without this machine's folders."""
+        output = self.output[-6000:]
+        for folder in (ROOT, *site.getsitepackages(), Path(sys.executable).parent):
+            output = output.replace(f"{folder}/", "")
+        return {"case": asdict(self.case), "verdict": asdict(self.verdict), "output": output}
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> "Result":

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_hanayo.dist_checkpointing.export import open_weights
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition.stack import is_ambiguous
+from lightning_hanayo.pipeline_parallel.capture.state import share_class_values
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpointing import CheckpointingStrategy
@@ -227,6 +228,7 @@ class HanayoStrategy(CheckpointingStrategy):
     @override
     def connect(self, model: "pl.LightningModule") -> None:
         super().connect(model)
+        share_class_values(model)
         record_all_threads(model)  # before the run's first action
 
     @override

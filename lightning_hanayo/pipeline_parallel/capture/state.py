@@ -233,6 +233,14 @@ LIBRARIES = (
 """objects of classes in these packages hold nothing that a step sets"""
 
 
+def share_class_values(module: nn.Module) -> None:
+    """Let modules hold, too, the lists and dictionaries of the user's classes: steps add to them through `self`."""
+    for part in module.modules():
+        users = [kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in LIBRARIES]
+        shared = {key: getattr(type(part), key) for kind in users for key in vars(kind) if not key.startswith("__")}
+        vars(part).update({k: v for k, v in shared.items() if type(v) in (list, dict) and k not in vars(part)})
+
+
 class ModuleState:
     """The holders of a whole model. They have the same names on all ranks, which build the model alike.
 

@@ -1,13 +1,16 @@
 """What steps change outside the blocks is found, and attributed to their micro-batches."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning import LightningModule
+from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.user_code.collected import MUTATED, Collections, Left
+from tests.harness import models
+from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
 
 
 class Store:
@@ -90,3 +93,27 @@ def test_other_ranks_get_what_is_new() -> None:
     other.outputs.clear()
     with pytest.raises(UnsupportedError, match="self.outputs has 0 items on this rank, but .* had 2"):
         second.give(changed)
+
+
+class FillsItsClass(models.MLP):
+    losses: ClassVar[list[Tensor]] = []
+    by_loader: ClassVar[dict[int, list[float]]] = {0: []}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.losses.append(loss)
+        self.by_loader[0].append(float(loss))
+
+
+@pytest.mark.parametrize("step", ["auto", "microbatch"])
+def test_lists_of_the_class_get_an_item_for_each_batch(step: str) -> None:
+    FillsItsClass.losses.clear()
+    FillsItsClass.by_loader[0].clear()
+    trainer = make_trainer(Layout(), strategy=make_strategy(Layout(num_microbatches=2, step=step)))
+    module = models.build(FillsItsClass)
+    batches = models.vectors((8, 8, 8))
+    trainer.validate(module, make_loader(batches), verbose=False)
+    expected = [module.loss(batch).item() for batch in batches]
+    assert [float(loss) for loss in FillsItsClass.losses] == pytest.approx(expected)
+    assert FillsItsClass.by_loader[0] == pytest.approx(expected)

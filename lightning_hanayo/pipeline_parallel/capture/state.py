@@ -236,9 +236,9 @@ LIBRARIES = (
 def share_class_values(module: nn.Module) -> None:
     """Let modules hold, too, the lists and dictionaries of the user's classes: steps add to them through `self`."""
     for part in module.modules():
-        users = [kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in LIBRARIES]
-        shared = {key: getattr(type(part), key) for kind in users for key in vars(kind) if not key.startswith("__")}
-        vars(part).update({k: v for k, v in shared.items() if type(v) in (list, dict) and k not in vars(part)})
+        users = [kind for kind in reversed(type(part).__mro__) if kind.__module__.partition(".")[0] not in LIBRARIES]
+        values = {key: value for kind in users for key, value in vars(kind).items() if not key.startswith("__")}
+        vars(part).update({k: v for k, v in values.items() if type(v) in (list, dict) and k not in vars(part)})
 
 
 class ModuleState:

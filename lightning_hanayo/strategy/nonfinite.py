@@ -223,6 +223,8 @@ class NonFiniteCheck:
         run.parts.add(self.close)
         plugin = run.trainer.precision_plugin
         state.call_before_steps(plugin, run.attributes, self.before_step, on_unscaled=self.after_unscaling)
+        if self.norms.groups is None:  # of several ranks, torch's functions give it
+            state.call_with_norm(plugin, run.attributes, self.norms.note_total)
 
     def __deepcopy__(self, memo: object) -> Self:
         """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""

@@ -177,8 +177,12 @@ class GradientNorms:
         if norm_type > 0:
             self._first_norms = dict(norms) | self._first_norms
         if self._was_of_all and norm_type > 0:
-            self.total_of_all = total.detach()
+            self.note_total(total)
         return total
+
+    def note_total(self, total: Tensor) -> None:
+        """Called with a norm over all gradients of this rank's optimizer."""
+        self.total_of_all = total.detach()
 
     def forget_total(self) -> None:
         """Called before gradients are clipped."""

@@ -201,7 +201,11 @@ class MicrobatchSteps:
         self._numbers = HostNumbers()
         self._step_name = state.step_name(trainer)
         self._options = state.options_now(trainer) if self.trains and self.session.topology.pipe > 1 else None
-        self.session.collections.begin_batch()
+        is_once = self.session.topology.replica_size == 1 and self.split.num_microbatches == 1
+        self._collections = None if is_once else self.session.collections
+        """of the module; None if the step runs once, so that there is nothing to merge"""
+        if self._collections is not None:
+            self._collections.begin_batch()
         self.session.collectives.begin_batch()
 
     def enter(self, microbatch: int | None) -> None:
@@ -210,7 +214,8 @@ class MicrobatchSteps:
             self._options = state.options_now(self.session.trainer)
         self.split.check()
         self._log.enter(microbatch)
-        self.session.collections.enter(microbatch)
+        if self._collections is not None:
+            self._collections.enter(microbatch)
         running = None
         if microbatch is not None:
             piece = self.split.own[microbatch]
@@ -240,7 +245,7 @@ class MicrobatchSteps:
             if self._options is not None:
                 state.check_options(trainer, self._options)
             count = self.split.num_microbatches
-            self._left = session.collections.end_batch(count)
+            self._left = [Left()] if self._collections is None else self._collections.end_batch(count)
             for m, own in enumerate(self._left):
                 own.used_collectives = m in session.collectives.used
                 own.note_means(batch.results[m], self._log.means_of(self.split.own[m]))

@@ -189,6 +189,19 @@ def call_before_steps(
     attributes.wrap(plugin, "_clip_gradients", clip_gradients)  # the last that is called before a step
 
 
+def call_with_norm(plugin: Precision, attributes: TemporaryAttributes, on_norm: Callable[[Tensor], object]) -> None:
+    """Until `attributes` are restored, call `on_norm` with each norm by which the Trainer clips gradients.
+
+    Not if the plugin's class clips in its own way.
+    """
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+
+        def clip(_: object, optimizer: Optimizer, clip_val: float) -> None:
+            on_norm(torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), clip_val))
+
+        attributes.wrap(plugin, "clip_grad_by_norm", clip)
+
+
 def _scaler_of(plugin: Precision) -> GradScaler | None:
     """The plugin's gradient scaler, if it has one that is enabled."""
     scaler = getattr(plugin, "scaler", None)

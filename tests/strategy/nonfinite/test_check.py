@@ -258,6 +258,23 @@ def test_gradients_that_clipping_spoils_are_found_and_those_before_are_named(poo
     assert_unharmed(runs)
 
 
+def train_looking_at_no_gradient(layout: Layout, fault: Fault) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault.where == "nowhere":
+            patch.delattr(nonfinite.GradientLook, "at")
+        return train(layout, fault, gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize("where", ["weight", "nowhere"])
+def test_one_rank_takes_the_norm_by_which_it_clips(pool: Pool, where: Any) -> None:
+    runs = pool.run(1, train_looking_at_no_gradient, ALONE, Fault(where, 5))
+    if where == "weight":
+        assert "optimizer step 2: NaN or infinite gradients, only in gradients of" in runs[0].error
+        assert_unharmed(runs)
+    else:
+        assert not runs[0].error
+
+
 class Searched(models.MLP):
     lr = 1e-3
 

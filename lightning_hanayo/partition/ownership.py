@@ -7,6 +7,7 @@ rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .      
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -64,11 +65,12 @@ class Ownership:
         """The stages that have registered each parameter, or keep it; -1 stands for the code outside the stack."""
         users: dict[nn.Parameter, set[int]] = defaultdict(set)
         for stage in range(len(self.stages)):
-            for parameter in nn.ModuleList(self.blocks(stage)).parameters():
+            for parameter in chain.from_iterable(block.parameters() for block in self.blocks(stage)):
                 users[parameter].add(stage)
         for module in modules_outside(model, self.stack):
-            for parameter in module.parameters(recurse=False):
-                users[parameter].add(-1)
+            for own in module._parameters.values():
+                if own is not None:
+                    users[own].add(-1)
         for parameter, index, _ in kept:
             users[parameter].add(self._stage_of(index))
         return users

@@ -61,9 +61,9 @@ class Stack:
     def may_be_cut(self) -> bool:
         """Whether they look like blocks: several, with parameters, of one class or of few that repeat."""
         if len(self) < 2 or self.is_uniform:
-            return len(self) > 1 and bool(self.parameters)
+            return len(self) > 1 and any(map(_has_parameters, self.blocks))
         return 2 * len(self._classes) <= len(self) and all(
-            any(True for _ in block.parameters()) and not _has_no_forward(block) for block in self.blocks
+            _has_parameters(block) and not _has_no_forward(block) for block in self.blocks
         )
 
     def check_in(self, model: nn.Module) -> None:
@@ -381,6 +381,10 @@ def _of_several(model: nn.Module, name: str, lists: Mapping[str, nn.Module]) -> 
 def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The children with their qualified names; a module that is there twice is there twice."""
     return [(f"{name}.{key}".removeprefix("."), child) for key, child in module._modules.items() if child is not None]
+
+
+def _has_parameters(block: nn.Module) -> bool:
+    return any(True for _ in block.parameters())
 
 
 def _has_no_forward(module: nn.Module) -> bool:

@@ -231,7 +231,7 @@ class SampleCount:
             self._expected = saved, now
 
     def note(self, batch: int) -> None:
-        """Called with the size of each training batch, before it runs; 0 if it can't be counted.
+        """Called before each training batch with its size, or the loader's; 0 if it can't be counted.
 
         Raises:
             HanayoError: it is the first one after a resume, and steps would take other numbers of samples.

@@ -48,15 +48,13 @@ class GradientLook:
     """[gradients]"""
 
     @staticmethod
-    def at(parameters: Mapping[str, nn.Parameter], device: torch.device) -> "GradientLook":
-        """Look at the gradients that are there. Norms don't overflow on GPUs."""
-        elements = {name: elements_of(p.grad) for name, p in parameters.items() if p.grad is not None}
-        gradients = {name: values for name, values in elements.items() if values.numel()}  # else no largest one
-        if not gradients:
+    def at(gradients: Mapping[str, Tensor], device: torch.device) -> "GradientLook":
+        """Look at gradients. Norms don't overflow on GPUs."""
+        found = {name: one for name, gradient in gradients.items() if (one := elements_of(gradient)).numel()}
+        if not found:  # an empty one has no largest element
             return GradientLook((), torch.zeros(0, device=device))
         norm_type = 2.0 if device.type == "cpu" else inf  # on the CPU the largest element takes 15 times as long
-        norms = torch._foreach_norm(list(gradients.values()), norm_type)
-        return GradientLook(list(gradients), torch.cat([norm.view(1) for norm in norms]).float())
+        return GradientLook(list(found), torch.stack(torch._foreach_norm(list(found.values()), norm_type)).float())
 
     @property
     def flag(self) -> Tensor:
@@ -326,7 +324,8 @@ class NonFiniteCheck:
     def _look(self, optimizer: Optimizer) -> GradientLook:
         """Gradients of parameters that the optimizer doesn't have harm nothing; nobody sets them to zero."""
         steps = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return GradientLook.at({name: p for name, p in self.parameters.items() if id(p) in steps}, self.norms.device)
+        gradients = {n: p.grad for n, p in self.parameters.items() if id(p) in steps and p.grad is not None}
+        return GradientLook.at(gradients, self.norms.device)
 
     def _agreed(self, flag: Tensor) -> Tensor:
         """The flag of any rank, on all of them."""

@@ -27,6 +27,7 @@ from lightning_hanayo.pipeline_parallel.trace import is_profiling
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning import state, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
+from lightning_hanayo.strategy.lightning.loops import batch_size
 from lightning_hanayo.strategy.lightning.metrics import MicrobatchLog, shared_metrics_of
 from lightning_hanayo.strategy.losses import PieceWeights
 from lightning_hanayo.strategy.probing.probe import own_copy
@@ -137,7 +138,7 @@ def _run_batch(
     splitter = pipeline.stack_splitter if is_whole else pipeline.splitter
     split = splitter.whole(batch) if is_whole else stack_split
     if trains:
-        session.samples.note(splitter.num_samples(batch, source))
+        session.samples.note(batch_size(trainer) or splitter.num_samples(batch, source))
         session.begin_training(stack_split, is_whole=is_whole)
     stage = "" if trains else source.stage
     weights = session.weigh(split.pieces, split.sizes, stage, is_whole=is_whole)

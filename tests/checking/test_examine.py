@@ -132,7 +132,6 @@ EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[st
 DEFAULT = [
     "a sharded optimizer, whose gradients are gathered for the check",
     "dropout in two passes",
-    "tokens in a cube",
     "configure_model on the meta device",
 ]
 

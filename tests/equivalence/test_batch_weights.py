@@ -39,7 +39,8 @@ def test_pipelines_with_accumulation(pool: Pool, layout: Layout) -> None:
     assert_close(run(pool, single, layout).weights, by_hand(pool, single, data=layout.data).weights, 1e-10)
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS[:2], by=LAYOUTS[:1]), ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
 def test_pairs_train_bit_for_bit_as_one_by_one(pool: Pool, layout: Layout) -> None:
     model = partial(models.gpt, 4, 4)
     single = Training(model, partial(models.texts, (8,) * 4), torch.float64, steps=4, loss_weight="tokens")

@@ -186,7 +186,7 @@ def of_tokens() -> list[Batch]:
             for implementation in ("grouped_mm", "batched_mm", "eager")
             for layout in (CUBES[2], PIPELINE)
         ],
-        by=[("qwen3_moe", "grouped_mm", CUBES[2])],
+        by=[],
     ),
     ids=str,
 )

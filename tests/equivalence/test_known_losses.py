@@ -119,7 +119,7 @@ SINGLE_STAGE = Layout(1, 1, 1, "auto", num_microbatches=1, cube=(1, 2, 1), step=
 """of blocks, whose ranks share a batch that has one micro-batch"""
 
 
-TURNS = ((Clip, 0), (VicReg, 1), (Cox, 4), (Bert, 1), (NumItems, 4))
+TURNS = ((Clip, 0), (Cox, 4), (Bert, 1), (NumItems, 4))
 """the default cases: losses with the numbers of their layouts"""
 
 

@@ -177,8 +177,11 @@ OTHERS = {
     "pvt, in turn": Case(pvt, images, BETWEEN, ("model.encoder.patch_embeddings", "model.encoder.block")),
 }
 CASES = KINDS | OTHERS
-ALIKE = "a heavier tower that texts don't reach", "lists that are called in turn"
-"""much like their neighbours, so that only thorough tests run them"""
+ALIKE = (
+    "a heavier tower that texts don't reach", "lists that are called in turn", "images in one tensor of patches",
+    "lengths that y doesn't divide",
+)  # fmt: skip
+"""much like their neighbours, or slow, so that only thorough tests run them"""
 PAIRS = [(name, layout) for name, case in CASES.items() for layout in case.layouts]
 
 

@@ -273,12 +273,8 @@ IN_CUBES = [
     ("loss", "layout"),
     covered(
         IN_CUBES,
-        by=[
-            ((models.MLP, "samples"), ALONG_X),
-            (LOSSES[3], REPLICATE),
-            ((whole.Contrastive, ""), SHARE_P2),
-        ],
-    ),  # fmt: skip
+        by=[((whole.Contrastive, ""), SHARE_P2)],
+    ),
     ids=lambda v: getattr(v[0], "__name__", None) if type(v) is tuple else None,
 )
 def test_in_cubes(pool: Pool, loss: tuple[Any, str], layout: Layout) -> None:

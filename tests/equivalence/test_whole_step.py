@@ -230,14 +230,7 @@ CASES += [(model, DATA) for model in (models.MLP, models.Skip, After, ChosenAndR
 
 
 COVERED = [(Gated, P2), (BeforeAndAfter, P2), (ChosenAndRejected, W2)]
-COVERED += [
-    (hidden, P2),
-    (Whitened, CUBE),
-    (Unused, P2),
-    (Injects, P2),
-    (CountsDepth, P2),
-    (After, DATA),
-]
+COVERED += [(Injects, P2), (CountsDepth, P2), (After, DATA)]
 # test_step_auto runs the other losses.
 
 

@@ -37,6 +37,7 @@ def main(descriptor: int, imports: bool) -> None:
             for name in MODELS:
                 importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         _cache_plugins()
+        _search_briefly()
         wait_for_listener()
     gc.freeze()  # imported modules are not collected in workers, which would copy their memory
     children: set[int] = set()
@@ -64,6 +65,13 @@ def _cache_plugins() -> None:
     from lightning.fabric.utilities import registry
 
     registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
+
+
+def _search_briefly() -> None:
+    """Any order of a schedule trains alike, and to look for the best one takes a tenth of a small run's time."""
+    from lightning_hanayo.schedule.search import search
+
+    search.MAX_RUNS = 20
 
 
 def _fork(control: socket.socket, connection: int, log: int) -> int:

@@ -100,7 +100,10 @@ def test_run_returns_the_result_of_every_rank(pool: Pool) -> None:
     assert pool.run(4, total_of_ranks, 0) == [(rank, 6) for rank in range(4)]
 
 
-@pytest.mark.parametrize(("how", "kind"), [("raises", "ArithmeticError"), ("dies", "died"), ("hangs", "timed out")])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("raises", "ArithmeticError"), ("dies", "died"), pytest.param("hangs", "timed out", marks=pytest.mark.thorough)],
+)
 def test_a_failure_names_its_rank_and_later_runs_succeed(pool: Pool, how: str, kind: str) -> None:
     with pytest.raises(RunFailed) as caught:
         pool.run(3, fail_on, 1, how, timeout=2.0)

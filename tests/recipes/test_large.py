@@ -65,6 +65,7 @@ def test_a_plan_is_made_again(name: str, tmp_path: Path) -> None:
     assert (tmp_path / f"{name}.yaml").read_text() == (FOLDER / "layouts" / f"{name}.yaml").read_text()
 
 
+@pytest.mark.thorough
 def test_what_a_run_does_is_counted() -> None:
     run = Operations(CASES[RUNS[0]], json.loads(PLANS.read_text())[RUNS[0]])
     assert run.groups() == {"nccl": 11, "gloo": 7}

@@ -110,7 +110,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", covered(RUNS, by={"cube", "tied", "reports"}))
+@pytest.mark.parametrize("name", covered(RUNS, by={"tied", "reports"}))
 def test_the_host_waits_only_where_the_guide_says_so(pool: Pool, tmp_path: Path, name: str) -> None:
     model, batches, layout = RUNS[name]
     rule: Any = "tokens" if batches is TEXTS else "sum" if model is Reports else "samples"

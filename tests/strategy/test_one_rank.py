@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hanayo import HanayoStrategy
 from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 
 WIDTH, STEPS, BATCH = 6, 4, 4
 
@@ -271,7 +272,10 @@ def test_one_rank_equals_any_trainer(pool: Pool, name: str) -> None:
     assert own == alone
 
 
-@pytest.mark.parametrize("name", [one.__name__ for one in ALIKE if one not in (Skips, Perturbs)])
+ON_DATA_RANKS = [one.__name__ for one in ALIKE if one not in (Skips, Perturbs)]
+
+
+@pytest.mark.parametrize("name", covered(ON_DATA_RANKS, by=[one for one in ON_DATA_RANKS if one != "Lbfgs"]))
 def test_data_ranks_equal_ddp(pool: Pool, name: str) -> None:
     results = pool.run(2, both, name, 2, "ddp_find_unused_parameters_true", timeout=60.0)
     assert results[0][0] == results[1][0]

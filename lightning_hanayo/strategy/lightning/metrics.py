@@ -72,9 +72,10 @@ class SharedMetrics(_LoggerConnector):
     @property
     @override
     def metrics(self) -> Any:
-        with warnings.catch_warnings():
-            if self.run.topology.data == 1:  # there is nothing to sync
-                warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
+        if self.run.topology.data > 1 or self._first_loop_iter is not None:
+            return super().metrics
+        with warnings.catch_warnings():  # at an epoch's end Lightning advises to sync, but here is nothing to sync
+            warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
             return super().metrics
 
     @override

@@ -37,11 +37,30 @@ from lightning_hanayo.topology import Topology, resolve
 _LIBRARIES = ("lightning.", "lightning_hanayo.", "torch.")
 
 
+class _GivenModule:
+    """The module that the Trainer was given. Lightning compiles the steps of one that is compiled as a whole.
+
+    It has no `__get__`, as Lightning reads the attribute fifty times in a step.
+    """
+
+    def __set__(self, strategy: "MeshParallelStrategy", module: "pl.LightningModule | None") -> None:
+        if module is not None and module._compiler_ctx is not None:
+            if strategy.topology.replica_size == 1:  # until Lightning has checked which strategies run it compiled
+                strategy._compiler_ctx, module._compiler_ctx = module._compiler_ctx, None
+            else:
+                to_uncompiled(module)
+                name = f"torch.compile({type(module).__name__})"
+                rank_zero_warn(f"{name} runs as written: steps are suspended at blocks. Use block.compile() instead")
+        vars(strategy)["_lightning_module"] = module
+
+
 class MeshParallelStrategy(ParallelStrategy, ABC):
     """A strategy whose ranks have a place on the axes of a topology (data, pipeline, cube).
 
     Decisions are agreed over all ranks; metrics are reduced over the data ranks.
     """
+
+    _lightning_module: Any = _GivenModule()
 
     def __new__(cls, *_: Any, **named: Any) -> Self:
         """Answer unknown options before Python's bare TypeError does.
@@ -77,23 +96,6 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def groups(self) -> ProcessGroups:
         """This rank's process groups."""
         return available(self._groups, "the process groups exist once the Trainer has started the processes")
-
-    @property
-    def _lightning_module(self) -> "pl.LightningModule | None":
-        """The module that the Trainer was given. Lightning compiles the steps of one that is compiled as a whole."""
-        module: pl.LightningModule | None = vars(self).get("_lightning_module")
-        return module
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: "pl.LightningModule | None") -> None:
-        if module is not None and module._compiler_ctx is not None:
-            if self.topology.replica_size == 1:  # hidden until Lightning has checked which strategies run it compiled
-                self._compiler_ctx, module._compiler_ctx = module._compiler_ctx, None
-            else:
-                to_uncompiled(module)
-                name = f"torch.compile({type(module).__name__})"
-                rank_zero_warn(f"{name} runs as written: steps are suspended at blocks. Use block.compile() instead")
-        vars(self)["_lightning_module"] = module
 
     def show_compiled(self) -> None:
         """Let Lightning's `to_uncompiled` find again how the module is compiled."""

@@ -299,8 +299,9 @@ class Collections:
     def _note_list(self, path: Path, container: list[Any]) -> None:
         known, length, last = self._lists.get(path, (container, 0, None))
         # `self.outputs = [*self.outputs, new]` makes a new list, but appends.
-        is_longer = len(container) >= len(known) and all(map(operator.is_, container, known))
-        is_other = known is not container and not is_longer
+        is_other = known is not container and not (
+            len(container) >= len(known) and all(map(operator.is_, container, known))
+        )
         if is_other or len(container) < length or (length and container[length - 1] is not last):
             self._reset.add(path)
             self._changed.add(path[:2])
@@ -323,9 +324,9 @@ class Collections:
     def _walk(self) -> Iterator[tuple[Path, Any]]:
         """All lists, and all values in attributes and dictionaries."""
         for name, owner in self.owners().items():
-            for key, value in vars(owner).items():
-                if key in self._internal:
-                    continue
+            attributes = vars(owner)
+            for key in attributes.keys() - self._internal:
+                value = attributes[key]
                 if isinstance(value, _LEAVES):
                     yield (name, key), value
                 elif isinstance(value, list | dict):

@@ -74,6 +74,7 @@ def test_the_others_are_killed_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(other, RankFailure) and other.kind == "timed out"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_takes_too_long_is_killed() -> None:
     (failure,) = trainings.run(1, fails_on_one, "1", timeout=real_seconds(0.5))
     assert isinstance(failure, RankFailure) and failure.kind == "timed out"

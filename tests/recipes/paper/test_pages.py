@@ -14,8 +14,9 @@ from recipes.paper.pages import DOCS, DOCUMENTS, Document
 from recipes.paper.peers import SIZES, measured
 from recipes.paper.uneven import Condition, contest
 
+SLOW = "cube-", "equal-memory-8", "ranks", "waves"
 QUICK = [
-    pytest.param(document, name, marks=[pytest.mark.thorough] if name.startswith("cube-") else [])
+    pytest.param(document, name, marks=[pytest.mark.thorough] if name.startswith(SLOW) else [])
     for document in DOCUMENTS
     for name in document.quick
 ]

@@ -40,6 +40,7 @@ USED = {
         "_data_fetcher",
         "_data_source",
         "_evaluation_step",
+        "_first_loop_iter",
         "_loaded_checkpoint",
         "_logged_metrics",
         "_logger_connector",

@@ -123,7 +123,7 @@ LAYOUTS += [Layout(1, 1, 1, cube=(2, 1, 1), outside="replicate")]
             for case in product(MODELS, LAYOUTS)
             if case[1].outside == "tokens" or case[0] in (chunked, computed, recipe)
         ],
-        by=[(models.gpt2, LAYOUTS[6]), (llama, LAYOUTS[0])],
+        by=[(llama, LAYOUTS[0])],
     ),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -231,6 +231,7 @@ class Watch(TorchDispatchMode):
         return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "cube", "outside", "tokens", "rows"),
     covered(

@@ -183,9 +183,10 @@ WAYS: list[tuple[Layout, Any, float, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "optimizer", "tolerance", "how"),
-    covered(WAYS, by=WAYS[:1]),
+    WAYS,
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_other_ways(pool: Pool, layout: Layout, optimizer: Any, tolerance: float, how: Any) -> None:

@@ -26,6 +26,7 @@ from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.setup.values import Reading, load_pretrained, plan_pretrained
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     assert_bit_equal,
@@ -242,7 +243,7 @@ def twice(folder: Path, built: bool) -> list[dict[str, Tensor]]:
     return held
 
 
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("built", covered([False, True], by=[True]))
 def test_trained_values_and_checkpoints_are_kept(pool: Pool, tmp_path: Path, built: bool) -> None:
     weights = save(tmp_path)
     ranks = pool.run(2, twice, tmp_path, built)

@@ -23,7 +23,6 @@ from tests.equivalence.test_compiled import needs_compiler, prepare_inductor
 from tests.harness.fake_groups import fake_world
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
-from tests.harness.thorough import covered
 
 LENGTH, WIDTH = 8, 16
 
@@ -150,8 +149,9 @@ CASES: list[tuple[list[Sizes], str]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("meshes", "kind"), covered(CASES, by=FIRST), ids=str)
+@pytest.mark.parametrize(("meshes", "kind"), CASES, ids=str)
 def test_equal_those_as_written(pool: Pool, meshes: list[Sizes], kind: str) -> None:
     for errors in pool.run(prod(meshes[0]), compare, meshes, "aot_eager", [kind]):
         assert {what: value for what, value in errors.items() if not value <= 1e-10} == {}

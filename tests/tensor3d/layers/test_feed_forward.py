@@ -133,10 +133,10 @@ def test_dropout_is_applied_in_training_only() -> None:
     assert torch.equal(module.eval()(x), module(x))
 
 
-MESHES: list[list[Sizes]] = [[(2, 2, 2)], [(1, 2, 2), (2, 1, 2), (4, 1, 1)]]
+MESHES: list[list[Sizes]] = [[(2, 2, 2)], [(1, 2, 2)], [(2, 1, 2), (4, 1, 1)]]
 
 
-@pytest.mark.parametrize("meshes", covered(MESHES, by=MESHES[1:]), ids=["8 ranks", "4 ranks"])
+@pytest.mark.parametrize("meshes", covered(MESHES, by=MESHES[1:2]), ids=["8 ranks", "4 ranks", "4 ranks, others"])
 def test_equals_torchs_layers(pool: Pool, meshes: list[Sizes]) -> None:
     assert too_large(pool.run(prod(meshes[0]), feed_forwards, meshes)) == []
 

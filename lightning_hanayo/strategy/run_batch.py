@@ -138,7 +138,6 @@ def _run_batch(
     splitter = pipeline.stack_splitter if is_whole else pipeline.splitter
     split = splitter.whole(batch) if is_whole else stack_split
     if trains:
-        session.samples.note(batch_size(trainer) or splitter.num_samples(batch, source))
         session.begin_training(stack_split, is_whole=is_whole)
     stage = "" if trains else source.stage
     weights = session.weigh(split.pieces, split.sizes, stage, is_whole=is_whole)
@@ -147,8 +146,11 @@ def _run_batch(
 
     share = state.share_of_step(trainer) / split.num_alike
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
+    signature = microbatches.signature(batch, stack_split.sizes.parts, kind)
+    if trains:
+        session.samples.note(signature, lambda: batch_size(trainer) or splitter.num_samples(batch, source))
     running = Batch(
-        microbatches.signature(batch, stack_split.sizes.parts, kind),
+        signature,
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m], *args),
         dry_run_step=lambda m: dry_step(own_copy(stack_split.block_input(m)) if is_whole else split.block_input(m)),
@@ -246,11 +248,12 @@ class MicrobatchSteps:
             if self._options is not None:
                 state.check_options(trainer, self._options)
             count = self.split.num_microbatches
-            self._left = [Left()] if self._collections is None else self._collections.end_batch(count)
-            for m, own in enumerate(self._left):
-                own.used_collectives = m in session.collectives.used
-                own.note_means(batch.results[m], self._log.means_of(self.split.own[m]))
-            self._numbers.add([batch.results, [vars(own) for own in self._left]])
+            if self._collections is not None:
+                self._left = self._collections.end_batch(count)
+                for m, own in enumerate(self._left):
+                    own.used_collectives = m in session.collectives.used
+                    own.note_means(batch.results[m], self._log.means_of(self.split.own[m]))
+                self._numbers.add([batch.results, [vars(own) for own in self._left]])
             if self.weights.is_sum and batch.has_loss:
                 self._log.add_up([loss_of(batch.results[m]) for m in range(count)], self._numbers)
 
@@ -260,7 +263,11 @@ class MicrobatchSteps:
         Called by all ranks that share the micro-batches.
         """
         session, split, weights = self.session, self.split, self.weights
+        if self.trains and session.choice is not None:
+            session.choice.note_logged(self._log.names)
         results = batch.results
+        if self._collections is None:
+            return results[0]
         if self.trains and batch.has_loss and not session.hand_over.after_batches:  # nobody reads the rest
             results = {
                 m: {"loss": result["loss"]} if isinstance(result, Mapping) and "loss" in result else result
@@ -270,8 +277,6 @@ class MicrobatchSteps:
         merged, collected, changes = zip(*self.splitter.by_piece(values), strict=True)
         self._numbers.add([merged, [vars(own) for own in collected]])
         split.store(changes)
-        if self.trains and session.choice is not None:
-            session.choice.note_logged(self._log.names)
-        apart = keep_collected(session.collections, split, weights, collected, self._numbers)
+        apart = keep_collected(self._collections, split, weights, collected, self._numbers)
         session.warn_of_parts(apart, split.num_microbatches)
         return split.merge(merged, weights, has_loss=self.trains and batch.has_loss, numbers=self._numbers)

@@ -105,6 +105,7 @@ class Contrastive(models.MLP):
         return torch.nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
 
 
+@pytest.mark.thorough
 def test_a_step_on_whole_batches_is_compared_with_that_of_one_process() -> None:
     options = WAVE | {"num_microbatches": 4}
     assert check(models.build(Contrastive), VECTORS, HanayoStrategy(**options), depth=4).outcome == "exact"

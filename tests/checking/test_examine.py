@@ -130,7 +130,6 @@ EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[st
     "configure_model on the meta device": (ConfiguredLater, VECTORS, WAVE, {}),
 }
 DEFAULT = [
-    "a sharded optimizer, whose gradients are gathered for the check",
     "dropout in two passes",
     "configure_model on the meta device",
 ]

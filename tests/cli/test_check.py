@@ -119,6 +119,7 @@ def test_a_difference_gives_one_and_is_named(capsys: pytest.CaptureFixture[str])
     assert "It is computed by the step on pipeline rank 0." in " ".join(output.split())
 
 
+@pytest.mark.thorough
 def test_micro_batches_that_make_a_difference_give_one_unless_they_are_accepted() -> None:
     padded = "--config=recipe.yaml", "--model.padding=true", "--trainer.strategy.init_args.step=microbatch"
     assert run("--config=recipe.yaml", "--model.padding=true") == 0

@@ -32,7 +32,8 @@ def test_every_kind_of_block_trains_as_in_one_process(pool: Pool, kind: str, lay
     assert_close(outcome.weights, expected.weights, MODELS[kind][2])
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS[:3], by=LAYOUTS[2:3]), ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
 def test_pipelines_with_accumulation(pool: Pool, layout: Layout) -> None:
     model, batches = partial(models.gpt, 4, 4 * layout.waves), partial(models.texts, (8, 8, 8, 8), (7,))
     single = Training(model, batches, torch.float64, steps=2, accumulate=2, clip=0.1, loss_weight="tokens")

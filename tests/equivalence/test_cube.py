@@ -177,7 +177,7 @@ EVERYWHERE = [
     *(Layout(cube=cube, num_microbatches=2) for cube in (CUBE, (2, 1, 1), (1, 2, 1), (1, 1, 2))),
     Layout(2, 1, 2, "1f1b", num_microbatches=2, cube=(1, 2, 1)),
 ]
-COVER = [("encoder", EVERYWHERE[1]), ("bert", EVERYWHERE[-1])]
+COVER = [("encoder", EVERYWHERE[1])]
 """with the cases above: most kinds of blocks on some cube, and each shape with some kind of block"""
 
 

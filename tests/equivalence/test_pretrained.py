@@ -42,7 +42,7 @@ LAYOUTS = [
     Layout(2, 1, 2),
 ]
 CASES = [*((kind, layout) for kind in ("gpt2", "llama") for layout in LAYOUTS), ("mixtral", LAYOUTS[0])]
-COVER = [("gpt2", LAYOUTS[4]), ("llama", LAYOUTS[1])]
+COVER = [("llama", LAYOUTS[1])]
 TOLERANCES = {"gpt2": 1e-9, "llama": 1e-7, "mixtral": 1e-7}
 """norms of Llama and Mixtral compute in fp32: their rounding depends on the last bits of the input"""
 

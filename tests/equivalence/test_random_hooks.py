@@ -145,6 +145,7 @@ def test_each_data_rank_draws_as_without_a_pipeline(pool: Pool) -> None:
     assert ranks == [expected[0]] * 2 + [expected[1]] * 2
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_draws_what_an_uninterrupted_one_does(pool: Pool, tmp_path: Path) -> None:
     run = partial(pool.run, 2, fit, Drawing, PIPELINE)
     (seen, _), _ = run(tmp_path)

@@ -276,6 +276,7 @@ def predictions(layout: Layout) -> list[float]:
     return [sum(part.sum().item() for part in parts if isinstance(part, Tensor)) for parts in found if parts]
 
 
+@pytest.mark.thorough
 def test_predictions_draw_different_numbers_that_do_not_depend_on_the_layout(pool: Pool) -> None:
     (expected,) = pool.run(1, predictions, ONE_PROCESS)
     assert len(set(expected)) == 3
@@ -380,7 +381,8 @@ def test_one_rank_with_one_microbatch_draws_the_numbers_of_an_ordinary_trainer(p
     assert with_strategy == plain
 
 
-@pytest.mark.parametrize("outside", covered(["share", "replicate"], by=["replicate"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("outside", ["share", "replicate"])
 def test_a_cube_draws_the_same_numbers_with_and_without_waves(pool: Pool, outside: str) -> None:
     cubes = [Layout(1, 1, 1, "1f1b", cube=(1, 2, 1), outside=outside)]
     cubes.append(Layout(1, 2, 1, "hanayo-zb", cube=(1, 2, 1), outside=outside))

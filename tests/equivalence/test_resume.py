@@ -239,9 +239,10 @@ def test_in_the_middle_of_an_accumulation(pool: Pool, tmp_path: Path, layout: La
     assert_resumed_run_is_equal(pool, tmp_path, layout, "sized", MID_EPOCH, accumulate_grad_batches=2, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "loader", "limit"),
-    covered(ENDS, by=[(DATA, "generator", "max_steps")]),
+    ENDS,
     ids=str,
 )
 def test_at_the_end_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, loader: str, limit: str) -> None:
@@ -249,12 +250,10 @@ def test_at_the_end_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, load
     assert_resumed_run_is_equal(pool, tmp_path, layout, loader, EPOCH_END, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "loader", "save"),
-    covered(
-        list(product([Layout(2), CUBE, DATA], ["sized", "unsized"], [Save("on_train_epoch_end", 5), MID_EPOCH])),
-        by=[(Layout(2), "sized", Save("on_train_epoch_end", 5))],
-    ),
+    [*product([Layout(2), CUBE, DATA], ["sized", "unsized"], [Save("on_train_epoch_end", 5), MID_EPOCH])],
     ids=str,
 )
 def test_of_epochs_that_do_not_read_all_batches(

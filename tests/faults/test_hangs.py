@@ -119,7 +119,7 @@ PIPE, MIXED, CUBE = Layout(4), Layout(2, data=2), Layout(2, cube=(1, 2, 1))
 CASES = [
     (PIPE, Hang("hook", 2)),
     (MIXED, Hang("step", 2)),
-    (CUBE, Hang("validation", 1)),
+    pytest.param(CUBE, Hang("validation", 1), marks=pytest.mark.thorough),
     *(pytest.param(PIPE, Hang("hook", rank), marks=pytest.mark.thorough) for rank in (0, 1, 3)),
     *(pytest.param(MIXED, Hang("hook", rank), marks=pytest.mark.thorough) for rank in range(4)),
     *(pytest.param(CUBE, Hang("hook", rank), marks=pytest.mark.thorough) for rank in range(4)),

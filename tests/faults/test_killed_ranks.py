@@ -36,7 +36,7 @@ KILLED = [
 
 @pytest.mark.parametrize(
     ("sizes", "cube", "rank", "site", "how"),
-    covered(KILLED, by=[((4, 1), 1, 0, "backward", "SIGKILL"), ((2, 1), 2, 3, "hook", "3")]),
+    covered(KILLED, by=[((4, 1), 1, 0, "backward", "SIGKILL")]),
 )
 def test_the_others_say_who_was_killed(
     pool: Pool, sizes: tuple[int, int], cube: int, rank: int, site: str, how: str

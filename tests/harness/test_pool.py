@@ -115,6 +115,7 @@ def test_a_failure_names_its_rank_and_later_runs_succeed(pool: Pool, how: str, k
     assert pool.run(3, total_of_ranks, 0) == [(rank, 3) for rank in range(3)]
 
 
+@pytest.mark.thorough
 def test_a_hang_after_a_trainer_shows_its_stacks(pool: Pool) -> None:
     pool.run(2, train_data_parallel)
     with pytest.raises(RunFailed, match="in fail_on"):

@@ -34,6 +34,7 @@ def test_every_slice_is_a_span(schedule: Schedule) -> None:
         assert event["cat"]
 
 
+@pytest.mark.thorough
 @unhurried
 @given(schedules())
 def test_flows_have_two_ends_and_each_is_inside_a_slice(schedule: Schedule) -> None:

@@ -142,6 +142,7 @@ def test_the_loss_has_its_own_colour() -> None:
     assert list(legend_entries([timeline])) == ["forward", "head and loss", "backward"]
 
 
+@pytest.mark.thorough
 def test_a_comparison_is_as_wide_as_a_page_and_as_high_as_its_bands_need(tmp_path: Path) -> None:
     shapes = {}
     for ranks, microbatches in ((2, 4), (4, 16)):

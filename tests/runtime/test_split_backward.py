@@ -253,7 +253,7 @@ def as_modules(model: Model) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compile_blocks", [in_place, as_modules])
+@pytest.mark.parametrize("compile_blocks", [pytest.param(in_place, marks=pytest.mark.thorough), as_modules])
 def test_compiled_blocks(compile_blocks: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

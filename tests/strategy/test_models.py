@@ -76,7 +76,7 @@ def test_trains_as_in_one_process(pool: Pool, kind: str, layout: Layout) -> None
     assert_close(run(pool, training, layout).weights, plain(pool, training).weights, 1e-10)
 
 
-@pytest.mark.parametrize("kind", covered(FOREIGN, by=["llama checkpointed anew", "looked into before"]))
+@pytest.mark.parametrize("kind", covered(FOREIGN, by=["looked into before"]))
 def test_transformers(pool: Pool, kind: str) -> None:
     training = Training(FOREIGN[kind], PADDED, DOUBLE, steps=3, loss_weight="tokens")
     assert_close(run(pool, training, WAVE).weights, by_hand(pool, training).weights, 1e-10)

@@ -271,7 +271,7 @@ EARLY: dict[str, tuple[dict[str, Any], int]] = {
 
 
 IN_A_CUBE = Layout(2, 1, 1, cube=(1, 2, 1))
-ENDS = covered(product(EARLY, (WAVE, IN_A_CUBE)), by=[("accumulating", WAVE), ("validating by batches", WAVE)])
+ENDS = covered(product(EARLY, (WAVE, IN_A_CUBE)), by=[("validating by batches", WAVE)])
 
 
 @pytest.mark.parametrize(("case", "layout"), ENDS, ids=str)

@@ -18,7 +18,6 @@ from lightning_hanayo.errors import PeerFailed, UnsupportedError
 from lightning_hanayo.tensor_parallel.outside_parameters import vocabulary_weights
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Training,
@@ -84,12 +83,10 @@ def uses_weights() -> LightningModule:
     return UsesWeights(module.model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "layout"),
-    covered(
-        list(product([tied, untied, recipe, uses_weights], LAYOUTS)),
-        by=[(uses_weights, LAYOUTS[0])],
-    ),
+    [*product([tied, untied, recipe, uses_weights], LAYOUTS)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_clipped_training_equals_one_process(pool: Pool, make: Callable[[], LightningModule], layout: Layout) -> None:

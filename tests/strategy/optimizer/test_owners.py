@@ -167,6 +167,7 @@ def test_whole_parameters_are_stepped_as_in_one_process(
     assert sorted(names) == sorted(all_names), "each parameter's states are on one rank"
 
 
+@pytest.mark.thorough
 def test_owners_share_the_states(pool: Pool) -> None:
     """Of the embedding and the matrices: no rank has more than the largest parameter and its share."""
     layout = Layout(cube=(1, 2, 2))

@@ -129,6 +129,7 @@ def fit_with_pictures(folder: str) -> tuple[set[str], list[Any]]:
     return logger.metrics, logger.images
 
 
+@pytest.mark.thorough
 def test_a_logger_that_takes_images_gets_figures_and_pictures(pool: Pool, tmp_path: Path) -> None:
     (metrics, images), *_ = pool.run(WORLD, fit_with_pictures, str(tmp_path))
     assert {"hanayo/bubble", "hanayo/stage_0/forward_ms"} <= metrics

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hanayo"
-MAX_LINES = 34_562
+MAX_LINES = 34_555
 """of code: without blank lines, comments and docstrings"""
 MAX_FILES = 225
 

@@ -7,7 +7,6 @@ rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .      
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -65,8 +64,9 @@ class Ownership:
         """The stages that have registered each parameter, or keep it; -1 stands for the code outside the stack."""
         users: dict[nn.Parameter, set[int]] = defaultdict(set)
         for stage in range(len(self.stages)):
-            for parameter in chain.from_iterable(block.parameters() for block in self.blocks(stage)):
-                users[parameter].add(stage)
+            for block in self.blocks(stage):
+                for parameter in block.parameters():
+                    users[parameter].add(stage)
         for module in modules_outside(model, self.stack):
             for own in module._parameters.values():
                 if own is not None:

@@ -222,7 +222,6 @@ class SampleCount:
 
     def __init__(self) -> None:
         self.largest = 0
-        self._known: set[int] = set()
         self._expected: tuple[StepSamples, StepSamples] | None = None
 
     def expect(self, saved: StepSamples, now: StepSamples) -> None:
@@ -231,18 +230,12 @@ class SampleCount:
         if (saved.data, saved.accumulate) != (now.data, now.accumulate):
             self._expected = saved, now
 
-    def note(self, signature: int, count: Callable[[], int]) -> None:
-        """Called before each training batch. `count` tells its size, or the loader's; 0 if it can't be counted.
-
-        Batches of one signature have one size.
+    def note(self, batch: int) -> None:
+        """Called before each training batch with its size, or the loader's; 0 if it can't be counted.
 
         Raises:
             HanayoError: it is the first one after a resume, and steps would take other numbers of samples.
         """
-        if signature in self._known:
-            return
-        self._known.add(signature)
-        batch = count()
         self.largest = max(self.largest, batch)
         expected, self._expected = self._expected, None
         if expected is not None:

@@ -138,6 +138,7 @@ def _run_batch(
     splitter = pipeline.stack_splitter if is_whole else pipeline.splitter
     split = splitter.whole(batch) if is_whole else stack_split
     if trains:
+        session.samples.note(batch_size(trainer) or splitter.num_samples(batch, source))
         session.begin_training(stack_split, is_whole=is_whole)
     stage = "" if trains else source.stage
     weights = session.weigh(split.pieces, split.sizes, stage, is_whole=is_whole)
@@ -146,11 +147,8 @@ def _run_batch(
 
     share = state.share_of_step(trainer) / split.num_alike
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
-    signature = microbatches.signature(batch, stack_split.sizes.parts, kind)
-    if trains:
-        session.samples.note(signature, lambda: batch_size(trainer) or splitter.num_samples(batch, source))
     running = Batch(
-        signature,
+        microbatches.signature(batch, stack_split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m], *args),
         dry_run_step=lambda m: dry_step(own_copy(stack_split.block_input(m)) if is_whole else split.block_input(m)),

@@ -429,5 +429,5 @@ def uneven_sizes(samples: int, microbatches: int) -> list[int]:
 
 def signature(batch: Any, parts: Sequence[Sequence[int]], kind: str) -> int:
     """Return a number that is equal for batches of the same shapes, cut the same way for the same kind of step."""
-    shapes = [(tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Array) else () for leaf in leaves(batch)]
+    shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(batch) if isinstance(leaf, Array)]
     return seed_of(kind, [list(sizes) for sizes in parts], shapes)

@@ -45,7 +45,7 @@ class _GivenModule:
 
     def __set__(self, strategy: "MeshParallelStrategy", module: "pl.LightningModule | None") -> None:
         if module is not None and module._compiler_ctx is not None:
-            if strategy.topology.replica_size == 1:  # until Lightning has checked which strategies run it compiled
+            if strategy.topology.replica_size == 1:  # hidden until Lightning has checked which strategies run one
                 strategy._compiler_ctx, module._compiler_ctx = module._compiler_ctx, None
             else:
                 to_uncompiled(module)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -54,23 +53,22 @@ def test_the_first_batch_is_checked_where_the_loader_does_not_say_its_size() -> 
     count = SampleCount()
     count.expect(SAVED, StepSamples(0, 2, 1))
     with pytest.raises(HanayoError, match="accumulate_grad_batches=2"):
-        count.note(8, lambda: 8)
+        count.note(8)
     count.expect(SAVED, StepSamples(0, 2, 1))
-    count.note(16, lambda: 16)
+    count.note(16)
 
 
 def test_batches_of_unequal_sizes_are_no_change() -> None:
     count = SampleCount()
     count.expect(SAVED, StepSamples(0, 4, 1))
-    count.note(3, lambda: 3)
+    count.note(3)
     assert count.largest == 8
 
 
 def test_the_largest_batch_is_known() -> None:
     count = SampleCount()
-    for signature, size in enumerate((3, 8, 5)):
-        count.note(signature, partial(int, size))
-    count.note(0, partial(pytest.fail, "batches of this signature have been counted"))
+    for batch in (3, 8, 5):
+        count.note(batch)
     assert count.largest == 8
 
 
@@ -79,10 +77,10 @@ def test_batches_that_can_not_be_counted_are_named(saved: StepSamples) -> None:
     count = SampleCount()
     with pytest.warns(UserWarning, match="4 data ranks x 1 accumulated batches then, 2 x 1 now"):
         count.expect(saved, StepSamples(0, 2, 1))
-        count.note(0, lambda: 0)
+        count.note(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        count.note(1, lambda: 0)
+        count.note(0)
 
 
 class Largest(Callback):
